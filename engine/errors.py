@@ -1,0 +1,72 @@
+"""The exception tree of the engine: one root, each name says what happened.
+
+EngineError
+├── StartRefused          the model or the settings cannot be served: the process stops with one line
+│   └── UnsupportedModel  an architecture that would not be served exactly
+├── RequestRejected       refused before any work was done
+│   ├── InvalidRequest    a value no retry will make right
+│   │   └── ContextLengthExceeded
+│   └── Overloaded        try again later: queue full, queue wait too long, loading, draining
+├── RequestFailed         an accepted request ended by a fault of ours; its neighbours go on
+└── EngineDead            the step loop has stopped; nothing can be served any more
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Root of every error the engine raises on purpose."""
+
+
+class StartRefused(EngineError):
+    """The server must not start; the message is one line that says what to change."""
+
+
+class UnsupportedModel(StartRefused):
+    """The architecture, named in the message, cannot be served exactly."""
+
+
+class RequestRejected(EngineError):
+    """Refused before it cost anything; never raised for an accepted request."""
+
+
+class InvalidRequest(RequestRejected):
+    """A value is wrong and stays wrong; `param` names the request field, None when no single one is to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt with the tokens asked for, does not fit the model's context."""
+
+    def __init__(self, *, limit: int, prompt_tokens: int, max_tokens: int, param: str) -> None:
+        total = prompt_tokens + max_tokens
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
+            f"({prompt_tokens} in the prompt, {max_tokens} in the completion). Please reduce the length of "
+            "the prompt or of the completion.",
+            param=param,
+        )
+
+
+class Overloaded(RequestRejected):
+    """Try again in `retry_after_s` seconds; `code` is one of queue_full, queue_timeout, loading, draining."""
+
+    def __init__(self, message: str, code: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = max(1, retry_after_s)
+
+
+class RequestFailed(EngineError):
+    """An accepted request could not be finished; `stage` names where (forward, sampler, detokenizer, ...)."""
+
+    def __init__(self, message: str, stage: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class EngineDead(EngineError):
+    """The step loop has ended for good; every open request ends with this."""

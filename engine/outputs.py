@@ -1,0 +1,158 @@
+"""The frozen records that pass between the scheduler, the model's thread and the streams.
+
+Arrays are numpy so that the plan tier stays free of torch; once built they are never written again.
+N = tokens scheduled in the step, S = sequences scheduled, R = rows of logits wanted (one a sampled position).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+class ScheduledRequest(NamedTuple):
+    """What one request computes in a step: tokens [first_position, first_position + num_tokens).
+
+    `samples` is True when the last of them is the newest known token, so that its logits give the next one.
+    """
+
+    request_id: str
+    first_position: int
+    num_tokens: int
+    samples: bool
+
+
+class BlockCopy(NamedTuple):
+    """Copy the whole K/V block `source` onto `target` before the forward pass (copy-on-write)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustment:
+    """What one sampled row needs beyond the columns of `SamplingInputs`; built only for rows that need it.
+
+    `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` None
+    allows all. The token lists are copies of the request's history and are filled only when a penalty is set.
+    """
+
+    row: int
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """The sampling parameters of the R rows of one step, as columns.
+
+    `temperature` 0 = greedy; `top_k` 0, `top_p` 1, `min_p` 0 = off. `seed` is the request's 64 bits as int64;
+    `position` is the absolute index in the sequence of the token to draw. `num_logprobs` is -1 for none.
+    """
+
+    temperature: Float32  # [R]
+    top_k: Int32  # [R]
+    top_p: Float32  # [R]
+    min_p: Float32  # [R]
+    seed: Int64  # [R]
+    position: Int64  # [R]
+    num_logprobs: Int32  # [R]
+    adjustments: tuple[LogitAdjustment, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One packed forward pass: sequences one after another, sequence s owning `query_lens[s]` tokens.
+
+    Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each token;
+    `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+    """
+
+    token_ids: Int64  # [N]
+    positions: Int64  # [N]
+    slot_mapping: Int64  # [N]
+    query_lens: Int32  # [S]
+    kv_lens: Int32  # [S]
+    block_tables: Int32  # [S, max blocks of any sequence in this step]
+    logits_rows: Int64  # [R] indices into [0, N)
+    sampling: SamplingInputs
+    block_copies: tuple[BlockCopy, ...] = ()
+    scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDecision:
+    """The scheduler's order for one step; immutable, so the model's thread may read it freely.
+
+    `scheduled` lists decodes first, then prefill chunks in policy order; row r of the logits belongs to the
+    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+    inputs: StepInputs | None
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to run."""
+        return not self.scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities (before any processor) at one generated position.
+
+    `rank` is 1 for the likeliest token. `top` is sorted, likeliest first, and has as many entries as asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What the sampler drew: `token_ids[r]` for row r, and what went wrong for single rows.
+
+    `row_errors` maps a row to a one-line reason; its token is meaningless. `logprobs` is None when no row asked.
+    """
+
+    token_ids: list[int]  # [R]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    row_errors: dict[int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the model's thread gives back for one decision, with the seconds it took."""
+
+    rows: SampledRows
+    forward_s: float
+    sample_s: float

@@ -1,0 +1,144 @@
+"""One generation: what was asked (frozen) and how far it is (mutable, written on the loop thread only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class Priority(IntEnum):
+    """Named points on the priority scale; any int is allowed, a lower one runs first."""
+
+    HIGH = -10
+    DEFAULT = 0
+    FLEX = 10
+
+
+class FinishReason(Enum):
+    """Why a request ended. OpenAI's spelling is chosen in `server`, not here."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+class RequestStatus(Enum):
+    """Where a request is. It holds KV blocks only while RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens and when to stop, already checked against the limits.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off.
+    `seed` is always set: the admission draws one when the caller gave none. `logprobs` None returns none,
+    0 the sampled token's only, n > 0 the n likeliest as well.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the drawn distribution depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation as a caller asks for it, after validation: nobody downstream checks it again.
+
+    `request_id` is the engine's own and fresh. `tenant` is None for the anonymous tenant.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    priority: int = Priority.DEFAULT
+    tenant: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The scheduler's record of one generation.
+
+    A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
+    `token_ids` is prompt then output, one list. `stop_token_ids` is the caller's set plus the model's EOS set
+    unless EOS is ignored. `arrival` is a counter that breaks every tie; `arrival_time` is in seconds of the
+    engine's monotonic clock. `first_scheduled_time` is None until the request first runs.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    arrival: int
+    arrival_time: float
+    priority: int = Priority.DEFAULT
+    tenant: str | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    max_num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and committed."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """True once a terminal status is set; it never changes back."""
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Commit one generated token; the finish reason it causes by its id or by length, else None."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH
+        return None
