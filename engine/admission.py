@@ -1,0 +1,62 @@
+"""Admission: the bounded gate in front of the queue, passed before anything is tokenized."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from engine.errors import Overloaded
+
+
+class Permit:
+    """Places taken in the queue while a request is being prepared; a context manager, released on leaving."""
+
+    __slots__ = ("_admission", "_num_requests")
+
+    def __init__(self, admission: Admission, num_requests: int) -> None:
+        self._admission = admission
+        self._num_requests = num_requests
+
+    def release(self) -> None:
+        """Give the places back; what was submitted is counted as waiting by then. Safe to call twice."""
+        self._admission.num_preparing -= self._num_requests
+        self._num_requests = 0
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Admission:
+    """Bounds what waits, by requests and by prompt tokens. Loop thread only.
+
+    `num_preparing` counts requests between their permit and the queue: being tokenized, mostly.
+    """
+
+    def __init__(self, max_queued_requests: int, max_queued_tokens: int) -> None:
+        self.max_queued_requests = max_queued_requests
+        self.max_queued_tokens = max_queued_tokens
+        self.num_preparing = 0
+
+    def admit(self, num_requests: int, num_waiting: int) -> Permit:
+        """Take places for `num_requests`, or raise Overloaded naming the limit."""
+        queued = num_waiting + self.num_preparing
+        if queued + num_requests > self.max_queued_requests:
+            raise Overloaded(
+                f"The queue is full: {queued} requests wait, the limit is {self.max_queued_requests}.",
+                code="queue_full",
+            )
+        self.num_preparing += num_requests
+        return Permit(self, num_requests)
+
+    def check_tokens(self, num_tokens: int, num_waiting_tokens: int) -> None:
+        """Raise Overloaded when a prompt of `num_tokens` would overfill the queue; an empty queue takes any."""
+        if num_waiting_tokens and num_waiting_tokens + num_tokens > self.max_queued_tokens:
+            raise Overloaded(
+                f"The queue is full: {num_waiting_tokens} prompt tokens wait, "
+                f"the limit is {self.max_queued_tokens}.",
+                code="queue_full",
+            )

@@ -1,0 +1,190 @@
+"""RequestStream: the one-slot mailbox between the step loop and whoever reads a request's output.
+
+Loop thread only. What the reader has not taken yet is merged, so a slow reader costs a list of token ids and
+never blocks the loop. Text is decoded when it is taken, while the device runs the next step, unless stop
+strings make the loop need it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.errors import EngineError, RequestFailed
+from engine.outputs import TokenLogprobs
+from engine.request import FinishReason
+from engine.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Seconds spent in each part of one request's life; None where that part never came."""
+
+    queue_s: float
+    time_to_first_token_s: float | None
+    generation_s: float
+    mean_itl_s: float | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The one terminal event of a request.
+
+    `stop_reason` is the stop string or token id that matched, None for EOS and for every other reason.
+    `error` is set when the request did not end by its own terms; the reader reports it.
+    """
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    error: EngineError | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    timing: RequestTiming
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What came since the last one; `finish` is set on the last and only there.
+
+    `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
+    unless asked for, else one for each of `token_ids`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish | None
+
+
+class RequestStream:
+    """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
+
+    `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its text
+    fails; the engine then ends the request within a step.
+    """
+
+    __slots__ = (
+        "_checks_stops",
+        "_detokenizer",
+        "_finish",
+        "_logprobs",
+        "_on_abandon",
+        "_stopped",
+        "_taken",
+        "_text",
+        "_token_ids",
+        "_undecoded",
+        "_waiter",
+        "first_token_time",
+        "last_token_time",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        detokenizer: Detokenizer,
+        on_abandon: Callable[[str, RequestFailed | None], None],
+        *,
+        checks_stops: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.first_token_time: float | None = None
+        self.last_token_time = 0.0
+        self._detokenizer = detokenizer
+        self._on_abandon = on_abandon
+        self._checks_stops = checks_stops
+        self._token_ids: list[int] = []
+        self._undecoded: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._text = ""
+        self._finish: Finish | None = None
+        self._stopped = False  # a stop string matched: nothing held back is released
+        self._taken = False  # the terminal delta was handed out
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the terminal event is set, read or not."""
+        return self._finish is not None
+
+    # The loop's side.
+
+    def put(self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool) -> str | None:
+        """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out."""
+        self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        stop = None
+        if shown:
+            if self._checks_stops:
+                delta = self._detokenizer.push((token_id,))
+                self._text += delta.text
+                stop = delta.stop
+                self._stopped = stop is not None
+            else:
+                self._undecoded.append(token_id)
+        self._wake()
+        return stop
+
+    def finish(self, finish: Finish) -> None:
+        """Set the terminal event; only the first one counts."""
+        if self._finish is None:
+            self._finish = finish
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # The reader's side.
+
+    def close(self) -> None:
+        """Say that nobody reads any more: the request is aborted if it still runs. Safe to call twice."""
+        if self._finish is None:
+            self._on_abandon(self.request_id, None)
+
+    def __aiter__(self) -> RequestStream:
+        """Iterate over what comes from here on."""
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """Wait for output; ends after the terminal delta. Cancelling the wait loses nothing."""
+        if self._taken:
+            raise StopAsyncIteration
+        while not self._token_ids and self._finish is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._take()
+
+    def _take(self) -> OutputDelta:
+        token_ids, self._token_ids = tuple(self._token_ids), []
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        try:
+            text = self._take_text()
+        except Exception as error:  # one request's text must not cost another request anything
+            failure = RequestFailed(f"the output could not be decoded: {type(error).__name__}", "detokenizer")
+            failure.__cause__ = error
+            self._undecoded.clear()
+            self._stopped = True
+            if self._finish is None:
+                self._on_abandon(self.request_id, failure)
+            text = ""
+        self._taken = self._finish is not None
+        return OutputDelta(text, token_ids, logprobs, self._finish)
+
+    def _take_text(self) -> str:
+        text, self._text = self._text, ""
+        if self._undecoded:
+            undecoded, self._undecoded = self._undecoded, []
+            text += self._detokenizer.push(undecoded).text
+        if self._finish is not None and not self._stopped:
+            text += self._detokenizer.flush().text
+        return text
