@@ -7,6 +7,7 @@ EngineError
 │   ├── InvalidRequest    a value no retry will make right
 │   │   └── ContextLengthExceeded
 │   └── Overloaded        try again later: queue full, queue wait too long, loading, draining
+├── OutOfDeviceMemory     a forward pass did not fit; fewer requests may
 ├── RequestFailed         an accepted request ended by a fault of ours; its neighbours go on
 └── EngineDead            the step loop has stopped; nothing can be served any more
 """
@@ -58,6 +59,10 @@ class Overloaded(RequestRejected):
         super().__init__(message)
         self.code = code
         self.retry_after_s = max(1, retry_after_s)
+
+
+class OutOfDeviceMemory(EngineError):
+    """The forward pass ran out of memory: worth one more try with fewer requests."""
 
 
 class RequestFailed(EngineError):
