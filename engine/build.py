@@ -1,0 +1,116 @@
+"""Put an engine together from settings: the only place that knows every part."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from config import Settings
+from engine.engine_loop import Engine, EngineInfo, EngineLimits, EngineParts
+from engine.errors import StartRefused
+from engine.kv.paged_kv_manager import PagedKvManager
+from engine.model.kv_tensors import bytes_per_block
+from engine.model.loader import LoadedModel, load_model
+from engine.model.model_runner import ModelRunner
+from engine.model.model_source import resolve_model
+from engine.sampling.sampler import Sampler
+from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from engine.scheduling.policy import make_policy
+from engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger("slipstream.engine")
+
+
+def build_engine(settings: Settings) -> Engine:
+    """An engine that loads what `settings` name when it is started; cheap, nothing is read before that."""
+    limits = EngineLimits(
+        max_queued_requests=settings.server.max_queued_requests,
+        max_queued_tokens=settings.server.max_queued_tokens,
+        watchdog_timeout_s=settings.server.watchdog_timeout,
+    )
+    return Engine(lambda: load_parts(settings), limits)
+
+
+def load_parts(settings: Settings) -> EngineParts:
+    """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
+    use_compute_threads()
+    directory = resolve_model(settings.model, settings.home)
+    tokenizer = Tokenizer(directory, read_chat_template(settings))
+    loaded = load_model(directory, settings.model)
+    block_size = settings.cache.kv_block_size
+    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
+    num_blocks = count_kv_blocks(settings, loaded, block_bytes)
+    runner = ModelRunner(loaded, num_blocks, block_size, Sampler(loaded.vocab_size, loaded.device))
+    runner.self_check()
+    runner.warm_up()
+    info = EngineInfo(
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        num_kv_blocks=num_blocks,
+        kv_block_size=block_size,
+        kv_bytes=num_blocks * block_bytes,
+        has_chat_template=tokenizer.has_chat_template,
+    )
+    return EngineParts(runner, make_batcher(settings, info), tokenizer, loaded.eos_token_ids, info)
+
+
+def use_compute_threads() -> None:
+    """Give the calling thread's tensor operations every core this process may use."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def read_chat_template(settings: Settings) -> str | None:
+    """The text of --chat-template; None uses the model's own."""
+    path = settings.model.chat_template
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartRefused(f"--chat-template {path}: cannot be read ({error}).") from error
+
+
+def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
+    """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused."""
+    cache = settings.cache
+    needed = -(-loaded.max_model_len // cache.kv_block_size)
+    if cache.num_kv_blocks is not None:
+        num_blocks, source = cache.num_kv_blocks, f"--num-kv-blocks {cache.num_kv_blocks}"
+    elif loaded.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(loaded.device)
+        memory = int(free - total * (1 - cache.gpu_memory_utilization))
+        num_blocks, source = memory // block_bytes, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
+    else:
+        num_blocks, source = cache.kv_cache_memory // block_bytes, f"--kv-cache-memory {cache.kv_cache_memory}"
+    if num_blocks < needed:
+        raise StartRefused(
+            f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "
+            f"{needed} blocks of {cache.kv_block_size} tokens ({needed * block_bytes} bytes), {source} gives "
+            f"{max(0, num_blocks)}. Raise it, or lower --max-model-len."
+        )
+    return num_blocks
+
+
+def make_batcher(settings: Settings, info: EngineInfo) -> ContinuousBatcher:
+    """The scheduler with its limits, policy and KV accounting."""
+    scheduler = settings.scheduler
+    config = BatchConfig(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
+        max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
+        max_model_len=info.max_model_len,
+    )
+    kv = PagedKvManager(
+        num_blocks=info.num_kv_blocks,
+        block_size=info.kv_block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
+    )
+    return ContinuousBatcher(
+        config, kv, make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
+    )
