@@ -1,0 +1,177 @@
+"""Tiny random Hugging Face models, made in the test: no network, no files but those the caller asks for.
+
+One configuration a family, small enough for a forward pass in a millisecond, yet with the family's own traits
+switched on (windows shorter than a prompt, soft caps, two rope bases, grouped heads, experts, multipliers).
+Weights are large and every bias and norm is random, so that a wrongly attended position shows in the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 256
+WINDOW = 8
+BOS_TOKEN, START_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+BOS_ID, START_ID, EOS_ID = 0, 1, 2
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": BOS_ID,
+}
+_GROUPED: dict[str, Any] = _COMMON | {"num_key_value_heads": 2}
+_GROUPED_16: dict[str, Any] = _GROUPED | {"head_dim": 16}
+_SCALED: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+}
+_DUAL_ROPE: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+_CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    # The first layer sees everything, the second only its window.
+    "qwen2_window": lambda: Qwen2Config(
+        **_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**_GROUPED_16),
+    "mistral": lambda: MistralConfig(**_GROUPED_16, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(
+        **_GROUPED_16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=20.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        rope_parameters=_DUAL_ROPE,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": lambda: Phi3Config(**_GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW),
+    "gpt2": lambda: GPT2Config(**_COMMON),
+    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON),
+    "olmo2": lambda: Olmo2Config(**_GROUPED),
+    "mixtral": lambda: MixtralConfig(**_GROUPED_16, num_local_experts=4, num_experts_per_tok=2),
+    "granite": lambda: GraniteConfig(**_GROUPED, **_SCALED),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """A fresh configuration of `family`, one of `FAMILIES`: hidden 64, head size 16, 512 ids, 256 positions."""
+    return _CONFIGS[family]()
+
+
+def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of `family` in evaluation mode on the CPU; equal arguments give equal weights.
+
+    The caller's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start at one and zero, which would hide errors in them
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.requires_grad_(False).to(dtype).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of exactly `VOCAB_SIZE` ids that encodes any text, with a ChatML template."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_bpe()),
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=BOS_TOKEN,
+        additional_special_tokens=[START_TOKEN],
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tiny_model(family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write model, tokenizer and generation_config into `directory` (made if missing) and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tiny_model(family, seed, dtype).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID], "pad_token_id": BOS_ID}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+@cache
+def _trained_bpe() -> str:
+    """The tokenizer as JSON; trained once a process from a fixed text, so that every run has the same ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS_TOKEN, START_TOKEN, EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tokenizer.to_str()
+
+
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog while the river runs slowly towards the distant sea.",
+    "A server answers many requests at once; each of them is independent of its neighbours.",
+    "Once upon a time there was a little girl who lived in a village near the forest with her mother.",
+    "The capital of France is Paris, and the capital of Germany is Berlin. What is the capital of Italy?",
+    "def add(left, right):\n    return left + right\n\nfor index in range(10):\n    print(add(index, 1))\n",
+    "system user assistant You are a helpful assistant. Please write a short story about the weather.",
+    "Numbers: 0 1 2 3 4 5 6 7 8 9 10 11 12 100 1000. Caf\u00e9, na\u00efve, \u4f60\u597d, \U0001f642.",
+    "Tokens are drawn one after another, and the words that come out should read like the language.",
+)
