@@ -105,7 +105,7 @@ FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """A fresh configuration of `family`, one of `FAMILIES`: hidden 64, head size 16, 512 ids, 256 positions."""
+    """A fresh configuration of `family`, one of `FAMILIES`: hidden 64, head size 16, 512 ids, 256 places."""
     return _CONFIGS[family]()
 
 
