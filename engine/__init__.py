@@ -1,0 +1,1 @@
+"""Slipstream's engine: everything that decides or computes."""

@@ -1,0 +1,106 @@
+"""Stand-ins that let the whole loop run without a model, and still know the right answer.
+
+The fake model's next token is a hash of the whole prefix, which it reads back from a fake paged KV through the
+block tables, as the real one does: a wrong slot, table, copy or rewind gives a wrong token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.outputs import SampledRows, StepInputs, StepResult
+
+VOCAB_SIZE = 257
+NO_TOKEN = -1
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    """The fake model: a polynomial hash of the prefix, scrambled, in [0, VOCAB_SIZE)."""
+    state = 1469598103
+    for token in prefix:
+        state = (state * 1000003 ^ (int(token) + 7)) & 0xFFFFFFFFFFFF
+    state ^= state >> 23
+    return (state * 0x9E3779B1 >> 11) % VOCAB_SIZE
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What plain serial generation gives."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRunner:
+    """A StepRunner over a fake paged KV. `before` is called with each step's inputs and may raise or block.
+
+    `row_errors(step, row)` may name an error for a row. `instant` skips the hashing for timing the host alone.
+    """
+
+    num_blocks: int
+    block_size: int
+    before: Callable[[StepInputs], None] | None = None
+    row_errors: Callable[[int, int], str | None] | None = None
+    instant: bool = False
+    num_steps: int = 0
+    max_tokens_seen: int = 0
+    slots: np.ndarray = field(init=False)
+    thread_names: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.slots = np.full(self.num_blocks * self.block_size, NO_TOKEN, dtype=np.int64)
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Write the step's tokens, then hash each sampled row's prefix."""
+        self.num_steps += 1
+        self.thread_names.add(threading.current_thread().name)
+        if self.before is not None:
+            self.before(inputs)
+        if self.instant:
+            return StepResult(SampledRows([5] * len(inputs.logits_rows)), 0.0, 0.0)
+        self.max_tokens_seen = max(self.max_tokens_seen, len(inputs.token_ids))
+        self._prepare(inputs)
+        self.slots[inputs.slot_mapping] = inputs.token_ids
+        tokens, errors = [], {}
+        ends = np.cumsum(inputs.query_lens)
+        for row, token_row in enumerate(inputs.logits_rows):
+            sequence = int(np.searchsorted(ends, token_row, side="right"))
+            length = int(inputs.positions[token_row]) + 1
+            tokens.append(next_token(self._read(inputs.block_tables[sequence], length)))
+            error = self.row_errors(self.num_steps, row) if self.row_errors else None
+            if error is not None:
+                errors[row] = error
+        return StepResult(SampledRows(tokens, row_errors=errors or None), 0.0, 0.0)
+
+    def _prepare(self, inputs: StepInputs) -> None:
+        by_block = self.slots.reshape(self.num_blocks, self.block_size)
+        for copy in inputs.block_copies:
+            by_block[copy.target] = by_block[copy.source]
+        for block in inputs.scrub_blocks:
+            by_block[block] = NO_TOKEN
+
+    def _read(self, table: Sequence[int], length: int) -> list[int]:
+        positions = np.arange(length)
+        blocks = np.asarray(table)[positions // self.block_size]
+        tokens: list[int] = self.slots[blocks * self.block_size + positions % self.block_size].tolist()
+        assert NO_TOKEN not in tokens, "the model read a slot nobody wrote"
+        return tokens
+
+
+class ManualClock:
+    """Time that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        self.now += seconds
