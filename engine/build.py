@@ -60,7 +60,9 @@ def load_parts(settings: Settings) -> EngineParts:
 
 def use_compute_threads() -> None:
     """Give the calling thread's tensor operations every core this process may use."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
 
 
 def read_chat_template(settings: Settings) -> str | None:
@@ -85,7 +87,10 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
         memory = int(free - total * (1 - cache.gpu_memory_utilization))
         num_blocks, source = memory // block_bytes, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
     else:
-        num_blocks, source = cache.kv_cache_memory // block_bytes, f"--kv-cache-memory {cache.kv_cache_memory}"
+        num_blocks, source = (
+            cache.kv_cache_memory // block_bytes,
+            f"--kv-cache-memory {cache.kv_cache_memory}",
+        )
     if num_blocks < needed:
         raise StartRefused(
             f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "

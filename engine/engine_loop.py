@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -95,6 +95,25 @@ class EngineParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Executors:
+    """Where work that must not hold up the event loop runs; each of `target` and `draft` is a single thread."""
+
+    target: Executor
+    draft: Executor
+    text: Executor
+
+    @classmethod
+    def threads(cls) -> Executors:
+        """One named thread each, started when first used."""
+        return cls(*(ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("target", "draft", "text")))
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Take no more work and drop what has not begun; `wait` joins the threads."""
+        for executor in (self.text, self.draft, self.target):
+            executor.shutdown(wait=wait, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
 class _Ending:
     """Why a request is to be ended from outside the step; `abort` is its label in request_aborts."""
 
@@ -114,14 +133,13 @@ class Engine:
         load: Callable[[], EngineParts],
         limits: EngineLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        executors: Executors | None = None,
     ) -> None:
         self._load = load
         self._limits = limits or EngineLimits()
         self._clock = clock
         self._admission = Admission(self._limits.max_queued_requests, self._limits.max_queued_tokens)
-        self._target = ThreadPoolExecutor(1, thread_name_prefix="target")
-        self._draft = ThreadPoolExecutor(1, thread_name_prefix="draft")
-        self._text = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._executors = executors or Executors.threads()
         self._streams: dict[str, RequestStream] = {}
         self._requests: dict[str, Request] = {}
         self._endings: dict[str, _Ending] = {}
@@ -143,7 +161,7 @@ class Engine:
 
     async def start(self) -> None:
         """Load the model, then serve until `stop`. Raises StartRefused when it cannot be loaded."""
-        self._parts = await self._in_thread(self._target, self._load)
+        self._parts = await self._in_thread(self._executors.target, self._load)
         if self._stopping:
             return
         if self.state is EngineState.LOADING:
@@ -169,8 +187,7 @@ class Engine:
         if self._task is not None:
             await asyncio.wait([self._task])
         self._drain_endings()
-        for executor in (self._text, self._draft, self._target):
-            executor.shutdown(wait=self.state is not EngineState.DEAD, cancel_futures=True)
+        self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def wait_dead(self) -> None:
         """Return when the loop has died by a fault; never returns for an engine that is stopped in order."""
@@ -218,7 +235,7 @@ class Engine:
             fewest = len(text) * limit // tokenizer.char_limit(limit)
             raise ContextLengthExceeded(limit=limit, prompt_tokens=fewest, max_tokens=0, param="prompt")
         return await self._in_thread(
-            self._text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            self._executors.text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def render_chat(self, messages: list[dict[str, object]]) -> list[int]:
@@ -228,13 +245,13 @@ class Engine:
         if length > tokenizer.char_limit(limit):
             fewest = length * limit // tokenizer.char_limit(limit)
             raise ContextLengthExceeded(limit=limit, prompt_tokens=fewest, max_tokens=0, param="messages")
-        return await self._in_thread(self._text, lambda: tokenizer.render_chat(messages))
+        return await self._in_thread(self._executors.text, lambda: tokenizer.render_chat(messages))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole token list, off the loop."""
         tokenizer = self._loaded.tokenizer
         return await self._in_thread(
-            self._text, lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            self._executors.text, lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
     def token_text(self, token_id: int) -> str:
@@ -379,7 +396,7 @@ class Engine:
         """The result of the pass; None when it failed and its requests were dealt with."""
         batcher, runner = self._loaded.batcher, self._loaded.runner
         try:
-            result = await self._in_thread(self._target, runner.run, inputs)
+            result = await self._in_thread(self._executors.target, runner.run, inputs)
         except Exception as error:
             log.exception("a forward pass failed")
             self._failed_passes += 1
@@ -494,7 +511,9 @@ class Engine:
             queue_s=(now if scheduled is None else scheduled) - request.arrival_time,
             time_to_first_token_s=None if first is None else first - request.arrival_time,
             generation_s=0.0 if first is None else stream.last_token_time - first,
-            mean_itl_s=None if first is None or num_output < 2 else (stream.last_token_time - first) / (num_output - 1),
+            mean_itl_s=None
+            if first is None or num_output < 2
+            else (stream.last_token_time - first) / (num_output - 1),
             num_preemptions=request.num_preemptions,
         )
         self._count_finished(request, reason, timing, now)
@@ -537,6 +556,5 @@ class Engine:
         self._endings.clear()
         self._died.set()
 
-    async def _in_thread(self, executor: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> T:
+    async def _in_thread(self, executor: Executor, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
-
