@@ -1,0 +1,230 @@
+"""Every setting of the server: one frozen model, one section a record, one description a field.
+
+The descriptions are the help texts, the types and bounds are the checks, the names are the flags, the
+environment variables and the TOML keys. Values the model or the machine decides are None here and derived
+by the engine; nothing is ever written back.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from config.value_types import (
+    Directory,
+    DirectoryOrNone,
+    FileOrNone,
+    Number,
+    Seconds,
+    Secrets,
+    Shape,
+    Size,
+    Text,
+    TextOrNone,
+    Texts,
+    Whole,
+    WholeOrAuto,
+    lower_case,
+)
+
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
+Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
+Policy = Annotated[
+    Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)
+]
+Preemption = Annotated[Literal["auto", "recompute", "swap"], BeforeValidator(lower_case)]
+SpeculativeMethod = Annotated[
+    Literal["none", "ngram", "suffix", "draft-model", "medusa", "auto"], BeforeValidator(lower_case)
+]
+SpeculationSchedule = Annotated[Literal["async", "sync", "auto"], BeforeValidator(lower_case)]
+DraftVerification = Annotated[Literal["match", "rejection", "block"], BeforeValidator(lower_case)]
+DraftLengthPolicy = Annotated[Literal["fixed", "threshold", "goodput"], BeforeValidator(lower_case)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower_case)]
+LogFormat = Annotated[Literal["auto", "text", "json"], BeforeValidator(lower_case)]
+
+
+def keep_json_object(value: object) -> object:
+    """Pass a JSON object on as its text. Raises ValueError when it is anything else."""
+    if isinstance(value, str) and not isinstance(json.loads(value), dict):
+        raise ValueError("not an object")
+    return value
+
+
+JsonObjectOrNone = Annotated[str | None, BeforeValidator(keep_json_object), Shape("JSON", "a JSON object")]
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown names, no input echoed in error texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+def _refuse_above(section: Section, name: str, limit_name: str) -> None:
+    """Raise when a part is larger than the whole; None is the whole."""
+    value, limit = getattr(section, name), getattr(section, limit_name)
+    if value is not None and value > limit:
+        raise PydanticCustomError(
+            "above_limit",
+            "at most {limit_flag} ({limit})",
+            {"name": name, "value": value, "limit_flag": limit_name.replace("_", "-"), "limit": limit},
+        )
+
+
+class ModelSettings(Section):
+    """What is served and how it is loaded."""
+
+    model: Text = Field(
+        "smollm2-135m-instruct",
+        description="Hugging Face repo id, local directory, .gguf file or the built-in model's name",
+    )
+    served_model_name: Texts = Field(
+        (), description="name(s) in the API; repeatable; none = MODEL as it was given"
+    )
+    dtype: Dtype = Field("auto", description="number format of weights and K/V")
+    device: Device = Field("auto", description="where the model runs")
+    max_model_len: WholeOrAuto = Field(
+        None, ge=1, description="most tokens of prompt and output together; auto = the model's own"
+    )
+    revision: TextOrNone = Field(None, description="branch, tag or commit of the Hugging Face repo")
+    chat_template: FileOrNone = Field(None, description="Jinja chat template in place of the model's own")
+    compile: Switch = Field("auto", description="torch.compile the model")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names under which the API knows the model; the first one is shown in replies."""
+        return self.served_model_name or (self.model,)
+
+
+class CacheSettings(Section):
+    """The paged K/V cache."""
+
+    kv_block_size: Whole = Field(16, ge=1, le=1024, description="tokens in one K/V block")
+    num_kv_blocks: WholeOrAuto = Field(
+        None, ge=1, description="K/V blocks, whatever memory that takes; auto = as many as the memory holds"
+    )
+    kv_cache_memory: Size = Field(2**30, ge=1, description="memory for K/V on a CPU")
+    gpu_memory_utilization: Number = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory for weights, K/V and work space"
+    )
+    swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V; 0 = none")
+    prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")
+
+
+class SchedulerSettings(Section):
+    """Who runs in a step and how much of it."""
+
+    max_num_seqs: Whole = Field(64, ge=1, description="most sequences running at once")
+    max_num_batched_tokens: Whole = Field(2048, ge=1, description="most tokens in one step")
+    max_prefill_tokens: WholeOrAuto = Field(
+        None, ge=1, description="most prompt tokens in one step; auto = max-num-batched-tokens"
+    )
+    max_decode_seqs: WholeOrAuto = Field(
+        None, ge=1, description="most sequences decoding in one step; auto = max-num-seqs"
+    )
+    scheduling_policy: Policy = Field("priority", description="who goes first")
+    preemption: Preemption = Field("auto", description="how a running sequence gives its K/V back")
+    priority_aging_seconds: Seconds = Field(
+        30.0, ge=0, description="waiting this long is worth one step of priority; 0 = off"
+    )
+
+    @model_validator(mode="after")
+    def _within_the_step(self) -> Self:
+        _refuse_above(self, "max_prefill_tokens", "max_num_batched_tokens")
+        _refuse_above(self, "max_decode_seqs", "max_num_seqs")
+        return self
+
+
+class SpeculationSettings(Section):
+    """Drafting tokens ahead of the target."""
+
+    speculative_method: SpeculativeMethod = Field(
+        "auto", description="who drafts; auto = the model-free drafters, and the draft model if one is given"
+    )
+    draft_model: TextOrNone = Field(None, description="a smaller model with the same vocabulary")
+    medusa_heads: DirectoryOrNone = Field(None, description="directory of trained Medusa heads")
+    num_speculative_tokens: WholeOrAuto = Field(
+        None, ge=1, le=32, description="longest draft; auto = up to 32 model-free, 4 for models"
+    )
+    speculation_schedule: SpeculationSchedule = Field(
+        "auto", description="whether the target waits for drafts; auto = as measured"
+    )
+    draft_verification: DraftVerification = Field("match", description="how drafts are accepted")
+    draft_length_policy: DraftLengthPolicy = Field("goodput", description="how the draft length is chosen")
+    min_acceptance_rate: Number = Field(
+        0.3, ge=0, le=1, description="drafting stops below this acceptance; 0 = never"
+    )
+    speculative_config: JsonObjectOrNone = Field(
+        None, description="the settings above in one JSON object with vLLM's keys"
+    )
+
+
+class ServerSettings(Section):
+    """The HTTP side: address, keys, limits and times."""
+
+    host: Text = Field("127.0.0.1", description="address to listen on")
+    port: Whole = Field(8000, ge=0, le=65535, description="port to listen on; 0 = any free one")
+    api_key: Secrets = Field((), description="key a client must send; repeatable; none = open to all")
+    api_key_file: FileOrNone = Field(None, description="file with one key a line, added to the keys")
+    max_queued_requests: Whole = Field(256, ge=1, description="requests that may wait")
+    max_queued_tokens: Whole = Field(1_000_000, ge=1, description="prompt tokens that may wait")
+    queue_timeout: Seconds = Field(0.0, ge=0, description="longest wait in the queue; 0 = no limit")
+    request_timeout: Seconds = Field(0.0, ge=0, description="longest life of a request; 0 = no limit")
+    stall_timeout: Seconds = Field(60.0, gt=0, description="a client that reads nothing this long is dropped")
+    read_timeout: Seconds = Field(30.0, gt=0, description="time for a request's headers and body to arrive")
+    max_body_bytes: Size = Field(8 * 2**20, ge=1, description="largest request body")
+    max_header_bytes: Size = Field(2**16, ge=1024, description="largest request header")
+    max_connections: Whole = Field(2048, ge=1, description="open connections")
+    max_n: Whole = Field(128, ge=1, description="most choices a request may ask for")
+    max_logprobs: Whole = Field(20, ge=0, description="most log-probabilities a token may carry")
+    drain_timeout: Seconds = Field(8.0, ge=0, description="time running requests get to finish on shutdown")
+    watchdog_timeout: Seconds = Field(60.0, gt=0, description="a step that takes longer counts as hung")
+    strict_params: bool = Field(False, description="refuse unknown request fields instead of ignoring them")
+    sse_keepalive_seconds: Seconds = Field(
+        10.0, gt=0, description="a silent stream gets a comment this often"
+    )
+    per_request_metrics: bool = Field(True, description="send each request's times with its usage")
+    protect_metrics: bool = Field(False, description="ask for a key on /metrics too")
+
+
+class LogSettings(Section):
+    """What is logged, and how; always to stderr."""
+
+    log_level: LogLevel = Field("info", description="least severe level that is logged")
+    log_format: LogFormat = Field("auto", description="auto = text on a terminal, else JSON")
+
+
+class Settings(BaseSettings):
+    """All settings. `Settings()` is the defaults: only `load_settings` looks at flags, environment or files.
+
+    `home` holds what the server keeps between runs, converted models above all.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    home: Directory = Field(
+        Path("~/.cache/slipstream"), validate_default=True, description="directory for converted models"
+    )
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    server: ServerSettings = ServerSettings()
+    log: LogSettings = LogSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take nothing from the process by itself: what the loader merged is the only source."""
+        return (init_settings,)

@@ -1,0 +1,98 @@
+"""The kinds of value a setting can have: how each is read and how each is named to people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, FilePath, SecretStr
+
+from config.units import parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kind of value is shown: `metavar` in the help, `allowed` in an error line.
+
+    `numeric` values get the field's bounds appended, `auto` ones accept the word auto (None in the record).
+    """
+
+    metavar: str
+    allowed: str
+    numeric: bool = False
+    auto: bool = False
+    size: bool = False
+    secret: bool = False
+
+
+def refuse_bool(value: object) -> object:
+    """Keep True from being read as the number 1. Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError("a boolean is no number")
+    return value
+
+
+def auto_is_none(value: object) -> object:
+    """None for the word auto: the value is derived when the model is known."""
+    return None if isinstance(value, str) and value.strip().lower() == "auto" else refuse_bool(value)
+
+
+def lower_case(value: object) -> object:
+    """Fixed words are read in either case."""
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def at_home(value: object) -> object:
+    """Expand a leading ~, which no shell has done for a file or the environment. Raises ValueError."""
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError("there is no home directory") from error
+
+
+def read_bytes_size(value: object) -> object:
+    """A size in bytes. Raises ValueError."""
+    return parse_size(refuse_bool(value))
+
+
+def refuse_unsendable(secret: SecretStr) -> SecretStr:
+    """A key must be able to travel in a header: printable ASCII without spaces. Raises ValueError."""
+    text = secret.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("cannot be sent in a header")
+    return secret
+
+
+Whole = Annotated[int, BeforeValidator(refuse_bool), Shape("N", "a whole number", numeric=True)]
+WholeOrAuto = Annotated[
+    int | None, BeforeValidator(auto_is_none), Shape("N", "a whole number", numeric=True, auto=True)
+]
+Number = Annotated[
+    float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False), Shape("X", "a number", numeric=True)
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(refuse_bool),
+    Field(allow_inf_nan=False),
+    Shape("SECONDS", "a number of seconds", numeric=True),
+]
+Size = Annotated[
+    int,
+    BeforeValidator(read_bytes_size),
+    Shape("SIZE", "a size such as 512MiB, 1GiB or a number of bytes", size=True),
+]
+Text = Annotated[str, Field(min_length=1), Shape("NAME", "a text that is not empty")]
+TextOrNone = Annotated[str | None, Field(min_length=1), Shape("NAME", "a text that is not empty")]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Shape("NAME", "texts that are not empty")]
+FileOrNone = Annotated[
+    FilePath | None, BeforeValidator(at_home), Shape("FILE", "the path of a file that exists")
+]
+Directory = Annotated[Path, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
+DirectoryOrNone = Annotated[Path | None, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
+Secrets = Annotated[
+    tuple[Annotated[SecretStr, AfterValidator(refuse_unsendable)], ...],
+    Shape("KEY", "keys of printable ASCII without spaces, not empty", secret=True),
+]

@@ -1,0 +1,1 @@
+"""HTTP, command line and logs. Imports from `engine` only what its package exports."""
