@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from engine.errors import Overloaded
+from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from engine.request import GenerationRequest
 
 
 class Permit:
@@ -53,10 +54,29 @@ class Admission:
         return Permit(self, num_requests)
 
     def check_tokens(self, num_tokens: int, num_waiting_tokens: int) -> None:
-        """Raise Overloaded when a prompt of `num_tokens` would overfill the queue; an empty queue takes any."""
+        """Raise Overloaded when a prompt of `num_tokens` overfills the queue; an empty queue takes any."""
         if num_waiting_tokens and num_waiting_tokens + num_tokens > self.max_queued_tokens:
             raise Overloaded(
                 f"The queue is full: {num_waiting_tokens} prompt tokens wait, "
                 f"the limit is {self.max_queued_tokens}.",
                 code="queue_full",
             )
+
+
+def check_prompt(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidRequest unless the prompt is non-empty, in the vocabulary, and fits with its max_tokens."""
+    prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+    if not prompt:
+        raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")
+    if len(prompt) + max_tokens > max_model_len:
+        raise ContextLengthExceeded(
+            limit=max_model_len,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            param="prompt" if len(prompt) >= max_model_len else "max_tokens",
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise InvalidRequest(
+            f"The prompt holds a token id outside the vocabulary, which goes from 0 to {vocab_size - 1}.",
+            param="prompt",
+        )

@@ -8,7 +8,8 @@ import os
 import torch
 
 from config import Settings
-from engine.engine_loop import Engine, EngineInfo, EngineLimits, EngineParts
+from engine.engine import Engine
+from engine.engine_parts import EngineInfo, EngineLimits, EngineParts
 from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.model.kv_tensors import bytes_per_block

@@ -32,7 +32,7 @@ class RequestRejected(EngineError):
 
 
 class InvalidRequest(RequestRejected):
-    """A value is wrong and stays wrong; `param` names the request field, None when no single one is to blame."""
+    """A value is wrong and stays wrong; `param` names the request field, None when not a single one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

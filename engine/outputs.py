@@ -82,8 +82,8 @@ class SamplingInputs:
 class StepInputs:
     """One packed forward pass: sequences one after another, sequence s owning `query_lens[s]` tokens.
 
-    Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each token;
-    `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+    Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
+    token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
     """
 
     token_ids: Int64  # [N]
@@ -128,7 +128,7 @@ class BatchDecision:
 class TokenLogprobs:
     """Raw log-probabilities (before any processor) at one generated position.
 
-    `rank` is 1 for the likeliest token. `top` is sorted, likeliest first, and has as many entries as asked for.
+    `rank` is 1 for the likeliest token. `top` is sorted, likeliest first, with as many entries as asked for.
     """
 
     token_id: int
@@ -141,7 +141,7 @@ class TokenLogprobs:
 class SampledRows:
     """What the sampler drew: `token_ids[r]` for row r, and what went wrong for single rows.
 
-    `row_errors` maps a row to a one-line reason; its token is meaningless. `logprobs` is None when no row asked.
+    `row_errors` maps a row to a one-line reason; its token means nothing. `logprobs` is None when none asked.
     """
 
     token_ids: list[int]  # [R]

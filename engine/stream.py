@@ -62,8 +62,8 @@ class OutputDelta:
 class RequestStream:
     """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
 
-    `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its text
-    fails; the engine then ends the request within a step.
+    `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its
+    text fails; the engine then ends the request within a step.
     """
 
     __slots__ = (

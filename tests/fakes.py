@@ -1,7 +1,7 @@
 """Stand-ins that let the whole loop run without a model, and still know the right answer.
 
-The fake model's next token is a hash of the whole prefix, which it reads back from a fake paged KV through the
-block tables, as the real one does: a wrong slot, table, copy or rewind gives a wrong token.
+The fake model's next token is a hash of the whole prefix, which it reads back from a fake paged KV through
+the block tables, as the real one does: a wrong slot, table, copy or rewind gives a wrong token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class FakeRunner:
     """A StepRunner over a fake paged KV. `before` is called with each step's inputs and may raise or block.
 
-    `row_errors(step, row)` may name an error for a row. `instant` skips the hashing for timing the host alone.
+    `row_errors(step, row)` may name an error for a row. `instant` skips the hashing, to time the host alone.
     """
 
     num_blocks: int

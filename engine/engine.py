@@ -1,0 +1,268 @@
+"""Engine: what the server talks to. Loads, admits, tokenizes, submits, cancels; the loop does the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from engine.admission import Admission, Permit, check_prompt
+from engine.batch_metrics import BatchMetrics, EngineGauges
+from engine.engine_loop import EngineLoop, Ending
+from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
+from engine.errors import ContextLengthExceeded, EngineDead, Overloaded, RequestFailed
+from engine.open_requests import OpenRequests
+from engine.request import FinishReason, GenerationRequest, Request
+from engine.stream import RequestStream
+from engine.text.detokenizer import Detokenizer
+
+log = logging.getLogger("slipstream.engine")
+T = TypeVar("T")
+
+
+class Engine:
+    """One model, one loop, many streams. Every method is for the event-loop thread.
+
+    `load` builds the parts; it runs on the target thread so that the server can answer meanwhile.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], EngineParts],
+        limits: EngineLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        executors: Executors | None = None,
+    ) -> None:
+        self._load = load
+        self._limits = limits or EngineLimits()
+        self._clock = clock
+        self._executors = executors or Executors.threads()
+        self._admission = Admission(self._limits.max_queued_requests, self._limits.max_queued_tokens)
+        self.state = EngineState.LOADING
+        self.metrics = BatchMetrics()
+        self._requests = OpenRequests(self.metrics, clock)
+        self._num_arrivals = 0
+        self._parts: EngineParts | None = None
+        self._loop: EngineLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._died = asyncio.Event()
+
+    # Life.
+
+    async def start(self) -> None:
+        """Load the model, then serve until `stop`. Raises StartRefused when it cannot be loaded.
+
+        A drain or a stop that comes while loading takes effect when the load returns.
+        """
+        parts = await self._in_thread(self._executors.target, self._load)
+        self._parts = parts
+        self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors.target, self._clock)
+        if self.state is EngineState.LOADING:
+            self.state = EngineState.READY
+            self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end what is left."""
+        self._refuse_new_work()
+        try:
+            await asyncio.wait_for(self._requests.wait_until_none(), timeout_s)
+        except TimeoutError:
+            self._end_all()
+            await self._requests.wait_until_none()
+
+    async def stop(self) -> None:
+        """End every open stream with an error, stop after the step in flight, join the threads. Safe twice."""
+        self._refuse_new_work()
+        self._end_all()
+        if self._loop is not None and self._task is not None:
+            self._loop.stop()
+            await asyncio.wait([self._task])
+        self._executors.shutdown(wait=self.state is not EngineState.DEAD)
+
+    async def wait_dead(self) -> None:
+        """Return when the loop has died by a fault; never returns for an engine that is stopped in order."""
+        await self._died.wait()
+
+    def is_alive(self) -> bool:
+        """True unless the engine is dead or a step has run longer than the watchdog allows. From memory."""
+        return self.state is not EngineState.DEAD and self._heartbeat_age_s <= self._limits.watchdog_timeout_s
+
+    @property
+    def _heartbeat_age_s(self) -> float:
+        return 0.0 if self._loop is None else self._loop.heartbeat_age_s
+
+    def _refuse_new_work(self) -> None:
+        if self.state in (EngineState.LOADING, EngineState.READY):
+            self.state = EngineState.DRAINING
+
+    def _end_all(self) -> None:
+        error = Overloaded("The server is shutting down.", code="draining")
+        for request in self._requests.all():
+            self._end(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
+
+    async def _serve(self, loop: EngineLoop) -> None:
+        try:
+            await loop.run()
+        except Exception as cause:
+            log.exception("the engine loop has died")
+            self.state = EngineState.DEAD
+            error = EngineDead(f"The engine has stopped after a fault ({type(cause).__name__}).")
+            for request in self._requests.all():
+                self._requests.finish(request, FinishReason.ERROR, error=error)
+            self._died.set()
+
+    # What callers ask before and beside generating.
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded. Raises Overloaded (loading) before that."""
+        return self._loaded.info
+
+    @property
+    def _loaded(self) -> EngineParts:
+        if self._parts is None:
+            raise Overloaded("The model is still loading.", code="loading")
+        return self._parts
+
+    def gauges(self) -> EngineGauges:
+        """The state of this instant, all zero while loading."""
+        if self._parts is None:
+            return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
+        batcher = self._parts.batcher
+        return EngineGauges(
+            num_requests_running=batcher.num_running,
+            num_requests_waiting=batcher.num_waiting,
+            num_requests_swapped=0,
+            kv_blocks_used=batcher.kv.num_used_blocks,
+            kv_blocks_cached=0,
+            kv_blocks_free=batcher.kv.num_free_blocks,
+            heartbeat_age_s=self._heartbeat_age_s,
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize off the loop. Text too long for any prompt is refused before it costs anything."""
+        tokenizer = self._loaded.tokenizer
+        self._check_length(len(text), param="prompt")
+        return await self._in_thread(
+            self._executors.text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def render_chat(self, messages: list[dict[str, object]]) -> list[int]:
+        """Apply the chat template and tokenize, off the loop. Raises InvalidRequest."""
+        tokenizer = self._loaded.tokenizer
+        self._check_length(sum(len(str(message.get("content") or "")) for message in messages), "messages")
+        return await self._in_thread(self._executors.text, lambda: tokenizer.render_chat(messages))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of a whole token list, off the loop."""
+        tokenizer = self._loaded.tokenizer
+        return await self._in_thread(
+            self._executors.text, lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a single token, as logprobs show it."""
+        return self._loaded.tokenizer.token_text(token_id)
+
+    def _check_length(self, num_chars: int, param: str) -> None:
+        """Refuse text that cannot fit the context whatever its tokens are, so that none is spent on it."""
+        limit = self.info.max_model_len
+        char_limit = self._loaded.tokenizer.char_limit(limit)
+        if num_chars > char_limit:
+            fewest_tokens = -(-num_chars * limit // char_limit)
+            raise ContextLengthExceeded(limit=limit, prompt_tokens=fewest_tokens, max_tokens=0, param=param)
+
+    # Requests.
+
+    def admit(self, num_requests: int) -> Permit:
+        """Take queue places before tokenizing; use as a context manager around it and `submit`.
+
+        Raises Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
+        """
+        try:
+            self._check_open()
+            return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected[refusal.code] += 1
+            raise
+
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
+
+        Raises InvalidRequest (ContextLengthExceeded), Overloaded or EngineDead; nothing is kept then.
+        """
+        check_prompt(request, self.info.max_model_len, self.info.vocab_size)
+        batcher = self._loaded.batcher
+        try:
+            self._check_open()
+            self._admission.check_tokens(len(request.prompt_token_ids), batcher.num_waiting_tokens)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected[refusal.code] += 1
+            raise
+        record, stream = self._make_record(request), self._make_stream(request)
+        batcher.add(record)
+        self._requests.open(record, stream)
+        if self._loop is not None:
+            self._loop.wake()
+        return stream
+
+    def cancel(self, request_id: str, abort: str = "cancel") -> bool:
+        """End an open request with ABORT within a step; False when there is no such request any more."""
+        if request_id not in self._requests:
+            return False
+        self._end(request_id, Ending(FinishReason.ABORT, abort=abort))
+        return True
+
+    def _check_open(self) -> None:
+        if self.state is EngineState.DEAD:
+            raise EngineDead("The engine has stopped after a fault.")
+        if self.state is EngineState.DRAINING:
+            raise Overloaded("The server is shutting down.", code="draining")
+        if self.state is EngineState.LOADING:
+            raise Overloaded("The model is still loading.", code="loading")
+
+    def _make_record(self, request: GenerationRequest) -> Request:
+        sampling = request.sampling
+        eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
+        self._num_arrivals += 1
+        return Request(
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=sampling,
+            stop_token_ids=sampling.stop_token_ids | eos,
+            arrival=self._num_arrivals,
+            arrival_time=self._clock(),
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+
+    def _make_stream(self, request: GenerationRequest) -> RequestStream:
+        sampling = request.sampling
+        detokenizer = Detokenizer(
+            self._loaded.tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
+        return RequestStream(request.request_id, detokenizer, self._abandon, checks_stops=bool(sampling.stop))
+
+    def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:
+        """A stream's reader has gone, or its text could not be decoded."""
+        if failure is None:
+            self.cancel(request_id, abort="disconnect")
+        else:
+            self.metrics.engine_errors[failure.stage] += 1
+            self._end(request_id, Ending(FinishReason.ERROR, failure))
+
+    def _end(self, request_id: str, ending: Ending) -> None:
+        if self._loop is not None:
+            self._loop.end(request_id, ending)
+
+    async def _in_thread(self, executor: Executor, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, call)

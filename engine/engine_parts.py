@@ -1,0 +1,82 @@
+"""What an engine is made of: its state, its limits, what loading gives it, and where its work runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from engine.outputs import StepInputs, StepResult
+from engine.scheduling.batcher import ContinuousBatcher
+from engine.text.tokenizer import Tokenizer
+
+
+class EngineState(Enum):
+    """Loading, ready, draining, dead: each only ever moves rightwards."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors."""
+
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_kv_blocks: int
+    kv_block_size: int
+    kv_bytes: int
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine accepts and how long a step may take before it no longer counts as alive."""
+
+    max_queued_requests: int = 256
+    max_queued_tokens: int = 1_000_000
+    watchdog_timeout_s: float = 60.0
+
+
+class StepRunner(Protocol):
+    """The model's side of a step; called on the target thread only, never concurrently."""
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Run one forward pass and sample."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS."""
+
+    runner: StepRunner
+    batcher: ContinuousBatcher
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Executors:
+    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each."""
+
+    target: Executor
+    draft: Executor
+    text: Executor
+
+    @classmethod
+    def threads(cls) -> Executors:
+        """One named thread each, started when first used."""
+        return cls(*(ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("target", "draft", "text")))
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Take no more work and drop what has not begun; `wait` joins the threads."""
+        for executor in (self.text, self.draft, self.target):
+            executor.shutdown(wait=wait, cancel_futures=True)

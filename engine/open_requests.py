@@ -1,0 +1,125 @@
+"""OpenRequests: every accepted request and its stream, from submission to its one terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from engine.batch_metrics import BatchMetrics
+from engine.errors import EngineError
+from engine.outputs import TokenLogprobs
+from engine.request import FinishReason, Request
+from engine.scheduling.batcher import CommittedToken
+from engine.stream import Finish, RequestStream, RequestTiming
+
+
+class OpenRequests:
+    """Pairs each request with its stream and counts what happens to it. Loop thread only.
+
+    `finish` is the only place where a stream gets its terminal event.
+    """
+
+    def __init__(self, metrics: BatchMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, RequestStream] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._gaps: Counter[float] = Counter()  # time of the token before -> tokens of this step
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        """The open request, or None when there is none of that id any more."""
+        return self._requests.get(request_id)
+
+    def all(self) -> list[Request]:
+        """Every open request, oldest first; a copy."""
+        return list(self._requests.values())
+
+    async def wait_until_none(self) -> None:
+        """Return when no request is open."""
+        await self._none_open.wait()
+
+    def open(self, request: Request, stream: RequestStream) -> None:
+        """Take a request that was accepted."""
+        self._requests[request.request_id] = request
+        self._streams[request.request_id] = stream
+        self._none_open.clear()
+        self._metrics.requests_started += 1
+
+    def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
+        """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""
+        request = token.request
+        stream = self._streams[request.request_id]
+        if stream.first_token_time is None:
+            stream.first_token_time = now
+            self._metrics.time_to_first_token.observe(now - request.arrival_time)
+        else:
+            self._gaps[stream.last_token_time] += 1
+        stream.last_token_time = now
+        return stream.put(token.token_id, logprobs, shown=token.finish_reason is not FinishReason.STOP)
+
+    def end_step(self, now: float) -> None:
+        """Count the gaps between tokens of the step that ended; most requests share one value."""
+        for last, times in self._gaps.items():
+            self._metrics.inter_token_latency.observe(now - last, times)
+        self._gaps.clear()
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: EngineError | None = None,
+    ) -> None:
+        """Close a request: terminal event to its stream, figures to the metrics."""
+        stream = self._streams.pop(request.request_id)
+        del self._requests[request.request_id]
+        timing = self._timing(request, stream)
+        self._count(request, reason, timing)
+        if not self._requests:
+            self._none_open.set()
+        stream.finish(
+            Finish(
+                reason=reason,
+                stop_reason=stop_reason,
+                error=error,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_cached_tokens=0,
+                timing=timing,
+            )
+        )
+
+    def _timing(self, request: Request, stream: RequestStream) -> RequestTiming:
+        scheduled, first = request.first_scheduled_time, stream.first_token_time
+        generation_s = 0.0 if first is None else stream.last_token_time - first
+        num_gaps = request.num_output_tokens - 1
+        return RequestTiming(
+            queue_s=(self._clock() if scheduled is None else scheduled) - request.arrival_time,
+            time_to_first_token_s=None if first is None else first - request.arrival_time,
+            generation_s=generation_s,
+            mean_itl_s=None if first is None or num_gaps < 1 else generation_s / num_gaps,
+            num_preemptions=request.num_preemptions,
+        )
+
+    def _count(self, request: Request, reason: FinishReason, timing: RequestTiming) -> None:
+        metrics = self._metrics
+        metrics.requests_finished[reason] += 1
+        metrics.prompt_tokens += request.num_prompt_tokens
+        metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
+        metrics.request_queue_time.observe(timing.queue_s)
+        if timing.time_to_first_token_s is not None:
+            metrics.request_prefill_time.observe(timing.time_to_first_token_s - timing.queue_s)
+            metrics.request_decode_time.observe(timing.generation_s)
+        metrics.request_prompt_tokens.observe(request.num_prompt_tokens)
+        metrics.request_generation_tokens.observe(request.num_output_tokens)
+        metrics.request_preemptions.observe(request.num_preemptions)
