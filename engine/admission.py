@@ -64,7 +64,7 @@ class Admission:
 
 
 def check_prompt(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
-    """Raise InvalidRequest unless the prompt is non-empty, in the vocabulary, and fits with its max_tokens."""
+    """Raise InvalidRequest unless the prompt is non-empty, in the vocabulary, and fits with max_tokens."""
     prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
     if not prompt:
         raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from engine.admission import Admission, Permit, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
-from engine.engine_loop import EngineLoop, Ending
+from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.errors import ContextLengthExceeded, EngineDead, Overloaded, RequestFailed
 from engine.open_requests import OpenRequests
@@ -74,7 +74,7 @@ class Engine:
             await self._requests.wait_until_none()
 
     async def stop(self) -> None:
-        """End every open stream with an error, stop after the step in flight, join the threads. Safe twice."""
+        """End every open stream with an error, stop after the step in flight, join the threads."""
         self._refuse_new_work()
         self._end_all()
         if self._loop is not None and self._task is not None:

@@ -1,8 +1,8 @@
 """EngineLoop: schedule, run, commit, deliver; one batcher step an iteration, until told to stop.
 
 Scheduler, KV and request state is written on the event-loop thread only. The model runs in an executor of one
-thread, which gets a frozen decision and returns a frozen result. Nothing polls: the loop waits for work or for
-the device.
+thread, which gets a frozen decision and returns a frozen result. Nothing polls: the loop waits for work or
+for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its p
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a request is ended from outside the step; `abort` is its label in request_aborts, None for faults."""
+    """Why a request is ended from outside; `abort` is its label in request_aborts, None for faults."""
 
     reason: FinishReason
     error: EngineError | None = None

@@ -66,9 +66,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """True when the drawn distribution depends on the tokens so far."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
