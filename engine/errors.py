@@ -9,10 +9,13 @@ EngineError
 │   └── Overloaded        try again later: queue full, queue wait too long, loading, draining
 ├── OutOfDeviceMemory     a forward pass did not fit; fewer requests may
 ├── RequestFailed         an accepted request ended by a fault of ours; its neighbours go on
+├── RewindError           state could not be cut back to an earlier position
 └── EngineDead            the step loop has stopped; nothing can be served any more
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 
 class EngineError(Exception):
@@ -71,6 +74,21 @@ class RequestFailed(EngineError):
     def __init__(self, message: str, stage: str) -> None:
         super().__init__(message)
         self.stage = stage
+
+
+class RewindFault(Enum):
+    """Why a rewind was refused."""
+
+    NOT_SUPPORTED = "not_supported"
+    POSITION_BEYOND_END = "position_beyond_end"
+
+
+class RewindError(EngineError):
+    """Model state cannot be cut back as asked; `fault` says why, and nothing has changed."""
+
+    def __init__(self, fault: RewindFault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class EngineDead(EngineError):

@@ -1,0 +1,191 @@
+"""PagedKvManager: the block table of every sequence that holds KV, and the seat it occupies.
+
+Accounting only: it never touches a tensor. Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import RewindError, RewindFault
+from engine.kv.block_pool import BlockPool
+from engine.outputs import BlockCopy, Int32
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence's holdings: its row of the table matrix, its blocks in order, the tokens they must hold."""
+
+    row: int
+    num_tokens: int
+    block_ids: list[int]
+
+
+class PagedKvManager:
+    """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
+
+    A sequence has a *row* (its seat) from its first blocks until `free`; `block_tables[row]` lists its blocks, with
+    0 behind the last. Blocks may be shared by forks; whoever writes into a shared block calls `copy_on_write`
+    first. "Does not fit" is False or None and changes nothing; an unknown request id is a KeyError.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
+        self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
+        self.pool = BlockPool(num_blocks)
+        self._sequences: dict[str, _Sequence] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
+
+    # What there is.
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now."""
+        return self.pool.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks referenced by at least one sequence."""
+        return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Used blocks over all blocks, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks
+
+    @property
+    def max_tokens_per_seq(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        return self.max_blocks_per_seq * self.block_size
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """True if a sequence of `num_tokens` fits when it is alone."""
+        return num_tokens <= self.max_tokens_per_seq
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def row(self, request_id: str) -> int:
+        """The sequence's row of `block_tables`; constant while it holds one."""
+        return self._sequences[request_id].row
+
+    def block_ids(self, request_id: str) -> tuple[int, ...]:
+        """The sequence's blocks in token order."""
+        return tuple(self._sequences[request_id].block_ids)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    # What changes it.
+
+    def allocate(self, request_id: str, num_tokens: int) -> bool:
+        """Grow the sequence to hold `num_tokens` in total, taking a row if it has none. Never shrinks."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            if not self._free_rows:
+                return False
+            sequence = _Sequence(self._free_rows[-1], 0, [])
+            if not self._grow(sequence, num_tokens):
+                return False
+            self._free_rows.pop()
+            self._sequences[request_id] = sequence
+            return True
+        return num_tokens <= sequence.num_tokens or self._grow(sequence, num_tokens)
+
+    def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
+        held = len(sequence.block_ids)
+        if num_tokens > held * self.block_size:
+            needed = -(-num_tokens // self.block_size)
+            new = self.pool.take(needed - held) if needed <= self.max_blocks_per_seq else None
+            if new is None:
+                return False
+            sequence.block_ids += new
+            self.block_tables[sequence.row, held:needed] = new
+        sequence.num_tokens = num_tokens
+        return True
+
+    def fork(self, parent_id: str, child_id: str) -> bool:
+        """Give `child_id` a row of its own over the parent's blocks; False if no row is free."""
+        parent = self._sequences[parent_id]
+        assert child_id not in self._sequences, f"{child_id} already holds KV"
+        if not self._free_rows:
+            return False
+        child = _Sequence(self._free_rows.pop(), parent.num_tokens, parent.block_ids.copy())
+        self.pool.share(child.block_ids)
+        self.block_tables[child.row] = self.block_tables[parent.row]
+        self._sequences[child_id] = child
+        return True
+
+    def copy_on_write(self, request_id: str, first_position: int) -> tuple[BlockCopy, ...] | None:
+        """Make the blocks from `first_position` on the sequence's own; the copies to do before writing there.
+
+        Empty when none of them is shared. None when too few blocks are free; nothing has changed then.
+        """
+        sequence = self._sequences[request_id]
+        first = first_position // self.block_size
+        ref_count = self.pool.ref_count
+        shared = [i for i in range(first, len(sequence.block_ids)) if ref_count(sequence.block_ids[i]) > 1]
+        own = self.pool.take(len(shared))
+        if own is None:
+            return None
+        copies = []
+        for index, target in zip(shared, own, strict=True):
+            copies.append(BlockCopy(sequence.block_ids[index], target))
+            sequence.block_ids[index] = target
+            self.block_tables[sequence.row, index] = target
+        self.pool.release(copy.source for copy in copies)
+        return tuple(copies)
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Cut the sequence to its first `num_tokens`; blocks wholly past the new end are released, last first.
+
+        Nothing is erased: stale slots are overwritten before they are read again. Raises RewindError
+        (POSITION_BEYOND_END) if the sequence holds fewer tokens.
+        """
+        sequence = self._sequences[request_id]
+        if num_tokens > sequence.num_tokens:
+            raise RewindError(
+                RewindFault.POSITION_BEYOND_END,
+                f"cannot rewind to {num_tokens} tokens: the sequence holds {sequence.num_tokens}",
+            )
+        kept = self.blocks_for(num_tokens)
+        self.pool.release(reversed(sequence.block_ids[kept:]))
+        del sequence.block_ids[kept:]
+        self.block_tables[sequence.row, kept:] = 0
+        sequence.num_tokens = num_tokens
+
+    def free(self, request_id: str) -> None:
+        """Release all the sequence holds and give its row back.
+
+        The last block goes first, so that a prefix, which others may want again, is reused last.
+        """
+        sequence = self._sequences.pop(request_id)
+        self.pool.release(reversed(sequence.block_ids))
+        self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
+        self._free_rows.append(sequence.row)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless counts, tables and rows agree with each other. O(blocks): tests, idle time."""
+        self.pool.check_integrity()
+        held = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
+        for block_id in range(self.num_blocks):
+            count = self.pool.ref_count(block_id)
+            assert count == held[block_id], f"block {block_id}: {count} references, {held[block_id]} tables"
+        rows = [sequence.row for sequence in self._sequences.values()] + self._free_rows
+        assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or doubled: {sorted(rows)}"
+        expected = np.zeros_like(self.block_tables)
+        for sequence in self._sequences.values():
+            assert len(sequence.block_ids) == self.blocks_for(sequence.num_tokens), f"row {sequence.row}: length"
+            expected[sequence.row, : len(sequence.block_ids)] = sequence.block_ids
+        assert (self.block_tables == expected).all(), "the table matrix differs from the block lists"
