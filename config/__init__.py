@@ -1,6 +1,7 @@
 """Settings: one schema, one loader. Knows the standard library and pydantic, nothing else."""
 
 from config.errors import SettingsError
+from config.loader import LoadedSettings, load_settings, load_with_origins
 from config.schema import (
     CacheSettings,
     LogSettings,
@@ -13,6 +14,7 @@ from config.schema import (
 
 __all__ = [
     "CacheSettings",
+    "LoadedSettings",
     "LogSettings",
     "ModelSettings",
     "SchedulerSettings",
@@ -20,4 +22,6 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SpeculationSettings",
+    "load_settings",
+    "load_with_origins",
 ]

@@ -23,7 +23,11 @@ def plain(text: str) -> str:
     return shown(text)[1:-1]
 
 
-def hint(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' when one of `known` is close to `word`, else nothing."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `word` was probably meant to be; None when nothing is near."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
+def did_you_mean(name: str | None) -> str:
+    """The end of an error line that offers `name`; nothing for None."""
+    return f"; did you mean {name}?" if name else ""

@@ -45,6 +45,8 @@ def lower_case(value: object) -> object:
 
 def at_home(value: object) -> object:
     """Expand a leading ~, which no shell has done for a file or the environment. Raises ValueError."""
+    if value == "":
+        raise ValueError("no path")
     if not isinstance(value, str | Path):
         return value
     try:
@@ -84,9 +86,9 @@ Size = Annotated[
     BeforeValidator(read_bytes_size),
     Shape("SIZE", "a size such as 512MiB, 1GiB or a number of bytes", size=True),
 ]
-Text = Annotated[str, Field(min_length=1), Shape("NAME", "a text that is not empty")]
-TextOrNone = Annotated[str | None, Field(min_length=1), Shape("NAME", "a text that is not empty")]
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Shape("NAME", "texts that are not empty")]
+Text = Annotated[str, Field(min_length=1), Shape("NAME", "a name that is not empty")]
+TextOrNone = Annotated[str | None, Field(min_length=1), Shape("NAME", "a name that is not empty")]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Shape("NAME", "names that are not empty")]
 FileOrNone = Annotated[
     FilePath | None, BeforeValidator(at_home), Shape("FILE", "the path of a file that exists")
 ]

@@ -1,0 +1,115 @@
+"""Flags over environment over file over defaults, checked once: the way to `Settings`.
+
+The only place that looks at the process environment. Every failure is a SettingsError of one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from config.environment import is_service_link, read_environment
+from config.errors import SettingsError, plain, shown
+from config.flags import read_flags
+from config.not_yet import refuse_not_yet
+from config.schema import Settings
+from config.setting import BY_KEY, SETTINGS, Given
+from config.toml_file import read_toml
+
+
+class LoadedSettings(NamedTuple):
+    """Settings, and for every dotted key where its value came from: "flag --port", "default", ..."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings `argv` (what follows `slipstream serve`) and `environ` (None: this process's) ask for.
+
+    `server.api_key` holds the keys of `api_key_file` as well. Raises SettingsError.
+    """
+    return load_with_origins(argv, environ).settings
+
+
+def load_with_origins(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedSettings:
+    """As `load_settings`, with the origin of every value."""
+    flags = read_flags(argv)
+    from_file = read_toml(flags.config_file) if flags.config_file is not None else {}
+    from_environment = read_environment(os.environ if environ is None else environ)
+    given = {**from_file, **from_environment, **flags.given}
+    settings = _validate(given)
+    if settings.server.api_key_file is not None:
+        given["server.api_key"] = _with_key_file(settings.server.api_key_file, given)
+        settings = _validate(given)
+    refuse_not_yet(settings, given)
+    origins = {setting.key: "default" for setting in SETTINGS}
+    return LoadedSettings(settings, origins | {key: origin for key, (_, origin) in given.items()})
+
+
+def _validate(given: Mapping[str, Given]) -> Settings:
+    nested: dict[str, object] = {}
+    for key, (value, _) in given.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            table = nested.setdefault(section, {})
+            assert isinstance(table, dict)
+            table[name] = value
+        else:
+            nested[name] = value
+    try:
+        return Settings.model_validate(nested)
+    except ValidationError as error:
+        # `from None`: the original would carry the input along, keys included.
+        raise SettingsError(_line(error.errors(include_url=False)[0], given)) from None
+
+
+def _line(error: ErrorDetails, given: Mapping[str, Given]) -> str:
+    """The one line for a pydantic error: where, what, and what is allowed."""
+    place = [str(part) for part in error["loc"][:2]]
+    context = error.get("ctx", {})
+    if error["type"] == "above_limit":
+        place.append(context["name"])
+    key = ".".join(place) if ".".join(place) in BY_KEY else place[0]
+    setting = BY_KEY[key]
+    value, origin = given.get(key, Given(setting.field.default, "default"))
+    what = f"{key} (not shown)" if setting.shape.secret else f"{key} = {shown(_offender(value, error))}"
+    allowed = error["msg"] if error["type"] == "above_limit" else setting.allowed
+    return f"{origin}: {what} is not allowed; expected {allowed}{_port_hint(key, value)}"
+
+
+def _offender(value: object, error: ErrorDetails) -> object:
+    """The one wrong element of a repeatable setting, or the whole value."""
+    index = error["loc"][2] if len(error["loc"]) > 2 else None
+    return value[index] if isinstance(value, tuple) and isinstance(index, int) else value
+
+
+def _port_hint(key: str, value: object) -> str:
+    if key != "server.port" or not is_service_link(value):
+        return ""
+    return (
+        " (Kubernetes sets this for a service called slipstream: use another name or "
+        "enableServiceLinks: false, or give --port)"
+    )
+
+
+def _with_key_file(path: Path, given: Mapping[str, Given]) -> Given:
+    """The keys given so far and one for each non-empty line of `path`; a file without any is refused."""
+    file_origin = given["server.api_key_file"].origin
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SettingsError(f"{file_origin}: {plain(str(path))} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError:
+        raise SettingsError(f"{file_origin}: {plain(str(path))} holds bytes that are no text") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise SettingsError(f"{file_origin}: {plain(str(path))} holds no key; expected one a line")
+    value, origin = given.get("server.api_key", Given((), ""))
+    assert isinstance(value, tuple)
+    return Given((*value, *keys), f"{origin} and {file_origin}" if origin else file_origin)

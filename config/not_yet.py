@@ -1,0 +1,95 @@
+"""What the schema knows and no code honours yet: asking for it is refused, never ignored.
+
+A feature that lands removes its line. Defaults are never refused: only what was asked for is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from config.errors import SettingsError, shown
+from config.schema import Settings
+from config.setting import BY_KEY, Given
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A refusal: `asks(value)` is True for values that need what is missing; `instead` says what there is."""
+
+    key: str
+    asks: Callable[[object], bool]
+    instead: str
+
+
+def other_than(*available: object) -> Callable[[object], bool]:
+    """True for every value but those."""
+    return lambda value: value not in available
+
+
+def exactly(*missing: object) -> Callable[[object], bool]:
+    """True for those values only."""
+    return lambda value: value in missing
+
+
+def _only_default(key: str) -> NotYet:
+    """Nothing but the default can be had."""
+    setting = BY_KEY[key]
+    default = setting.field.default
+    spelled = setting.spell(default)
+    return NotYet(key, other_than(default), f"only {spelled} works so far" if spelled else "leave it out")
+
+
+NOT_YET = (
+    NotYet("model.compile", exactly("on"), "use auto or off"),
+    NotYet("cache.swap_space", other_than(0), "use 0 or leave it out"),
+    NotYet("cache.prefix_caching", exactly(True), "use --no-prefix-caching or leave it out"),
+    NotYet("scheduler.scheduling_policy", other_than("fcfs", "priority"), "use fcfs or priority"),
+    NotYet("scheduler.preemption", exactly("swap"), "use auto or recompute"),
+    NotYet("speculation.speculative_method", other_than("none", "auto"), "use none or auto"),
+    *(
+        _only_default(f"speculation.{name}")
+        for name in (
+            "draft_model",
+            "medusa_heads",
+            "num_speculative_tokens",
+            "speculation_schedule",
+            "draft_verification",
+            "draft_length_policy",
+            "min_acceptance_rate",
+            "speculative_config",
+        )
+    ),
+    *(
+        _only_default(f"server.{name}")
+        for name in (
+            "queue_timeout",
+            "request_timeout",
+            "stall_timeout",
+            "read_timeout",
+            "max_header_bytes",
+            "max_connections",
+            "protect_metrics",
+        )
+    ),
+)
+
+
+def is_missing(key: str, value: object) -> bool:
+    """True when setting `key` to `value` would be refused."""
+    return any(missing.key == key and missing.asks(value) for missing in NOT_YET)
+
+
+def refuse_not_yet(settings: Settings, given: Mapping[str, Given]) -> None:
+    """Raise SettingsError for the first given value that needs what is not there yet."""
+    for missing in NOT_YET:
+        if missing.key not in given:
+            continue
+        section, _, name = missing.key.partition(".")
+        value = getattr(getattr(settings, section), name)
+        if missing.asks(value):
+            setting, (raw, origin) = BY_KEY[missing.key], given[missing.key]
+            spelled = setting.spell(value) if isinstance(raw, bool) else raw
+            raise SettingsError(
+                f"{origin}: {missing.key} = {shown(spelled)} is not available yet; {missing.instead}"
+            )
