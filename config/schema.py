@@ -81,7 +81,7 @@ class ModelSettings(Section):
 
     model: Text = Field(
         "smollm2-135m-instruct",
-        description="Hugging Face repo id, local directory, .gguf file or the built-in model's name",
+        description="Hugging Face repo id, directory, .gguf file or the built-in name",
     )
     served_model_name: Texts = Field(
         (), description="name(s) in the API; repeatable; none = MODEL as it was given"
@@ -106,7 +106,7 @@ class CacheSettings(Section):
 
     kv_block_size: Whole = Field(16, ge=1, le=1024, description="tokens in one K/V block")
     num_kv_blocks: WholeOrAuto = Field(
-        None, ge=1, description="K/V blocks, whatever memory that takes; auto = as many as the memory holds"
+        None, ge=1, description="K/V blocks, whatever they take; auto = what the memory holds"
     )
     kv_cache_memory: Size = Field(2**30, ge=1, description="memory for K/V on a CPU")
     gpu_memory_utilization: Number = Field(
@@ -143,9 +143,7 @@ class SchedulerSettings(Section):
 class SpeculationSettings(Section):
     """Drafting tokens ahead of the target."""
 
-    speculative_method: SpeculativeMethod = Field(
-        "auto", description="who drafts; auto = the model-free drafters, and the draft model if one is given"
-    )
+    speculative_method: SpeculativeMethod = Field("auto", description="who drafts; auto = all at hand")
     draft_model: TextOrNone = Field(None, description="a smaller model with the same vocabulary")
     medusa_heads: DirectoryOrNone = Field(None, description="directory of trained Medusa heads")
     num_speculative_tokens: WholeOrAuto = Field(

@@ -1,0 +1,103 @@
+"""The command `slipstream`. Imports nothing heavy until a model is to be served."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from config import SettingsError, load_settings, load_with_origins
+from config.errors import closest, did_you_mean, plain
+from config.toml_file import format_toml
+from server.cli_help import MAIN_HELP, SHOW_HELP, serve_help
+
+OK: Final = 0
+WRONG_USAGE: Final = 2
+INTERRUPTED: Final = 130
+
+_HELP: Final = frozenset({"-h", "--help"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (None: this process's) and return the exit code.
+
+    0 well ended, 1 a fault while serving, 2 wrong usage or settings (one line on stderr), 130 interrupted.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except SettingsError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(MAIN_HELP, end="", file=sys.stderr)
+        return WRONG_USAGE
+    name, *rest = words
+    if name in _HELP:
+        print(MAIN_HELP, end="")
+        return OK
+    if name == "--version":
+        print(f"slipstream {_version()}")
+        return OK
+    command = COMMANDS.get(name)
+    if command is None:
+        near = closest(name, [*COMMANDS, "--help", "--version"])
+        raise SettingsError(f"unknown command {plain(name)}{did_you_mean(near)} (see slipstream --help)")
+    return command(rest)
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Load a model and serve it until a signal ends it. Raises SettingsError before anything is loaded."""
+    if _HELP.intersection(argv):
+        print(serve_help(), end="")
+        return OK
+    settings = load_settings(argv)
+    # Only now: the model libraries take seconds to import, and a wrong flag should not wait for them.
+    from server.logs import adopt_library_loggers, configure_logging
+
+    configure_logging(settings.log)
+    from server.serve import run
+
+    adopt_library_loggers()
+    return run(settings)
+
+
+def config_show(argv: Sequence[str]) -> int:
+    """Print the settings `serve` would use. Raises SettingsError."""
+    verb, *rest = argv or [""]
+    if _HELP.intersection(argv):
+        print(SHOW_HELP, end="")
+        return OK
+    if verb != "show":
+        raise SettingsError("config: expected slipstream config show [--origins]")
+    loaded = load_with_origins([word for word in rest if word != "--origins"])
+    print(format_toml(*loaded, with_origins="--origins" in rest), end="")
+    return OK
+
+
+def _not_yet(name: str) -> Callable[[Sequence[str]], int]:
+    def refuse(_argv: Sequence[str]) -> int:
+        raise SettingsError(f"{name}: not available yet")
+
+    return refuse
+
+
+def _version() -> str:
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
+    "serve": serve,
+    "config": config_show,
+    "bench": _not_yet("bench"),
+    "chat": _not_yet("chat"),
+    "doctor": _not_yet("doctor"),
+}
