@@ -1,0 +1,111 @@
+"""The model's tokenizer: text to token ids and back. Knows transformers; knows nothing of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from transformers import AutoTokenizer
+
+from engine.errors import InvalidRequest, StartRefused
+from engine.text.chat_template import ChatTemplate
+from engine.text.token_bytes import TokenBytes
+
+_MAX_REASON_CHARS = 200
+
+
+class Tokenizer:
+    """Synchronous, never written after it is built: any thread may call anything at any time.
+
+    Encoding neither truncates nor pads, whatever the model's files say. Text that spells a special token
+    becomes that token (vLLM's policy, and what a completion prompt with a hand-written template needs).
+    """
+
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        """Reads the tokenizer.json in `directory` and no code from it.
+
+        `chat_template` is template text that replaces the model's own. Raises StartRefused without a readable
+        tokenizer.json, for a model that needs its own code, a decoder that cannot be streamed or a broken
+        template.
+        """
+        tokenizer = _load(directory)
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.pieces = TokenBytes.of(self._backend)
+        self._chat_template = ChatTemplate(tokenizer, chat_template)
+        self._max_token_chars = max(1, self.pieces.max_chars)
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.pad_token_id: int | None = tokenizer.pad_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id with a token; the model's own vocabulary may be padded beyond it."""
+        return len(self.pieces)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False when `render_chat` can only refuse."""
+        return bool(self._chat_template)
+
+    def char_limit(self, max_model_len: int) -> int:
+        """Length in characters that no text of `max_model_len` tokens exceeds.
+
+        Longer text can be refused unread: tokenizing it would cost its length and end in the same refusal. A
+        normalizer that shrinks text (runs of spaces, composed accents) is not counted in.
+        """
+        return self._max_token_chars * max_model_len
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """The token ids of `text`. Raises InvalidRequest for `param` when the text is not valid Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"character {error.start} of the text is a lone surrogate, which is not valid Unicode"
+            raise InvalidRequest(reason, param=param) from None
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `token_ids` alone, no prompt before them; an id without a token adds nothing."""
+        return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens spelled out; an incomplete character reads as U+FFFD."""
+        return (self.token_bytes(token_id) or b"").decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The token's own bytes, which need not be whole characters; None for an id without a token."""
+        table = self.pieces.table(skip_special_tokens=False)
+        return table[token_id] or None if 0 <= token_id < len(table) else None
+
+    def render_chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """The prompt text the chat template makes of `messages`; raises InvalidRequest."""
+        return self._chat_template.render(messages)
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """The same as token ids. The template writes the special tokens, so none are added."""
+        text = self.render_chat_text(messages)
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+
+def _load(directory: Path) -> Any:
+    """The transformers tokenizer in `directory`, backed by the `tokenizers` package."""
+    if not (directory / "tokenizer.json").is_file():
+        raise StartRefused(f"{directory} has no tokenizer.json: only fast tokenizers are served")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
+    except (
+        Exception
+    ) as error:  # the libraries raise anything, bare Exception included, for files they cannot read
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise StartRefused(f"the tokenizer in {directory} cannot be loaded: {reason}") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        raise StartRefused(
+            f"the tokenizer in {directory} is a {type(tokenizer).__name__}: only fast tokenizers are served"
+        )
+    return tokenizer
