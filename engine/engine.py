@@ -109,9 +109,7 @@ class Engine:
         except Exception as cause:
             log.exception("the engine loop has died")
             self.state = EngineState.DEAD
-            error = EngineDead(f"The engine has stopped after a fault ({type(cause).__name__}).")
-            for request in self._requests.all():
-                self._requests.finish(request, FinishReason.ERROR, error=error)
+            loop.fail_all(EngineDead(f"The engine has stopped after a fault ({type(cause).__name__})."))
             self._died.set()
 
     # What callers ask before and beside generating.

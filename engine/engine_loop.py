@@ -87,7 +87,7 @@ class EngineLoop:
         """Serve until `stop`; what has been noted to end by then is ended.
 
         Raises what killed the loop: MAX_FAILED_PASSES failed passes in a row, or a fault of the loop itself.
-        Open requests are then still open: the caller ends them.
+        Open requests are then still open: the caller ends them with `fail_all`.
         """
         while not self._stopping:
             self._carry_out_endings()
@@ -97,6 +97,12 @@ class EngineLoop:
                 self._wake.clear()
                 await self._wake.wait()
         self._carry_out_endings()
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every open request with `error`: the loop is over."""
+        for request in self._requests.all():
+            self._batcher.finish(request.request_id, FinishReason.ERROR)
+            self._requests.finish(request, FinishReason.ERROR, error=error)
 
     async def _step(self) -> None:
         started = self._step_started = self._clock()
@@ -130,6 +136,7 @@ class EngineLoop:
             self._metrics.engine_errors["forward"] += 1
             self._failed_passes += 1
             if self._failed_passes >= MAX_FAILED_PASSES:
+                self._batcher.abandon(decision, fail=False)
                 raise
             self._recover(decision, error)
             return None
