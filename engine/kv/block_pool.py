@@ -9,9 +9,9 @@ from collections.abc import Iterable
 class BlockPool:
     """Hands out block ids and takes them back; every operation is O(1) a block.
 
-    A block is either referenced (count >= 1) or on the free list, never both. The free list is in LRU order: the
-    block released longest ago is taken first. It is a linked map, so that a block may also be taken out of its
-    middle in O(1), as reviving a cached block needs.
+    A block is either referenced (count >= 1) or on the free list, never both. The free list is in LRU order:
+    the block released longest ago is taken first. It is a linked map, so that a block may also be taken out
+    of its middle in O(1), as reviving a cached block needs.
     """
 
     __slots__ = ("_free", "_ref_counts", "num_blocks")
@@ -27,7 +27,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, least recently used first; None, taking nothing, if too few."""
+        """`count` blocks with one reference each, least recently used first; None if there are too few."""
         if count > len(self._free):
             return None
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -42,7 +42,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each, in order; a block without references goes to the tail of the free list."""
+        """Drop a reference to each, in order; a block left without any goes to the tail of the free list."""
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released more often than taken"

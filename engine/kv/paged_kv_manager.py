@@ -17,7 +17,7 @@ from engine.outputs import BlockCopy, Int32
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence's holdings: its row of the table matrix, its blocks in order, the tokens they must hold."""
+    """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for."""
 
     row: int
     num_tokens: int
@@ -27,8 +27,8 @@ class _Sequence:
 class PagedKvManager:
     """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
 
-    A sequence has a *row* (its seat) from its first blocks until `free`; `block_tables[row]` lists its blocks, with
-    0 behind the last. Blocks may be shared by forks; whoever writes into a shared block calls `copy_on_write`
+    A sequence has a *row* from its first blocks until `free`; `block_tables[row]` lists its blocks, with 0
+    behind the last. Blocks may be shared by forks; whoever writes into a shared block calls `copy_on_write`
     first. "Does not fit" is False or None and changes nothing; an unknown request id is a KeyError.
     """
 
@@ -148,7 +148,7 @@ class PagedKvManager:
         return tuple(copies)
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Cut the sequence to its first `num_tokens`; blocks wholly past the new end are released, last first.
+        """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
         Nothing is erased: stale slots are overwritten before they are read again. Raises RewindError
         (POSITION_BEYOND_END) if the sequence holds fewer tokens.
@@ -176,7 +176,7 @@ class PagedKvManager:
         self._free_rows.append(sequence.row)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless counts, tables and rows agree with each other. O(blocks): tests, idle time."""
+        """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""
         self.pool.check_integrity()
         held = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
         for block_id in range(self.num_blocks):
@@ -186,6 +186,8 @@ class PagedKvManager:
         assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or doubled: {sorted(rows)}"
         expected = np.zeros_like(self.block_tables)
         for sequence in self._sequences.values():
-            assert len(sequence.block_ids) == self.blocks_for(sequence.num_tokens), f"row {sequence.row}: length"
+            assert len(sequence.block_ids) == self.blocks_for(sequence.num_tokens), (
+                f"row {sequence.row}: length"
+            )
             expected[sequence.row, : len(sequence.block_ids)] = sequence.block_ids
         assert (self.block_tables == expected).all(), "the table matrix differs from the block lists"

@@ -1,0 +1,1 @@
+"""Scheduling: what runs in the next step. No torch, asyncio or threads."""

@@ -1,0 +1,329 @@
+"""ContinuousBatcher: decides each step's work and takes back what came of it.
+
+Owns every request from `add` to its end, and the KV accounting. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from engine.errors import ContextLengthExceeded, StartRefused
+from engine.kv.paged_kv_manager import PagedKvManager
+from engine.outputs import BatchDecision, SampledRows, ScheduledRequest
+from engine.request import FinishReason, Request, RequestStatus
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.request_queue import RequestQueue
+from engine.scheduling.seats import Seats
+from engine.scheduling.step_inputs import build_step_inputs
+from engine.scheduling.token_budget import TokenBudget
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """The limits of a step and of a sequence, each at least 1; StartRefused otherwise.
+
+    A budget smaller than `max_num_seqs` is allowed: running requests take turns then.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens: int
+    max_decode_seqs: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value < 1:
+                raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least 1")
+
+
+class CommittedToken(NamedTuple):
+    """One sampled row after its commit. `error` is set, and the token meaningless, when that row failed."""
+
+    request: Request
+    token_id: int
+    row: int
+    finish_reason: FinishReason | None
+    error: str | None
+
+
+class _Chunk(NamedTuple):
+    """The part of a request's `missing` tokens that this step computes."""
+
+    request: Request
+    num_tokens: int
+    missing: int
+
+
+class ContinuousBatcher:
+    """Iteration-level batching: each step every running request advances by what it has not computed yet.
+
+    There is no prefill phase and no decode phase. A step schedules `num_tokens - num_computed_tokens` of each
+    request within one budget: one token for each request that lacks only its newest, then chunks of the
+    others in policy order, seating waiting requests on the way. A preempted request is computed again from
+    its first token, before any request that has not run yet.
+
+    Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and a
+    `preempt_for_memory` that returns True, all of which land it, before the next `step`. `add` and `finish`
+    may come at any time.
+
+    Progress: while there is work, of two successive steps at least one schedules something, because what
+    could not fit even alone is refused by `add`, and the oldest running request is never preempted.
+    """
+
+    def __init__(
+        self,
+        config: BatchConfig,
+        kv: PagedKvManager,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self._policy = policy
+        self._queue = RequestQueue(policy)
+        self._seats = Seats(config.max_num_seqs, kv, policy, clock)
+        self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
+        self._step_id = 0
+        self._preempted: list[str] = []  # since the last decision
+        self._flying: BatchDecision | None = None
+        self._aboard: list[Request] = []  # the requests of the flying decision, in its order
+        self._leaving: list[str] = []  # ended in flight: their blocks are released when the step lands
+
+    # What there is.
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a seat and KV blocks."""
+        return len(self._seats)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat, preempted ones included."""
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens of the requests without a seat."""
+        return self._queue.num_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request has not ended."""
+        return len(self._seats) > 0 or len(self._queue) > 0
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises ContextLengthExceeded if it could not fit even alone."""
+        limit = min(self.config.max_model_len, self.kv.max_tokens_per_seq)
+        if request.max_num_tokens > limit:
+            raise ContextLengthExceeded(
+                limit=limit,
+                prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.sampling.max_tokens,
+                param="max_tokens" if request.num_prompt_tokens < limit else "prompt",
+            )
+        assert self._seats.get(request.request_id) is None, f"{request.request_id} runs already"
+        self._queue.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request wherever it is; None if it has ended before.
+
+        Its blocks are free at once, or, while a step is in flight, when that step lands.
+        """
+        request = self._queue.remove(request_id)
+        if request is not None:
+            request.status = RequestStatus.FINISHED
+            request.finish_reason = reason
+            return request
+        request = self._seats.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+        return request
+
+    # One step.
+
+    def step(self) -> BatchDecision:
+        """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
+        assert self._flying is None, "the last decision is neither committed nor abandoned"
+        self._step_id += 1
+        config = self.config
+        budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._seats:
+            only_newest = len(request.token_ids) - request.num_computed_tokens == 1
+            (decodes if only_newest else prefills).append(request)
+        decodes = self._take_turns(decodes, budget.decode_limit(self._reserve(prefills)))
+        preempted = self._seats.make_room(decodes)
+        if preempted:
+            self._requeue(preempted)
+            decodes = [request for request in decodes if request.status is RequestStatus.RUNNING]
+            prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
+        budget.take_decodes(len(decodes))
+        chunks = self._chunk(prefills, budget, may_seat=not preempted)
+        return self._decide(decodes, chunks, budget)
+
+    def _reserve(self, prefills: list[Request]) -> int:
+        """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.
+
+        A budget of one token goes to decodes and prefill by turns.
+        """
+        if not prefills and self._next_in_queue() is None:
+            return 0
+        half = (self._token_limit + self._step_id % 2) // 2
+        return min(half, self.kv.block_size, self.config.max_prefill_tokens)
+
+    def _take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
+        """The `limit` of `decodes` that were served least recently."""
+        if len(decodes) <= limit:
+            return decodes
+        chosen = decodes[:limit]
+        self._seats.serve_last(chosen)
+        return chosen
+
+    def _next_in_queue(self) -> Request | None:
+        """The first in the queue if it can be seated now; nobody overtakes it if it cannot."""
+        request = self._queue.peek()
+        return request if request is not None and self._seats.can_take(request) else None
+
+    def _chunk(self, prefills: list[Request], budget: TokenBudget, *, may_seat: bool) -> list[_Chunk]:
+        """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy."""
+        key = self._policy.key
+        seated = sorted(prefills, key=key, reverse=True)  # the best is last
+        chunks: list[_Chunk] = []
+        while budget.prefill_left > 0:
+            waiting = self._next_in_queue() if may_seat else None
+            if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
+                request = self._queue.pop()
+                self._seats.take(request)
+            elif seated:
+                request = seated.pop()
+            else:
+                break
+            missing = len(request.token_ids) - request.num_computed_tokens
+            chunks.append(_Chunk(request, budget.take_chunk(missing), missing))
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)  # sequences of one token come first
+        return chunks
+
+    def _decide(self, decodes: list[Request], chunks: list[_Chunk], budget: TokenBudget) -> BatchDecision:
+        """Write the order for this step and let it fly, unless it is empty."""
+        scheduled = [
+            ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True) for request in decodes
+        ]
+        for request, count, missing in chunks:
+            first = request.num_computed_tokens
+            scheduled.append(ScheduledRequest(request.request_id, first, count, count == missing))
+        aboard = decodes + [chunk.request for chunk in chunks]
+        inputs = None
+        if scheduled:
+            scrub_blocks = self._seats.take_scrub_blocks()
+            inputs = build_step_inputs(scheduled, aboard, self.kv, self._seats.sampling, scrub_blocks)
+        decision = BatchDecision(
+            step_id=self._step_id,
+            scheduled=tuple(scheduled),
+            inputs=inputs,
+            num_decode_tokens=budget.num_decode_tokens,
+            num_prefill_tokens=budget.num_prefill_tokens,
+            preempted=tuple(self._preempted),
+        )
+        self._preempted.clear()
+        if scheduled:
+            self._flying, self._aboard = decision, aboard
+        return decision
+
+    # What came of it.
+
+    def commit(self, decision: BatchDecision, rows: SampledRows) -> list[CommittedToken]:
+        """Take the step's result: a token, or an error, for each sampled row whose request still runs.
+
+        What ends by it is finished on return; a failed row ends its request alone, with ERROR.
+        """
+        aboard = self._land(decision)
+        self._token_limit = min(self._token_limit + 1, self.config.max_num_batched_tokens)
+        row_errors = rows.row_errors or {}
+        committed: list[CommittedToken] = []
+        row = -1
+        for request, (request_id, first, count, samples) in zip(aboard, decision.scheduled, strict=True):
+            row += samples
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it was ended while the step ran
+            request.num_computed_tokens = first + count
+            if not samples:
+                continue
+            error = row_errors.get(row)
+            token_id = rows.token_ids[row]
+            if error is None:
+                self._seats.prove(request_id)
+                reason = request.append(token_id)
+            else:
+                self._seats.doubt(request_id)
+                reason = FinishReason.ERROR
+            committed.append(CommittedToken(request, token_id, row, reason, error))
+            if reason is not None:
+                self._end(request, reason)
+        return committed
+
+    def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
+        """Drop a step that gave no result; nothing counts as computed.
+
+        `fail` ends, with ERROR, all its requests that still run, and returns them; otherwise they are
+        scheduled again.
+        """
+        aboard = [request for request in self._land(decision) if request.status is RequestStatus.RUNNING]
+        assert decision.inputs is not None
+        self._seats.scrub(decision.inputs.scrub_blocks)  # nobody knows whether it was done
+        for request in aboard:
+            self._seats.doubt(request.request_id)
+        if not fail:
+            return []
+        for request in aboard:
+            self._end(request, FinishReason.ERROR)
+        return aboard
+
+    def preempt_for_memory(self, decision: BatchDecision) -> bool:
+        """Retry smaller after a pass ran out of device memory; False, and nothing done, if it was one token.
+
+        The lower-ranked half of its requests is preempted, and the next step gets half its tokens at most;
+        that limit rises by one with each commit.
+        """
+        if decision.num_tokens == 1:
+            return False
+        aboard = sorted(self._aboard, key=self._policy.key)
+        self.abandon(decision, fail=False)
+        self._token_limit = decision.num_tokens // 2
+        lower = [request for request in aboard[(len(aboard) + 1) // 2 :] if not request.is_finished]
+        lower = [request for request in lower if request is not self._seats.oldest()]
+        for request in lower:
+            self._seats.preempt(request)
+        self._requeue(lower)
+        return True
+
+    def _requeue(self, preempted: list[Request]) -> None:
+        for request in preempted:
+            self._queue.add(request)
+            self._preempted.append(request.request_id)
+
+    def _land(self, decision: BatchDecision) -> list[Request]:
+        """The flying decision is over: release what ended meanwhile; its requests, in its order."""
+        assert decision is self._flying, "this decision is not the one in flight"
+        aboard, self._flying, self._aboard = self._aboard, None, []
+        for request_id in self._leaving:
+            self._seats.vacate(request_id)
+        self._leaving.clear()
+        return aboard
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a running request; while a step is in flight the device may still write its blocks."""
+        self._seats.leave(request, RequestStatus.FINISHED)
+        request.finish_reason = reason
+        if self._flying is None:
+            self._seats.vacate(request.request_id)
+        else:
+            self._seats.doubt(request.request_id)
+            self._leaving.append(request.request_id)

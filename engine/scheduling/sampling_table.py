@@ -1,0 +1,81 @@
+"""SamplingTable: the sampling parameters of every seated request, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.outputs import Int64, LogitAdjustment, SamplingInputs
+from engine.request import Request
+
+
+class SamplingTable:
+    """One row a seat, written when a request takes it: a step's parameters are then one gather a column."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._temperature = np.zeros(num_rows, np.float32)
+        self._top_k = np.zeros(num_rows, np.int32)
+        self._top_p = np.ones(num_rows, np.float32)
+        self._min_p = np.zeros(num_rows, np.float32)
+        self._seed = np.zeros(num_rows, np.int64)
+        self._num_logprobs = np.full(num_rows, -1, np.int32)
+        self._may_adjust = np.zeros(num_rows, np.bool_)
+
+    def seat(self, row: int, request: Request) -> None:
+        """Write the request's parameters into its row, over whatever an earlier one left there."""
+        sampling = request.sampling
+        self._temperature[row] = sampling.temperature
+        self._top_k[row] = sampling.top_k
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._seed[row] = _as_int64(sampling.seed)
+        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._may_adjust[row] = bool(
+            sampling.logit_bias
+            or sampling.allowed_token_ids is not None
+            or sampling.has_penalties
+            or request.num_output_tokens < sampling.min_tokens
+        )
+
+    def gather(self, rows: Int64, requests: Sequence[Request], positions: Int64) -> SamplingInputs:
+        """The columns for these rows in this order; `requests` and `positions` belong to them one by one."""
+        flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
+        adjustments = [_adjustment(index, requests[index]) for index in flagged]
+        return SamplingInputs(
+            temperature=self._temperature[rows],  # [R]
+            top_k=self._top_k[rows],  # [R]
+            top_p=self._top_p[rows],  # [R]
+            min_p=self._min_p[rows],  # [R]
+            seed=self._seed[rows],  # [R]
+            position=positions,  # [R]
+            num_logprobs=self._num_logprobs[rows],  # [R]
+            adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
+        )
+
+
+def _as_int64(seed: int) -> int:
+    """The int64 with the seed's low 64 bits."""
+    return ((seed + 2**63) & (2**64 - 1)) - 2**63
+
+
+def _adjustment(index: int, request: Request) -> LogitAdjustment | None:
+    """What this row needs beyond the columns; None if all it ever needed was min_tokens, reached since."""
+    sampling = request.sampling
+    banned: tuple[int, ...] = ()
+    if request.num_output_tokens < sampling.min_tokens:
+        banned = tuple(sorted(request.stop_token_ids))
+    has_penalties = sampling.has_penalties
+    if not (banned or sampling.logit_bias or sampling.allowed_token_ids is not None or has_penalties):
+        return None
+    return LogitAdjustment(
+        row=index,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=banned,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]) if has_penalties else (),
+        output_token_ids=tuple(request.output_token_ids) if has_penalties else (),
+    )
