@@ -20,9 +20,9 @@ LIBRARY_LOGGERS = ("uvicorn", "uvicorn.error", "transformers", "huggingface_hub"
 
 
 def configure_logging(log: LogSettings, stream: TextIO | None = None) -> None:
-    """Send structlog's and the standard library's records to `stream` (None: stderr), replacing what was set up.
+    """Send structlog's and the standard library's records to `stream`; None is stderr.
 
-    `auto` is text on a terminal and JSON otherwise. Libraries are heard from warning upwards.
+    A later call replaces an earlier one. `auto` is text on a terminal and JSON otherwise. Libraries are heard from warning upwards.
     """
     stream = sys.stderr if stream is None else stream
     as_text = log.log_format == "text" or (log.log_format == "auto" and stream.isatty())
@@ -76,14 +76,16 @@ def adopt_library_loggers() -> None:
 
 
 def drop_decoration(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Remove the coloured copy of the message that uvicorn attaches."""
-    event.pop("color_message", None)
+    """Remove copies of the message: uvicorn attaches a coloured one, other handlers leave theirs behind."""
+    for name in ("color_message", "message", "asctime"):
+        event.pop(name, None)
     return event
 
 
 def render_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """`time level event key=value ...` on one line, then a traceback with each of its lines marked."""
-    head = f"{event.pop('timestamp', '')} {event.pop('level', ''):<7} {escape(str(event.pop('event', '')))}"
+    happened = escape(str(event.pop("event", "")).strip())
+    head = f"{event.pop('timestamp', '')} {event.pop('level', ''):<7} {happened}"
     event.pop("logger", None)
     blocks = [str(event.pop(key)) for key in ("stack", "exception") if event.get(key)]
     line = " ".join([head, *(f"{quote(key)}={quote(value)}" for key, value in event.items())])

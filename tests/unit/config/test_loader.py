@@ -1,0 +1,208 @@
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from config import SettingsError, load_settings, load_with_origins
+from config.setting import BY_KEY, SETTINGS
+
+
+def toml(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "s.toml"
+    path.write_text(text, encoding="utf-8")
+    return ["--config", str(path)]
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    settings, origins = load_with_origins([], {})
+    assert settings.server.port == 8000
+    assert set(origins) == {setting.key for setting in SETTINGS}
+    assert set(origins.values()) == {"default"}
+
+
+@pytest.mark.parametrize(
+    "sources", [pair for size in (1, 2, 3) for pair in combinations(["flag", "env", "file"], size)]
+)
+@pytest.mark.parametrize(
+    ("key", "word", "env"),
+    [
+        ("server.port", "port", "SLIPSTREAM_PORT"),
+        ("server.port", "port", "SLIPSTREAM_SERVER__PORT"),
+        ("scheduler.max_num_seqs", "max-num-seqs", "SLIPSTREAM_SCHEDULER__MAX_NUM_SEQS"),
+        ("cache.num_kv_blocks", "num-kv-blocks", "SLIPSTREAM_CACHE__NUM_KV_BLOCKS"),
+    ],
+)
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, sources: tuple[str, ...], key: str, word: str, env: str
+) -> None:
+    section, name = key.split(".")
+    argv = toml(tmp_path, f"[{section}]\n{word} = 103\n") if "file" in sources else []
+    file_origin = f"file {tmp_path / 's.toml'}"
+    environ = {env: "102"} if "env" in sources else {}
+    argv += [f"--{word}", "101"] if "flag" in sources else []
+    expected = {"flag": (101, f"flag --{word}"), "env": (102, f"env {env}"), "file": (103, file_origin)}
+    settings, origins = load_with_origins(argv, environ)
+    value, origin = expected[sources[0]]
+    assert getattr(getattr(settings, section), name) == value
+    assert origins[key] == origin
+
+
+def test_each_setting_takes_its_own_best_source(tmp_path: Path) -> None:
+    argv = [*toml(tmp_path, "[server]\nport = 1\nmax-n = 2\n[log]\nlog-level = 'debug'\n"), "--port", "3"]
+    settings, origins = load_with_origins(argv, {"SLIPSTREAM_SERVER__MAX_N": "4"})
+    assert (settings.server.port, settings.server.max_n, settings.log.log_level) == (3, 4, "debug")
+    assert origins["server.port"] == "flag --port"
+    assert origins["server.max_n"] == "env SLIPSTREAM_SERVER__MAX_N"
+    assert origins["log.log_level"] == f"file {tmp_path / 's.toml'}"
+    assert origins["server.host"] == "default"
+
+
+def test_repeatable_settings_replace_and_never_mix_sources(tmp_path: Path) -> None:
+    argv = [*toml(tmp_path, '[server]\napi-key = ["f1", "f2"]\n'), "--api-key", "a", "--api-key", "b"]
+    settings = load_settings(argv, {"SLIPSTREAM_API_KEY": "e"})
+    assert [key.get_secret_value() for key in settings.server.api_key] == ["a", "b"]
+
+
+def test_a_switch_off_by_flag_beats_on_by_environment() -> None:
+    settings = load_settings(["--no-strict-params"], {"SLIPSTREAM_SERVER__STRICT_PARAMS": "on"})
+    assert settings.server.strict_params is False
+
+
+def test_a_wrong_value_that_is_overridden_does_no_harm() -> None:
+    assert load_settings(["--port", "80"], {"SLIPSTREAM_PORT": "x"}).server.port == 80
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_PORT", "1234")
+    assert load_settings([]).server.port == 1234
+    assert load_settings([], {}).server.port == 8000
+
+
+def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert load_settings([], {"SLIPSTREAM_HOME": "~/models"}).home == Path("/somewhere/models")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("server.port", "abc", "a whole number from 0 to 65535"),
+        ("server.port", "65536", "a whole number from 0 to 65535"),
+        ("server.port", "", "a whole number from 0 to 65535"),
+        ("server.drain_timeout", "-1", "a number of seconds, 0 or more"),
+        ("server.watchdog_timeout", "0", "a number of seconds, more than 0"),
+        ("scheduler.max_num_seqs", "0", "a whole number, 1 or more"),
+        ("scheduler.max_decode_seqs", "65", "at most max-num-seqs (64)"),
+        ("scheduler.max_prefill_tokens", "4096", "at most max-num-batched-tokens (2048)"),
+        ("cache.num_kv_blocks", "0", "a whole number, 1 or more, or auto"),
+        ("cache.kv_cache_memory", "1G", "a size such as 512MiB, 1GiB or a number of bytes"),
+        ("cache.gpu_memory_utilization", "2", "a number, more than 0 and at most 1"),
+        ("speculation.num_speculative_tokens", "99", "a whole number from 1 to 32, or auto"),
+        ("speculation.speculative_config", "[]", "a JSON object"),
+        ("model.device", "tpu", "one of auto, cpu, cuda"),
+        ("model.chat_template", "/no/file", "the path of a file that exists"),
+        ("model.served_model_name", "", "names that are not empty"),
+        ("model.model", "", "a name that is not empty"),
+    ],
+)
+def test_bad_values_say_where_what_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
+    flag = BY_KEY[key].flag
+    with pytest.raises(SettingsError) as caught:
+        load_settings([f"{flag}={value}"], {})
+    assert str(caught.value) == f"flag {flag}: {key} = '{value}' is not allowed; expected {allowed}"
+
+
+def test_bad_values_name_environment_and_file_alike(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings([], {"SLIPSTREAM_SERVER__STRICT_PARAMS": "perhaps"})
+    assert str(caught.value) == (
+        "env SLIPSTREAM_SERVER__STRICT_PARAMS: server.strict_params = 'perhaps' is not allowed; "
+        "expected true or false"
+    )
+    with pytest.raises(SettingsError) as caught:
+        load_settings(toml(tmp_path, "[server]\nport = true\n"), {})
+    assert str(caught.value) == (
+        f"file {tmp_path / 's.toml'}: server.port = 'True' is not allowed; "
+        "expected a whole number from 0 to 65535"
+    )
+    with pytest.raises(SettingsError) as caught:
+        load_settings([], {"SLIPSTREAM_HOME": ""})
+    assert (
+        str(caught.value) == "env SLIPSTREAM_HOME: home = '' is not allowed; expected the path of a directory"
+    )
+
+
+def test_the_part_is_blamed_where_it_was_given_when_the_limit_sinks_below_it(tmp_path: Path) -> None:
+    argv = [*toml(tmp_path, "[scheduler]\nmax-decode-seqs = 32\n"), "--max-num-seqs", "16"]
+    with pytest.raises(SettingsError) as caught:
+        load_settings(argv, {})
+    assert str(caught.value) == (
+        f"file {tmp_path / 's.toml'}: scheduler.max_decode_seqs = '32' is not allowed; "
+        "expected at most max-num-seqs (16)"
+    )
+
+
+def test_the_wrong_element_of_a_list_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="served_model_name = '7' is not allowed"):
+        load_settings(toml(tmp_path, '[model]\nserved-model-name = ["a", 7]\n'), {})
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, "a\nb", "\x1b[2J", "\u2028", "\udcff"])
+def test_lines_stay_one_short_printable_line(value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings([f"--port={value}"], {})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 220
+
+
+def test_no_home_directory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(SettingsError, match=r"^default: home = '~/.cache/slipstream' is not allowed"):
+        load_settings([], {})
+
+
+class TestKeyFile:
+    def test_its_lines_join_the_keys_given(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.write_text("one\n\n  two  \r\n")
+        settings, origins = load_with_origins(["--api-key", "zero", "--api-key-file", str(path)], {})
+        assert [key.get_secret_value() for key in settings.server.api_key] == ["zero", "one", "two"]
+        assert origins["server.api_key"] == "flag --api-key and flag --api-key-file"
+        alone = load_with_origins([], {"SLIPSTREAM_SERVER__API_KEY_FILE": str(path)})
+        assert len(alone.settings.server.api_key) == 2
+        assert alone.origins["server.api_key"] == "env SLIPSTREAM_SERVER__API_KEY_FILE"
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(b"", "holds no key; expected one a line"), (b"\n \n", "holds no key"), (b"\xff\xfe", "no text")],
+    )
+    def test_a_file_that_protects_nothing_is_refused(
+        self, tmp_path: Path, content: bytes, reason: str
+    ) -> None:
+        path = tmp_path / "keys"
+        path.write_bytes(content)
+        with pytest.raises(SettingsError, match=reason) as caught:
+            load_settings(["--api-key-file", str(path)], {})
+        assert str(caught.value).startswith(f"flag --api-key-file: {path} ")
+
+    def test_a_bad_key_in_it_is_refused_and_not_shown(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.write_text("good\ns3cret key\n")
+        with pytest.raises(SettingsError) as caught:
+            load_settings(["--api-key-file", str(path)], {})
+        assert str(caught.value).startswith("flag --api-key-file: server.api_key (not shown) is not allowed")
+
+
+@pytest.mark.parametrize("key", ["s3cret key", "s3crét", ""])
+def test_a_bad_key_is_never_echoed(key: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--api-key", key], {})
+    assert str(caught.value) == (
+        "flag --api-key: server.api_key (not shown) is not allowed; "
+        "expected keys of printable ASCII without spaces, not empty"
+    )
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
