@@ -17,7 +17,7 @@ class ChatTemplate:
     """One Jinja template, from the model's files or from the operator, never from a request.
 
     It runs in transformers' immutable sandbox and sees messages as plain data. Any thread may render.
-    Text that spells a special token is that token in the prompt, in messages and in the template (as in vLLM);
+    Text that spells a special token becomes that token, in a message as in the template (vLLM does so too);
     a caller that wants user text to be inert has to refuse or rewrite it.
     """
 

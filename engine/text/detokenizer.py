@@ -90,7 +90,7 @@ class Detokenizer:
     def flush(self) -> TextDelta:
         """All that was held back, once the reply has ended by an id, by length or from outside.
 
-        `stop` is set only when a final U+FFFD completes a stop string that contains one.
+        Not for a reply that a stop string has ended. `stop` is set only when a final U+FFFD completes one.
         """
         text = self._utf8.decode(b"", final=True)
         if self._stops is None:

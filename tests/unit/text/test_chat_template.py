@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidRequest, StartRefused
+from engine.text.tokenizer import Tokenizer
+from tests.unit.text.builders import CHATML, byte_level, load, save
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A model without a chat template of its own."""
+    return save(byte_level(), tmp_path, chat_template=None)
+
+
+def test_roles_alternate_and_the_reply_comes_next() -> None:
+    text = load("byte_level").render_chat_text(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "world"},
+            {"role": "user", "content": "again"},
+        ]
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+        "<|im_start|>assistant\nworld<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_model_without_a_template_says_so(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.render_chat(HELLO)
+
+
+def test_a_template_that_refuses_the_messages_says_why() -> None:
+    with pytest.raises(InvalidRequest, match="refused these messages: Unknown role: wizard") as caught:
+        load("byte_level").render_chat([{"role": "wizard", "content": "hello"}])
+    assert caught.value.param == "messages"
+
+
+def test_the_reason_is_one_bounded_line() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load("byte_level").render_chat([{"role": "x\n" * 10_000, "content": "hello"}])
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "hello"}]],
+)
+def test_incomplete_messages_never_escape_as_another_error(
+    directory: Path, messages: list[dict[str, object]]
+) -> None:
+    strict = "{{ messages[0]['role'] + messages[0]['content'] }}"
+    with pytest.raises(InvalidRequest, match="chat template") as caught:
+        Tokenizer(directory, strict).render_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_content_the_template_cannot_join_is_refused(directory: Path) -> None:
+    tokenizer = Tokenizer(directory, "{{ 'user: ' + messages[0]['content'] }}")
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(TypeError\)"):
+        tokenizer.render_chat([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
+
+
+def test_messages_are_data_and_never_template_code(directory: Path) -> None:
+    tokenizer = Tokenizer(directory, "{{ messages[0].content }}")
+    hostile = "{{ 7 * 7 }}{% for x in range(10) %}x{% endfor %}"
+    assert tokenizer.render_chat_text([{"role": "user", "content": hostile}]) == hostile
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__bases__[0].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_hostile_template_stops_the_start(directory: Path, template: str) -> None:
+    with pytest.raises(StartRefused, match="what its sandbox forbids") as caught:
+        Tokenizer(directory, template)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_hostile_to_some_messages_only_is_stopped_there(directory: Path) -> None:
+    tokenizer = Tokenizer(directory, "{% if messages | length > 1 %}{{ ''.__class__.__mro__ }}{% endif %}ok")
+    assert tokenizer.render_chat_text(HELLO) == "ok"
+    with pytest.raises(InvalidRequest, match="stopped by its sandbox"):
+        tokenizer.render_chat_text(HELLO * 2)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ messages[0].content", "{{ messages | no_such_filter }}"]
+)
+def test_a_broken_template_stops_the_start(directory: Path, template: str) -> None:
+    with pytest.raises(StartRefused, match="broken at line 1"):
+        Tokenizer(directory, template)
+
+
+def test_a_template_that_refuses_the_probe_still_serves_others(directory: Path) -> None:
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}ok"
+    tokenizer = Tokenizer(directory, template)
+    assert tokenizer.render_chat_text([{"role": "system", "content": "x"}]) == "ok"
+
+
+def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
+    """Several named templates: the default one; none of that name is as good as no template."""
+    save(byte_level(), tmp_path, chat_template=CHATML)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert Tokenizer(tmp_path).render_chat_text(HELLO).startswith("<|im_start|>user")
+    (tmp_path / "chat_template.jinja").unlink()
+    assert not Tokenizer(tmp_path).has_chat_template
