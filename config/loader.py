@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from config.environment import is_service_link, read_environment
-from config.errors import SettingsError, plain, shown
+from config.errors import SettingsError, shown
 from config.flags import read_flags
 from config.not_yet import refuse_not_yet
 from config.schema import Settings
@@ -32,7 +31,7 @@ class LoadedSettings(NamedTuple):
 def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
     """The settings `argv` (what follows `slipstream serve`) and `environ` (None: this process's) ask for.
 
-    `server.api_key` holds the keys of `api_key_file` as well. Raises SettingsError.
+    Raises SettingsError.
     """
     return load_with_origins(argv, environ).settings
 
@@ -44,9 +43,6 @@ def load_with_origins(argv: Sequence[str] = (), environ: Mapping[str, str] | Non
     from_environment = read_environment(os.environ if environ is None else environ)
     given = {**from_file, **from_environment, **flags.given}
     settings = _validate(given)
-    if settings.server.api_key_file is not None:
-        given["server.api_key"] = _with_key_file(settings.server.api_key_file, given)
-        settings = _validate(given)
     refuse_not_yet(settings, given)
     origins = {setting.key: "default" for setting in SETTINGS}
     return LoadedSettings(settings, origins | {key: origin for key, (_, origin) in given.items()})
@@ -96,20 +92,3 @@ def _port_hint(key: str, value: object) -> str:
         " (Kubernetes sets this for a service called slipstream: use another name or "
         "enableServiceLinks: false, or give --port)"
     )
-
-
-def _with_key_file(path: Path, given: Mapping[str, Given]) -> Given:
-    """The keys given so far and one for each non-empty line of `path`; a file without any is refused."""
-    file_origin = given["server.api_key_file"].origin
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SettingsError(f"{file_origin}: {plain(str(path))} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError:
-        raise SettingsError(f"{file_origin}: {plain(str(path))} holds bytes that are no text") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise SettingsError(f"{file_origin}: {plain(str(path))} holds no key; expected one a line")
-    value, origin = given.get("server.api_key", Given((), ""))
-    assert isinstance(value, tuple)
-    return Given((*value, *keys), f"{origin} and {file_origin}" if origin else file_origin)

@@ -22,7 +22,8 @@ LIBRARY_LOGGERS = ("uvicorn", "uvicorn.error", "transformers", "huggingface_hub"
 def configure_logging(log: LogSettings, stream: TextIO | None = None) -> None:
     """Send structlog's and the standard library's records to `stream`; None is stderr.
 
-    A later call replaces an earlier one. `auto` is text on a terminal and JSON otherwise. Libraries are heard from warning upwards.
+    A later call replaces an earlier one. `auto` is text on a terminal and JSON otherwise. Libraries are
+    heard from warning upwards.
     """
     stream = sys.stderr if stream is None else stream
     as_text = log.log_format == "text" or (log.log_format == "auto" and stream.isatty())

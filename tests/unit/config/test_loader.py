@@ -164,38 +164,6 @@ def test_no_home_directory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings([], {})
 
 
-class TestKeyFile:
-    def test_its_lines_join_the_keys_given(self, tmp_path: Path) -> None:
-        path = tmp_path / "keys"
-        path.write_text("one\n\n  two  \r\n")
-        settings, origins = load_with_origins(["--api-key", "zero", "--api-key-file", str(path)], {})
-        assert [key.get_secret_value() for key in settings.server.api_key] == ["zero", "one", "two"]
-        assert origins["server.api_key"] == "flag --api-key and flag --api-key-file"
-        alone = load_with_origins([], {"SLIPSTREAM_SERVER__API_KEY_FILE": str(path)})
-        assert len(alone.settings.server.api_key) == 2
-        assert alone.origins["server.api_key"] == "env SLIPSTREAM_SERVER__API_KEY_FILE"
-
-    @pytest.mark.parametrize(
-        ("content", "reason"),
-        [(b"", "holds no key; expected one a line"), (b"\n \n", "holds no key"), (b"\xff\xfe", "no text")],
-    )
-    def test_a_file_that_protects_nothing_is_refused(
-        self, tmp_path: Path, content: bytes, reason: str
-    ) -> None:
-        path = tmp_path / "keys"
-        path.write_bytes(content)
-        with pytest.raises(SettingsError, match=reason) as caught:
-            load_settings(["--api-key-file", str(path)], {})
-        assert str(caught.value).startswith(f"flag --api-key-file: {path} ")
-
-    def test_a_bad_key_in_it_is_refused_and_not_shown(self, tmp_path: Path) -> None:
-        path = tmp_path / "keys"
-        path.write_text("good\ns3cret key\n")
-        with pytest.raises(SettingsError) as caught:
-            load_settings(["--api-key-file", str(path)], {})
-        assert str(caught.value).startswith("flag --api-key-file: server.api_key (not shown) is not allowed")
-
-
 @pytest.mark.parametrize("key", ["s3cret key", "s3crét", ""])
 def test_a_bad_key_is_never_echoed(key: str) -> None:
     with pytest.raises(SettingsError) as caught:
