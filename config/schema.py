@@ -119,8 +119,8 @@ class CacheSettings(Section):
 class SchedulerSettings(Section):
     """Who runs in a step and how much of it."""
 
-    max_num_seqs: Whole = Field(64, ge=1, description="most sequences running at once")
-    max_num_batched_tokens: Whole = Field(2048, ge=1, description="most tokens in one step")
+    max_num_seqs: Whole = Field(64, ge=1, le=2**16, description="most sequences running at once")
+    max_num_batched_tokens: Whole = Field(2048, ge=1, le=2**20, description="most tokens in one step")
     max_prefill_tokens: WholeOrAuto = Field(
         None, ge=1, description="most prompt tokens in one step; auto = max-num-batched-tokens"
     )

@@ -91,7 +91,7 @@ def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None
         ("server.port", "", "a whole number from 0 to 65535"),
         ("server.drain_timeout", "-1", "a number of seconds, 0 or more"),
         ("server.watchdog_timeout", "0", "a number of seconds, more than 0"),
-        ("scheduler.max_num_seqs", "0", "a whole number, 1 or more"),
+        ("scheduler.max_num_seqs", "0", "a whole number from 1 to 65536"),
         ("scheduler.max_decode_seqs", "65", "at most max-num-seqs (64)"),
         ("scheduler.max_prefill_tokens", "4096", "at most max-num-batched-tokens (2048)"),
         ("cache.num_kv_blocks", "0", "a whole number, 1 or more, or auto"),

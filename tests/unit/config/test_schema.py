@@ -183,6 +183,7 @@ def test_errors_do_not_echo_the_input() -> None:
         ("model", "chat_template", "nul\0"),
         ("model", "chat_template", "."),
         ("scheduler", "max_num_seqs", 0),
+        ("scheduler", "max_num_seqs", 10**26),
         ("scheduler", "priority_aging_seconds", -0.1),
         ("speculation", "num_speculative_tokens", 33),
         ("speculation", "speculative_config", "{"),
