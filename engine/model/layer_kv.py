@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What one layer keeps for each token: `num_kv_heads` keys of `key_dim` and values of `value_dim` numbers.
+    """What one layer keeps for each token: `num_kv_heads` keys of `key_dim` and values of `value_dim`.
 
     `window` is how many of the newest tokens a token sees, itself included; None sees all before it.
     """

@@ -1,0 +1,90 @@
+"""What may be read from a model directory: `config.json` and whole safetensors files, nothing that can run.
+
+Every directory passes here before any other code opens a file in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
+
+from engine.errors import StartRefused, UnsupportedModel
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def check_model_files(directory: Path) -> None:
+    """Raise StartRefused, with one line, unless `directory` holds a complete model that runs no code.
+
+    Refused are a missing configuration, an adapter, weights that are not safetensors, a missing shard, a
+    damaged header, and a model or tokenizer that only exists as code beside the weights.
+    """
+    check_configuration(directory)
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt"):  # compares the header with the file's size
+                pass
+        except (OSError, SafetensorError) as error:
+            raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+
+
+def check_configuration(directory: Path) -> None:
+    """The part of `check_model_files` that needs no weights."""
+    if not (directory / "config.json").is_file():
+        raise StartRefused(f"{directory} is no model directory: it has no config.json.")
+    if (directory / "adapter_config.json").exists():
+        raise StartRefused(
+            f"{directory} holds an adapter (adapter_config.json): merge it into its model first."
+        )
+    config = read_json(directory / "config.json")
+    # A known architecture may name code too; it is then simply never looked at.
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"The architecture {config.get('model_type')!r} needs Python code that ships with the model "
+            "(auto_map), which is never run."
+        )
+    tokenizer = directory / "tokenizer_config.json"
+    needs_class = tokenizer.is_file() and not (directory / "tokenizer.json").is_file()
+    if needs_class and read_json(tokenizer).get("auto_map"):
+        raise StartRefused(f"{directory}: the tokenizer needs Python code (auto_map), which is never run.")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold the weights, at least one. Raises StartRefused."""
+    if (directory / _WEIGHTS).is_file():
+        return [directory / _WEIGHTS]
+    if not (directory / _INDEX).is_file():
+        pickled = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
+        beside = f" (only {pickled[0]}, which could run code when read)" if pickled else ""
+        raise StartRefused(f"{directory} has no safetensors weights{beside}.")
+    shards = read_json(directory / _INDEX).get("weight_map")
+    names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing or not names:
+        raise StartRefused(
+            f"{directory} is incomplete: {_INDEX} names {missing or 'no files'}, none is there."
+        )
+    return [directory / name for name in names]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises StartRefused if it cannot be read or is no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartRefused(f"{path} cannot be read: {first_line(error)}.") from error
+    if not isinstance(found, dict):
+        raise StartRefused(f"{path} does not hold a JSON object.")
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type when it has none, without a final stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
