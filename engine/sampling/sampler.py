@@ -1,0 +1,173 @@
+"""One batched draw for all rows of a step: which rows need what, and what went wrong in which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.outputs import SampledRows, SamplingInputs, TokenLogprobs
+from engine.sampling.adjustments import apply_adjustments
+from engine.sampling.logprobs import raw_logprobs
+from engine.sampling.noise import GUMBEL_BELOW_TAIL, TAIL_BITS, gumbel_of, noise_bits, row_keys
+from engine.sampling.processors import Filters, Support, compact, process_logits
+
+Rows = NDArray[np.intp]
+
+# Rows are worked on in groups of about this many logits: some 40 bytes of temporaries for each.
+_GROUP_LOGITS = 2**22
+# Far above float32's rounding of a gap over a temperature, far below what costs time.
+_PRUNE_SLACK = 1e-3
+_NOT_FINITE = "the logits hold NaN or infinity"
+_NOTHING_LEFT = "no token is left after the allowed and banned tokens"
+
+
+class Sampler:
+    """Draws the next token of every row of one step's logits; keeps nothing between calls.
+
+    A row's result depends on its own logits, parameters, seed and position only: never on the batch, the
+    order of the rows, or which shortcuts ran. Called on the target thread.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)  # [vocab]
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledRows:
+        """One token a row; `logits` is [R, vocab] in any float type on the sampler's device, left unchanged.
+
+        Greedy takes the lowest id among equals. A row with non-finite logits, bad adjustment data or no token
+        left ends alone, in `row_errors`. Raises ValueError when the shapes do not fit.
+        """
+        expected = (inputs.num_rows, self._vocab_size)
+        if tuple(logits.shape) != expected:
+            raise ValueError(f"logits have shape {tuple(logits.shape)}, expected {expected}")
+        best = logits.max(dim=1)  # NaN wins a maximum: a finite one means a sound row
+        if not (inputs.temperature.any() or inputs.adjustments or (inputs.num_logprobs >= 0).any()):
+            token_ids = torch.where(best.values.isfinite(), best.indices, -1).tolist()
+            errors = {row: _NOT_FINITE for row, token_id in enumerate(token_ids) if token_id < 0}
+            return SampledRows(token_ids, row_errors=errors or None)
+        step = _Step(logits, inputs, best.values.isfinite().cpu().numpy(), best.indices)
+        step.adjust()
+        self._draw(step)
+        token_ids = step.token_ids.tolist()
+        return SampledRows(token_ids, _logprobs(step, token_ids), step.errors or None)
+
+    def _draw(self, step: _Step) -> None:
+        """Replace the greedy choice of the rows that sample."""
+        inputs = step.inputs
+        keys = row_keys(inputs.seed, inputs.position)  # [R, 2]
+        filtered = (inputs.top_p < 1) | ((inputs.top_k > 0) & (inputs.top_k < self._vocab_size))
+        sampled = step.sound & (inputs.temperature > 0)
+        for rows in self._groups(sampled & filtered):
+            filters = Filters.of_rows(inputs, rows, self._vocab_size, self._device)
+            support = process_logits(step.select(rows), filters)
+            step.put(rows, support.draw(keys[rows].to(self._device)))
+        for rows in self._groups(sampled & ~filtered):
+            filters = Filters.of_rows(inputs, rows, self._vocab_size, self._device)
+            row_key = keys[rows].to(self._device)
+            bits = noise_bits(row_key, self._token_ids)  # [rows, vocab]
+            support = prune(step.select(rows), step.best(rows), filters, bits)
+            step.put(rows, support.draw(row_key))
+
+    def _groups(self, wanted: NDArray[np.bool_]) -> Iterator[Rows]:
+        rows = np.flatnonzero(wanted)
+        size = max(1, _GROUP_LOGITS // self._vocab_size)
+        for first in range(0, len(rows), size):
+            yield rows[first : first + size]
+
+
+class _Step:
+    """The working state of one call: the tokens so far, the adjusted rows, and the rows that have failed."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        inputs: SamplingInputs,
+        sound: NDArray[np.bool_],
+        greedy: torch.Tensor,
+    ) -> None:
+        self.logits = logits  # [R, vocab]
+        self.inputs = inputs
+        self.sound = sound  # [R] False once a row has an error
+        self.token_ids = greedy  # [R] int64
+        self.errors: dict[int, str] = {int(row): _NOT_FINITE for row in np.flatnonzero(~sound)}
+        self._adjusted = logits.new_empty((0, logits.shape[1]), dtype=torch.float32)  # [A, vocab]
+        self._slots = np.full(len(sound), -1, dtype=np.int64)  # [R] row of `_adjusted`, -1 = none
+
+    def adjust(self) -> None:
+        """Apply the adjustments to float32 copies of their rows, and make the greedy choice there again."""
+        adjustments = [adjustment for adjustment in self.inputs.adjustments if self.sound[adjustment.row]]
+        if not adjustments:
+            return
+        rows = np.array([adjustment.row for adjustment in adjustments])
+        self._adjusted = self.select(rows)
+        bad = apply_adjustments(self._adjusted, adjustments)
+        self._slots[rows] = np.arange(len(rows))
+        best = self._adjusted.max(dim=1)
+        self.put(rows, best.indices)
+        for slot, (row, value) in enumerate(zip(rows.tolist(), best.values.tolist(), strict=True)):
+            if slot in bad:
+                self._fail(row, bad[slot])
+            elif value == -np.inf:
+                self._fail(row, _NOTHING_LEFT)
+            elif not np.isfinite(value):
+                self._fail(row, _NOT_FINITE)
+
+    def select(self, rows: Rows) -> torch.Tensor:
+        """A float32 copy of the logits of `rows`, adjusted where asked."""  # [rows, vocab]
+        logits = self.logits.index_select(0, self._index(rows)).float()
+        changed = np.flatnonzero(self._slots[rows] >= 0)
+        if len(changed):
+            logits[self._index(changed)] = self._adjusted[self._index(self._slots[rows[changed]])]
+        return logits
+
+    def best(self, rows: Rows) -> torch.Tensor:
+        """The greedy choice of `rows`, which have not been drawn yet."""  # [rows]
+        return self.token_ids[self._index(rows)]
+
+    def put(self, rows: Rows, token_ids: torch.Tensor) -> None:
+        """Set the tokens of `rows`."""
+        self.token_ids[self._index(rows)] = token_ids
+
+    def _fail(self, row: int, reason: str) -> None:
+        self.sound[row] = False
+        self.errors[row] = reason
+
+    def _index(self, rows: NDArray[np.signedinteger]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.logits.device)
+
+
+def prune(logits: torch.Tensor, best: torch.Tensor, filters: Filters, bits: torch.Tensor) -> Support:
+    """A small part of each row that holds the winner of the draw under `bits` for sure; min-p is applied.
+
+    For rows that top-k and top-p leave whole. `logits` is float32 [rows, vocab] and is overwritten, `best`
+    [rows] is its (finite) argmax, `bits` [rows, vocab] every token's noise bits. The likeliest token's score
+    bounds the winner's from below, so the winner is near the top or has noise in the tail, as one token in 64
+    has: no other needs its logarithm taken.
+    """
+    best = best.unsqueeze(1)
+    gaps = logits.neg_().sub_(logits.gather(1, best))  # [rows, vocab]
+    reach = GUMBEL_BELOW_TAIL - gumbel_of(bits.gather(1, best)) + _PRUNE_SLACK  # [rows, 1]
+    token_ids, valid = compact((bits >= TAIL_BITS) | (gaps <= (reach * filters.temperature).float()))
+    scaled = gaps.gather(1, token_ids) / -filters.temperature  # [rows, width]
+    return Support(token_ids, scaled.masked_fill_(~valid | (scaled < filters.log_min_p), -torch.inf))
+
+
+def _logprobs(step: _Step, token_ids: list[int]) -> tuple[TokenLogprobs | None, ...] | None:
+    """A record for each sound row that asks; None when no row asks."""
+    num_top = step.inputs.num_logprobs
+    if not (num_top >= 0).any():
+        return None
+    records: list[TokenLogprobs | None] = [None] * len(token_ids)
+    rows = np.flatnonzero(step.sound & (num_top >= 0))
+    if len(rows):
+        logits = step.logits[torch.from_numpy(rows).to(step.logits.device)].float()
+        found = raw_logprobs(logits, [token_ids[row] for row in rows], num_top[rows].tolist())
+        for row, record in zip(rows.tolist(), found, strict=True):
+            records[row] = record
+    return tuple(records)
