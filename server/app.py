@@ -1,0 +1,46 @@
+"""build_app: one engine behind one ASGI application. No globals, no signals: any ASGI server can run it."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from config import Settings
+from engine import Engine, EngineError
+from server import chat, completions, health, models
+from server.auth import AuthMiddleware, KeyRing, read_keys
+from server.client import ClientMiddleware
+from server.context import ServerContext
+from server.errors import ApiError, answer_error
+from server.health import server_version
+from server.http_metrics import HttpMetrics
+from server.metrics import metrics_router
+from server.middleware import ExchangeMiddleware
+from server.openapi import describe_bodies
+from server.protocol import ChatCompletionRequest, CompletionRequest
+
+
+def build_app(settings: Settings, engine: Engine) -> FastAPI:
+    """The application; the caller starts and stops `engine`. Raises StartRefused for bad keys."""
+    context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()))
+    keys = KeyRing(read_keys(settings.server))
+    app = FastAPI(
+        title="Slipstream",
+        version=server_version(),
+        redirect_slashes=False,
+        separate_input_output_schemas=False,
+    )
+    app.state.slipstream = context
+    for router in (completions.router, chat.router, models.router, health.router, metrics_router(context)):
+        app.include_router(router)
+    for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer_error)
+    describe_bodies(app, CompletionRequest, ChatCompletionRequest)
+    # The last added is the outermost: label and count, then keys, then the body and the client's leaving.
+    app.add_middleware(ClientMiddleware, settings=settings.server)
+    app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)
+    app.add_middleware(ExchangeMiddleware, context=context)
+    return app

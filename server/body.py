@@ -1,0 +1,73 @@
+"""From the bytes of a body to a checked request record, or to a 400 that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from server.context import ServerContext, context_of, exchange_of
+from server.errors import ApiError, invalid, shown
+from server.middleware import usable_label
+from server.protocol import GenerationBody
+from server.protocol_refusals import Refusal, check_deadline_header, check_refusals
+
+T = TypeVar("T", bound=GenerationBody)
+
+IGNORED_HEADER = b"x-slipstream-ignored"
+_MAX_IGNORED_SHOWN = 16
+_MAX_ERRORS_SHOWN = 5
+
+
+async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
+    """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
+    check_deadline_header(request.headers)
+    data = parse_json(await request.body())
+    check_refusals(data, refusals)
+    try:
+        body = kind.model_validate(data)
+    except ValidationError as error:
+        raise describe(error) from None
+    unknown = [name for name in body.model_extra or () if name not in refusals]
+    if unknown:
+        _report_unknown(request, context_of(request), unknown)
+    return body
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`; strict: no NaN, no lone surrogate, no endless number or nesting."""
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        # The parser's message holds a position and a reason, nothing of the text.
+        raise invalid(f"The body is not valid JSON: {shown(str(error))}.") from None
+    if not isinstance(data, dict):
+        raise invalid("The body must be a JSON object.")
+    return data
+
+
+def describe(error: ValidationError) -> ApiError:
+    """The 400 for what pydantic found: the first field as `param`, the first few in the message."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    fields = [(field_path(each["loc"]), each["msg"]) for each in found[:_MAX_ERRORS_SHOWN]]
+    message = "; ".join(f"'{name}': {reason}" for name, reason in fields)
+    more = len(found) - len(fields)
+    return invalid(message + (f"; and {more} more" if more else "") + ".", fields[0][0])
+
+
+def field_path(loc: Sequence[int | str]) -> str:
+    """A pydantic location as OpenAI spells it: messages[0].content."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
+    return shown(path.removeprefix("."))
+
+
+def _report_unknown(request: Request, context: ServerContext, names: Sequence[str]) -> None:
+    if context.settings.server.strict_params:
+        raise invalid(f"'{shown(names[0])}' is not a known field.", shown(names[0]))
+    labels = [shown(usable_label(name) or "?").replace("…", "~").replace(",", "_") for name in names]
+    context.http.count_ignored(labels)
+    value = ",".join(labels[:_MAX_IGNORED_SHOWN]).encode("ascii")
+    exchange_of(request.scope).headers.append((IGNORED_HEADER, value))

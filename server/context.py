@@ -1,0 +1,72 @@
+"""ServerContext: what every route of one application shares; Exchange: one HTTP request and its reply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import cast
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from config import Settings
+from engine import Engine, EngineInfo, Overloaded
+from server.http_metrics import HttpMetrics
+
+EXCHANGE_KEY = "slipstream.exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it."""
+
+    settings: Settings
+    engine: Engine
+    http: HttpMetrics
+    created: int
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names in the API; the first is the one replies and metrics carry."""
+        return self.settings.model.served_names
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What was loaded, None before that; for replies that do not wait for the model."""
+        try:
+            return self.engine.info
+        except Overloaded:
+            return None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
+
+    `request_id` is the caller's label if it sent a usable one. `tenant` names the key used, never the key.
+    """
+
+    request_id: str
+    started: float = field(default_factory=perf_counter)
+    tenant: str | None = None
+    status: int | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def reply_headers(self) -> list[tuple[bytes, bytes]]:
+        """What every reply carries; called when its first byte is sent."""
+        elapsed_ms = round((perf_counter() - self.started) * 1000)
+        return [
+            (b"x-request-id", self.request_id.encode("ascii")),
+            (b"openai-processing-ms", str(elapsed_ms).encode("ascii")),
+            *self.headers,
+        ]
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the application that serves `request`."""
+    return cast(ServerContext, request.app.state.slipstream)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange the outermost middleware opened for this request."""
+    return cast(Exchange, scope[EXCHANGE_KEY])

@@ -1,0 +1,244 @@
+"""Generation: the open engine streams behind one HTTP reply, one a choice, read as one.
+
+Everything that can refuse a request happens in `open_generation`, before the status line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from engine import (
+    ContextLengthExceeded,
+    Engine,
+    EngineInfo,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    OutputDelta,
+    RequestTiming,
+)
+from server.context import ServerContext
+from server.errors import invalid
+from server.protocol import GenerationBody
+from server.sampling import base_seed, check_limits, choice_seed, priority_of, sampling_params
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads. `text` is what `echo` shows, None when nothing echoes it."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+class DeltaStream(Protocol):
+    """One choice's output: the part of the engine's RequestStream that a reply needs."""
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        """Iterate; the last delta, and no other, has `finish` set."""
+        ...
+
+    async def __anext__(self) -> OutputDelta:
+        """The next delta. Cancelling the wait loses nothing."""
+        ...
+
+    def close(self) -> None:
+        """Abort the request if it still runs. Idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a reply and how far it has been read."""
+
+    index: int
+    prompt: Prompt
+    stream: DeltaStream
+    started: bool = False
+    num_tokens: int = 0
+    text_offset: int = 0
+    finish: Finish | None = None
+
+
+class Generation:
+    """All choices of one reply. Holds one delta a choice at most; the rest stays merged in its stream."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self._num_open = len(choices)
+        # The common single choice is read directly; several are pumped into one slot as they come.
+        self._slot: asyncio.Queue[tuple[Choice, OutputDelta | Exception]] = asyncio.Queue(maxsize=1)
+        self._pumps = (
+            [asyncio.create_task(self._pump(choice)) for choice in choices] if len(choices) > 1 else []
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """False once every choice has ended."""
+        return self._num_open > 0
+
+    async def next(self) -> tuple[Choice, OutputDelta]:
+        """What any choice gives next; call while open. Raises the error a choice ended with.
+
+        Cancelling the wait loses nothing.
+        """
+        if self._pumps:
+            choice, delta = await self._slot.get()
+        else:
+            choice = self.choices[0]
+            delta = await anext(choice.stream)
+        if isinstance(delta, Exception):
+            raise delta
+        choice.num_tokens += len(delta.token_ids)
+        if delta.finish is not None:
+            if delta.finish.error is not None:
+                raise delta.finish.error
+            choice.finish = delta.finish
+            self._num_open -= 1
+        return choice, delta
+
+    async def _pump(self, choice: Choice) -> None:
+        try:
+            async for delta in choice.stream:
+                await self._slot.put((choice, delta))
+        except Exception as error:
+            await self._slot.put((choice, error))
+
+    def close(self) -> None:
+        """Abort whatever still runs. Idempotent; must be called however the reply ends."""
+        for pump in self._pumps:
+            pump.cancel()
+        for choice in self.choices:
+            choice.stream.close()
+
+
+@dataclass(slots=True)
+class EmptyStream:
+    """A choice of no tokens (`max_tokens` 0): ends at once, without the engine."""
+
+    num_prompt_tokens: int
+    _done: bool = field(default=False, init=False)
+
+    def __aiter__(self) -> EmptyStream:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """The terminal delta, once."""
+        if self._done:
+            raise StopAsyncIteration
+        self._done = True
+        timing = RequestTiming(0.0, None, 0.0, None, 0)
+        finish = Finish(FinishReason.LENGTH, None, None, self.num_prompt_tokens, 0, 0, timing)
+        return OutputDelta("", (), (), finish)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to generate for one reply: `prepare` reads the prompts once queue places are taken for them.
+
+    `reply_id` is fresh; the engine's request ids are derived from it.
+    """
+
+    reply_id: str
+    body: GenerationBody
+    num_prompts: int
+    prepare: Callable[[Engine], Awaitable[list[Prompt]]]
+    tenant: str | None = None
+
+
+async def open_generation(context: ServerContext, order: Order) -> Generation:
+    """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs."""
+    body, engine = order.body, context.engine
+    check_limits(body, context.settings.server)
+    num_requests = order.num_prompts * body.num_choices
+    _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
+    with engine.admit(num_requests):
+        try:
+            requests = _make_requests(order, await order.prepare(engine), engine.info)
+        except InvalidRequest as error:
+            error.param = body.prompt_param if error.param == "prompt" else error.param
+            raise
+        return _submit(engine, requests)
+
+
+def _check_queueable(order: Order, num_requests: int, limit: int) -> None:
+    """Refuse for good what no empty queue could hold."""
+    if num_requests > limit:
+        name = "n" if order.num_prompts == 1 else order.body.prompt_param
+        raise invalid(
+            f"The request asks for {num_requests} generations at once; the queue holds {limit}.", name
+        )
+
+
+def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) -> Sequence[int]:
+    """The last tokens of a prompt when the request asks for that, else all; -1 keeps what fits."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep < 0:
+        keep = max(1, info.max_model_len - (1 if body.tokens_asked is None else body.tokens_asked))
+    return token_ids[-keep:]
+
+
+def _make_requests(
+    order: Order, prompts: Sequence[Prompt], info: EngineInfo
+) -> list[tuple[Prompt, GenerationRequest]]:
+    """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
+    body, seed = order.body, base_seed(order.body)
+    requests: list[tuple[Prompt, GenerationRequest]] = []
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
+        max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
+        sampling = sampling_params(body, info, max_tokens)
+        for j in range(body.num_choices):
+            request = GenerationRequest(
+                request_id=f"{order.reply_id}-{len(requests)}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=replace(sampling, seed=choice_seed(seed, j)),
+                priority=priority_of(body),
+                tenant=order.tenant,
+            )
+            requests.append((prompt, request))
+    return requests
+
+
+def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int) -> int:
+    """The tokens asked for, or all that the context leaves. Raises ContextLengthExceeded."""
+    asked = body.tokens_asked
+    num_tokens = max(1, limit - num_prompt_tokens) if asked is None else asked
+    if num_prompt_tokens + num_tokens > limit:
+        too_long = num_prompt_tokens >= limit or asked is None
+        raise ContextLengthExceeded(
+            limit=limit,
+            prompt_tokens=num_prompt_tokens,
+            max_tokens=num_tokens,
+            param=body.prompt_param if too_long else "max_tokens",
+        )
+    return num_tokens
+
+
+def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]) -> Generation:
+    """Queue all of them or none."""
+    choices: list[Choice] = []
+    try:
+        for prompt, request in requests:
+            stream: DeltaStream
+            if request.sampling.max_tokens == 0:
+                stream = EmptyStream(len(prompt.token_ids))
+            else:
+                stream = engine.submit(request)
+            choices.append(Choice(len(choices), prompt, stream))
+    except Exception:
+        for choice in choices:
+            choice.stream.close()
+        raise
+    return Generation(choices)

@@ -1,0 +1,64 @@
+"""Liveness, readiness and version. Answered from memory, never through the engine's queue."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine import EngineState
+from server.context import context_of
+from server.errors import OVERLOADED, SERVER, ErrorReply
+from server.json_reply import json_response
+
+router = APIRouter(tags=["health"])
+
+_RETRY = {"retry-after": "1"}
+_NOT_READY = {
+    EngineState.LOADING: ErrorReply(
+        503, OVERLOADED, "The model is still loading.", code="loading", headers=_RETRY
+    ),
+    EngineState.DRAINING: ErrorReply(
+        503, OVERLOADED, "The server is shutting down.", code="draining", headers=_RETRY
+    ),
+}
+
+
+@router.get("/health")
+@router.get("/health/live")
+@router.get("/ping")
+async def live(request: Request) -> Response:
+    """200 while the engine's heartbeat is fresh or it has nothing to do; 503 once it is dead or hung."""
+    engine = context_of(request).engine
+    if engine.is_alive():
+        return json_response({"status": "alive"})
+    dead = engine.state is EngineState.DEAD
+    message = "The engine has stopped after a fault." if dead else "The engine does not make progress."
+    return ErrorReply(503, SERVER, message, code="engine_dead" if dead else "engine_hung").response()
+
+
+@router.get("/health/ready")
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests would be taken: loaded, not draining, alive."""
+    refusal = _NOT_READY.get(context_of(request).engine.state)
+    if refusal is not None:
+        return refusal.response()
+    reply = await live(request)
+    return json_response({"status": "ready"}) if reply.status_code == 200 else reply
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    """The server's version."""
+    return json_response({"version": server_version()})
+
+
+def server_version() -> str:
+    """The installed distribution's version."""
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0"

@@ -1,0 +1,54 @@
+"""The listening socket: bound before anything is loaded, so that a taken port is known at once."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from engine import StartRefused
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on the first address of `host`; port 0 picks a free one. Raises StartRefused."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError):
+        raise StartRefused(f"--host {host}: no such address on this machine.") from None
+    listener = socket.socket(family, kind, proto)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _refusal(host, port, error) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _refusal(host: str, port: int, error: OSError) -> StartRefused:
+    if error.errno == errno.EADDRINUSE:
+        return StartRefused(
+            f"--port {port}: already in use on {host}. Choose another, or 0 for any free one."
+        )
+    if error.errno == errno.EACCES:
+        return StartRefused(f"--port {port}: not allowed on {host}; ports below 1024 need privileges.")
+    return StartRefused(f"--host {host} --port {port}: cannot listen there ({error.strerror}).")
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients on this machine reach it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_public(listener: socket.socket) -> bool:
+    """True when other machines may reach it."""
+    return not ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_loopback

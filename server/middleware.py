@@ -1,0 +1,83 @@
+"""ExchangeMiddleware: the outermost layer. Labels, times and counts every request; lets none go unanswered.
+
+Pure ASGI, like every layer here: Starlette's BaseHTTPMiddleware hides a client's leaving from the routes.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from time import perf_counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.client import ClientGone
+from server.context import EXCHANGE_KEY, Exchange, ServerContext
+from server.errors import error_reply
+
+access_log = logging.getLogger("slipstream.access")
+
+MAX_REQUEST_ID = 128
+CLIENT_CLOSED_REQUEST = 499
+UNMATCHED_ROUTE = "unmatched"
+_QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
+
+
+class ExchangeMiddleware:
+    """Opens an `Exchange` for each HTTP request and closes it with a count and a log line."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self.app = app
+        self._http = context.http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; raises only after the reply has begun, when nothing can be said any more."""
+        if scope["type"] == "websocket":  # no route speaks it, and no key could be asked for
+            await send({"type": "websocket.close"})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = scope[EXCHANGE_KEY] = Exchange(request_id_of(scope))
+
+        async def send_labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *exchange.reply_headers()]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_labelled)
+        except ClientGone:
+            exchange.status = CLIENT_CLOSED_REQUEST
+        except Exception as error:
+            if exchange.status is not None:
+                raise
+            await error_reply(error).response()(scope, receive, send_labelled)
+        finally:
+            self._close(scope, exchange)
+
+    def _close(self, scope: Scope, exchange: Exchange) -> None:
+        route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
+        status = exchange.status or CLIENT_CLOSED_REQUEST
+        self._http.requests[route, status] += 1
+        if route not in _QUIET_ROUTES:
+            elapsed_ms = (perf_counter() - exchange.started) * 1000
+            facts = {"route": route, "code": status, "ms": round(elapsed_ms, 1)}
+            access_log.info("request", extra={**facts, "request_id": exchange.request_id})
+
+
+def request_id_of(scope: Scope) -> str:
+    """The caller's x-request-id if it is short printable ASCII, else a fresh one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            label = usable_label(value.decode("latin-1"))
+            if label is not None:
+                return label
+    return f"req-{uuid.uuid4().hex}"
+
+
+def usable_label(text: str) -> str | None:
+    """`text` if it can be a header value and a word in a log line, else None."""
+    usable = 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable()
+    return text if usable else None

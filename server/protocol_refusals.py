@@ -1,0 +1,94 @@
+"""Request fields that are known and not honoured: refused by name, so that nobody gets less than asked for.
+
+A field that lands leaves its line here. Harmless values, which ask for nothing, pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from server.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field is refused; `harmless` are the values that change nothing."""
+
+    message: str
+    harmless: tuple[object, ...] = ()
+
+
+def _not_yet(name: str, *harmless: object) -> tuple[str, Refusal]:
+    return name, Refusal(f"'{name}' is not supported yet.", harmless)
+
+
+def _never(name: str, *harmless: object, hint: str = "") -> tuple[str, Refusal]:
+    return name, Refusal(f"'{name}' is not supported{hint}.", harmless)
+
+
+_USE_STRUCTURED = ": see 'structured_outputs'"
+
+ON_BOTH: Mapping[str, Refusal] = dict(
+    (
+        _not_yet("bad_words", []),
+        _not_yet("cache_salt"),
+        _not_yet("deadline_ms"),
+        _not_yet("prediction"),
+        _not_yet("prompt_logprobs"),
+        _not_yet("response_format", {"type": "text"}),
+        _not_yet("speculation", {}, {"enabled": False}),
+        _not_yet("structured_outputs"),
+        _never("prompt_embeds"),
+        _never("use_beam_search", False),
+        *(
+            _never(f"guided_{kind}", hint=_USE_STRUCTURED)
+            for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
+        ),
+    )
+)
+ON_COMPLETIONS: Mapping[str, Refusal] = {**ON_BOTH, **dict((_never("suffix", ""),))}
+ON_CHAT: Mapping[str, Refusal] = {
+    **ON_BOTH,
+    **dict(
+        (
+            _not_yet("add_special_tokens", False),
+            _not_yet("functions", []),
+            _not_yet("function_call", "none"),
+            _not_yet("parallel_tool_calls", True, False),
+            _not_yet("tool_choice", "none"),
+            _not_yet("tools", []),
+            _never("add_generation_prompt", True),
+            _never("audio"),
+            _never("chat_template", hint=": the server's own template is used"),
+            _never("chat_template_kwargs", {}),
+            _never("continue_final_message", False),
+            _never("documents", []),
+            _never("echo", False),
+            _never("modalities", ["text"]),
+            _never("reasoning_effort", "none"),
+            _never("verbosity", "medium"),
+            _never("web_search_options"),
+        )
+    ),
+}
+
+
+def check_refusals(body: Mapping[str, object], refusals: Mapping[str, Refusal]) -> None:
+    """Raise ApiError for the first field of `body` that asks for something in `refusals`."""
+    for name, refusal in refusals.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, harmless) for harmless in refusal.harmless):
+            raise invalid(refusal.message, name)
+
+
+def check_deadline_header(headers: Mapping[str, str]) -> None:
+    """Raise ApiError when the header twin of `deadline_ms` is sent: it is as little honoured."""
+    name = "x-request-deadline-ms"
+    if name in headers:
+        raise invalid(f"The header '{name}' is not supported yet.", name)
+
+
+def _same(value: object, harmless: object) -> bool:
+    """Equality in JSON's sense: true is not 1."""
+    return type(value) is type(harmless) and value == harmless

@@ -1,0 +1,145 @@
+"""The kinds of value a request body may hold, each checked strictly and described for the OpenAPI document.
+
+A bool or a string is never a number, and no check reads more of a list than it needs to refuse it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
+
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+MAX_WHOLE = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_LABEL = 128
+# Penalties multiply and divide logits: beyond these they overflow float32 and mean nothing anyway.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
+PromptItem: TypeAlias = str | list[int]
+
+
+def refuse(message: str) -> NoReturn:
+    """Fail the field being validated with `message`, which must not hold the value."""
+    raise PydanticCustomError("bad_value", "{message}", {"message": message})
+
+
+def check_prompt(value: object) -> list[PromptItem]:
+    """A prompt in any of OpenAI's four forms, as a list with one item a prompt."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        refuse("must be a string, a list of token ids, or a list of those, and not empty")
+    kinds = set(map(type, value))
+    if kinds == {int} and min(value) >= 0:
+        return [value]
+    if kinds == {str}:
+        return list(value)
+    if kinds == {list} and all(_is_token_ids(item) for item in value):
+        return list(value)
+    refuse("must hold strings only, token ids only, or lists of token ids only, none of them empty")
+
+
+def _is_token_ids(item: list[object]) -> bool:
+    return set(map(type, item)) == {int} and min(item) >= 0  # type: ignore[type-var, operator]
+
+
+def check_stop(value: object) -> tuple[str, ...]:
+    """Stop strings, one or several, none of them empty or long."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or set(map(type, stops)) - {str}:
+        refuse("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        refuse(f"has {len(stops)} strings; the limit is {MAX_STOPS}")
+    if any(not 0 < len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES for stop in stops):
+        refuse(f"must hold strings of 1 to {MAX_STOP_BYTES} bytes")
+    return tuple(stops)
+
+
+def check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Token ids, which JSON spells as strings, with the bias of each."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        refuse(f"must be an object of at most {MAX_LOGIT_BIASES} token ids")
+    if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in value):
+        refuse("must have token ids as keys, such as '42'")
+    if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
+        refuse("must have numbers from -100 to 100 as values")
+    return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def check_content(value: object) -> str | None:
+    """The text of a chat message: a string, or text parts, which are joined by newlines (vLLM's way)."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse("must be a string or a list of text parts")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        refuse(
+            "must hold text parts only, such as {'type': 'text', 'text': '...'}: the model reads only text"
+        )
+    return text
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}]
+}
+_LOGIT_BIAS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_LOGIT_BIASES,
+}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
+}
+
+
+def _described(schema: dict[str, Any]) -> Any:
+    """Have the OpenAPI document show `schema` where a validator of our own decides."""
+    return Field(json_schema_extra=lambda found: found.update(schema))
+
+
+Prompt = Annotated[list[PromptItem], PlainValidator(check_prompt, Any), _described(_PROMPT_SCHEMA)]
+Stop = Annotated[tuple[str, ...], PlainValidator(check_stop, Any), _described(_STOP_SCHEMA)]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...], PlainValidator(check_logit_bias, Any), _described(_LOGIT_BIAS_SCHEMA)
+]
+Content = Annotated[str | None, PlainValidator(check_content, Any), _described(_CONTENT_SCHEMA)]
+
+Count = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=MAX_INT64)]
+TokenIds = Annotated[list[Count], Field(fail_fast=True)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Truncation = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]
+Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL, pattern=r"^[ -~]+$")]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
