@@ -1,0 +1,122 @@
+"""Host time a step: the whole engine, every stream read, around a model that answers at once.
+
+What is timed is everything between two calls of the model: its answer's way back to the loop, commit,
+streams, readers and their text, the next decision, its arrays and their way to the model's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from engine.engine import Engine
+from engine.engine_parts import EngineLimits
+from engine.outputs import SampledRows, StepInputs, StepResult
+from engine.request import GenerationRequest, SamplingParams
+from engine.stream import RequestStream
+from engine.text.tokenizer import Tokenizer
+from tests.bench.context import BenchContext
+from tests.bench.report import Bar, Section
+from tests.engines import EngineShape, make_parts
+from tests.fakes import FakeRunner
+
+BATCHES = (1, 8, 64, 256, 1024)
+PROMPT_TOKENS = 32
+SETTLE_STEPS = 20
+BLOCK_SIZE = 16
+RING = 64  # steps after which the words come round again
+FIXED_US, PER_SEQUENCE_US = 100.0, 5.0
+MOST_GROWTH = 1.5  # of the cost of one more sequence, from 64-256 to 256-1024
+
+
+class InstantRunner:
+    """A model that takes no time: walks through the words, and notes when it was called for pure decodes."""
+
+    def __init__(self, token_ids: Sequence[int], num_sequences: int) -> None:
+        needed = num_sequences + RING
+        self._tokens = (list(token_ids) * -(-needed // len(token_ids)))[:needed]
+        self._num_sequences = num_sequences
+        self.call_times: list[float] = []
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Any word for each row, another one each step."""
+        rows = len(inputs.logits_rows)
+        if rows == self._num_sequences == len(inputs.token_ids):
+            self.call_times.append(perf_counter())
+        start = len(self.call_times) % RING
+        return StepResult(SampledRows(self._tokens[start : start + rows]), 0.0, 0.0)
+
+
+def steps_for(batch: int) -> int:
+    """How many steps to time: about a second's worth at the bar."""
+    return max(50, min(400, int(1e6 / (FIXED_US + PER_SEQUENCE_US * batch))))
+
+
+async def host_step_us(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, num_steps: int) -> float:
+    """Mean microseconds a step, `batch` sequences decoding."""
+    output_tokens = SETTLE_STEPS + num_steps + 2 + batch // 8  # they start at most batch/8 steps apart
+    length = PROMPT_TOKENS + output_tokens
+    shape = EngineShape(
+        num_blocks=batch * (-(-length // BLOCK_SIZE) + 1),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(2048, 2 * batch),
+        max_model_len=length,
+    )
+    runner = InstantRunner(token_ids, batch)
+    parts = make_parts(shape, FakeRunner(shape.num_blocks, shape.block_size))
+    parts = replace(parts, runner=runner, tokenizer=tokenizer)
+    engine = Engine(lambda: parts, EngineLimits(max_queued_requests=batch, max_queued_tokens=10**9))
+    await engine.start()
+    try:
+        streams = [engine.submit(greedy_request(number, output_tokens)) for number in range(batch)]
+        await asyncio.gather(*(read(stream) for stream in streams))
+    finally:
+        await engine.stop()
+    times = runner.call_times[SETTLE_STEPS : SETTLE_STEPS + num_steps + 1]
+    if len(times) < num_steps + 1:
+        raise RuntimeError(f"only {len(runner.call_times)} steps had all {batch} sequences decoding")
+    return 1e6 * (times[-1] - times[0]) / (len(times) - 1)
+
+
+def greedy_request(number: int, max_tokens: int) -> GenerationRequest:
+    """A request whose prompt any vocabulary holds."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(f"bench-{number}", [20 + number % 50] * PROMPT_TOKENS, sampling)
+
+
+async def read(stream: RequestStream) -> int:
+    """Read a stream to its end as a route would; its length in characters."""
+    return sum([len(delta.text) async for delta in stream])
+
+
+def run_host(context: BenchContext) -> list[Section]:
+    """The section `host` with its bars."""
+    section = Section("host", "host time a step, a model that answers at once")
+    tokenizer, token_ids = Tokenizer(context.model_directory), context.words.token_ids
+    medians: dict[int, float] = {}
+    runs: dict[int, list[float]] = {batch: [] for batch in BATCHES}
+    for run in range(context.runs):
+        for batch in BATCHES:
+            context.say(f"host, {batch} sequences, run {run + 1}/{context.runs}")
+            runs[batch].append(asyncio.run(host_step_us(tokenizer, token_ids, batch, steps_for(batch))))
+    for batch in BATCHES:
+        case = f"{batch} sequence{'s' if batch > 1 else ''}"
+        step = section.add(case, "step", "µs", runs[batch])
+        section.add(case, "per sequence", "µs", [value / batch for value in runs[batch]])
+        assert step.median is not None
+        medians[batch] = step.median
+        limit = FIXED_US + PER_SEQUENCE_US * batch
+        section.bars.append(Bar(f"host step, {case}", limit, "µs", step.median, at_least=False))
+    name = "linear: cost of one more sequence, 256-1024 over 64-256"
+    section.bars.append(Bar(name, MOST_GROWTH, "x", growth(medians), at_least=False))
+    return [section]
+
+
+def growth(medians: dict[int, float]) -> float:
+    """How much dearer a sequence is among 256 to 1024 than among 64 to 256; 1 is linear."""
+    later = (medians[1024] - medians[256]) / (1024 - 256)
+    earlier = (medians[256] - medians[64]) / (256 - 64)
+    return later / earlier
