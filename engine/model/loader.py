@@ -106,7 +106,7 @@ def choose_dtype(asked: str, stored: torch.dtype, device: torch.device) -> torch
 
 
 def choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
-    """The most tokens one sequence may have; None asks for the model's own. Raises StartRefused if too many."""
+    """The most tokens one sequence may have; None = the model's own. Raises StartRefused for too many."""
     own: int | None = getattr(config, "max_position_embeddings", None)
     exact = exact_context_limit(config)
     chosen = own if asked is None else asked
