@@ -1,0 +1,32 @@
+"""Paged attention under transformers' attention interface: one context a step, one backend a device.
+
+`AttentionContext.attend` is the single way in: whoever wants attention's share of a step times that method.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.attention.backend import AttentionBackend, LayerCall, StepAttention
+from engine.model.attention.context import AttentionContext
+from engine.model.attention.cpu import CpuAttention
+from engine.model.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
+from engine.model.attention.reference import ReferenceAttention
+
+__all__ = [
+    "ATTENTION_NAME",
+    "CONTEXT_KEYWORD",
+    "AttentionBackend",
+    "AttentionContext",
+    "CpuAttention",
+    "LayerCall",
+    "ReferenceAttention",
+    "StepAttention",
+    "choose_backend",
+    "register",
+]
+
+
+def choose_backend(device: torch.device) -> AttentionBackend:
+    """The fastest backend there is for `device`."""
+    return CpuAttention() if device.type == "cpu" else ReferenceAttention()

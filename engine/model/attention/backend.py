@@ -1,0 +1,39 @@
+"""What an attention backend is: a plan for each step, and one call of it for each layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.model.kv_tensors import KvTensors
+from engine.outputs import StepInputs
+
+
+class LayerCall(NamedTuple):
+    """How one layer attends. `window` and `softcap` None mean all positions and plain scores."""
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class StepAttention(Protocol):
+    """One step's attention, laid out once and called by every layer."""
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Attend from the packed `query` [num_tokens, num_heads, key_dim] to each sequence's own positions.
+
+        The step's keys and values are in the tensors already. Gives [num_tokens, num_heads, value_dim] in
+        packed order. A token sees positions up to its own, the newest `window` of them.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to attend over the paged tensors of one device; stateless between steps."""
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
+        """Everything about a step that does not depend on the layer."""
+        ...

@@ -1,0 +1,54 @@
+"""One forward pass of a transformers model over a packed row, against given paged tensors."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from engine.model.attention import (
+    ATTENTION_NAME,
+    CONTEXT_KEYWORD,
+    AttentionContext,
+    choose_backend,
+    register,
+)
+from engine.model.kv_tensors import KvTensors
+from engine.model.loader import LoadedModel
+from engine.outputs import StepInputs
+
+
+class PackedForward:
+    """Runs a loaded model on the tokens of many sequences at once; keeps nothing between calls."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        register()
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+        self.loaded = loaded
+        self.backend = choose_backend(loaded.device)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+
+    def make_kv(self, num_blocks: int, block_size: int) -> KvTensors:
+        """Empty K/V tensors of the model's shape."""
+        loaded = self.loaded
+        return KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+
+    def __call__(self, inputs: StepInputs, kv: KvTensors) -> torch.Tensor:
+        """The logits of the R rows asked for, [R, vocab], in the model's dtype. Call under inference mode.
+
+        Scrubs and copies blocks first, as `inputs` say. Errors of the model and of the device come through.
+        """
+        kv.scrub_blocks(inputs.scrub_blocks)
+        kv.copy_blocks(inputs.block_copies)
+        device = self.loaded.device
+        rows = torch.tensor(inputs.logits_rows, device=device)
+        options = {"logits_to_keep": rows} if self._keeps_rows else {}
+        output = self.loaded.model(
+            input_ids=torch.tensor(inputs.token_ids, device=device)[None],
+            position_ids=torch.tensor(inputs.positions, device=device)[None],
+            use_cache=False,
+            **options,
+            **{CONTEXT_KEYWORD: AttentionContext(inputs, kv, self.backend)},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[rows]

@@ -1,0 +1,96 @@
+"""Is this model, served our way, still the model? Asked once at start, of the real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.model.packed_forward import PackedForward
+from engine.model.rehearsal import Part, pack_step
+
+_BLOCK_SIZE = 4
+_LENGTHS = (24, 15)
+# Where each of the two sequences is cut: prompts in chunks, single tokens alone and together, short runs.
+_CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
+# By how much of a row's spread its logits may differ: the rounding of the dtype through some dozen layers.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+def check_forward(forward: PackedForward) -> None:
+    """Raise UnsupportedModel, naming the architecture, unless packed paged logits equal plain ones.
+
+    Runs two short sequences in chunks over scattered blocks of scratch tensors, and whole with transformers'
+    eager attention. The model's attention implementation is left as it was.
+    """
+    difference = _difference(forward)
+    tolerance = _TOLERANCES.get(forward.loaded.dtype, 0.05)
+    if not difference <= tolerance:  # NaN fails too
+        raise UnsupportedModel(
+            f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits under paged "
+            f"attention differ from the plain forward pass by {difference:.2g} of their spread "
+            f"(limit {tolerance})."
+        )
+
+
+@torch.inference_mode()
+def _difference(forward: PackedForward) -> float:
+    """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
+    limit = forward.loaded.max_model_len
+    generator = np.random.default_rng(0)
+    sequences = [
+        generator.integers(0, forward.loaded.vocab_size, min(length, limit)).tolist() for length in _LENGTHS
+    ]
+    packed = _packed_logits(forward, sequences)
+    plain = _plain_logits(forward, sequences)
+    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1)  # [tokens]
+    return float(((packed - plain).norm(dim=-1) / spread).median())
+
+
+def _plain_logits(forward: PackedForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """Transformers' own answer, sequence after sequence: [tokens, vocab] in float32."""
+    model = forward.loaded.model
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return torch.cat(
+            [
+                model(input_ids=torch.tensor([tokens], device=forward.loaded.device), use_cache=False)
+                .logits[0]
+                .float()
+                for tokens in sequences
+            ]
+        )
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _packed_logits(forward: PackedForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """The same rows computed in pieces."""
+    num_blocks = sum(_LENGTHS)
+    kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
+    scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
+    blocks = (scattered[: _LENGTHS[0]], scattered[_LENGTHS[0] :])
+    rows: tuple[list[torch.Tensor], ...] = ([], [])
+    for step in _steps(sequences):
+        parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
+        logits = forward(pack_step(parts, _BLOCK_SIZE, every_row=True), kv).float()
+        start = 0
+        for index, first, stop in step:
+            rows[index].append(logits[start : start + stop - first])
+            start += stop - first
+    return torch.cat(rows[0] + rows[1])
+
+
+def _steps(sequences: Sequence[list[int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Steps of (sequence, first, stop), single tokens first; empty pieces left out."""
+    for cut in range(1, len(_CUTS[0])):
+        pieces = [
+            (index, _CUTS[index][cut - 1], min(_CUTS[index][cut], len(tokens)))
+            for index, tokens in enumerate(sequences)
+        ]
+        pieces = [(index, first, stop) for index, first, stop in pieces if first < stop]
+        if pieces:
+            yield sorted(pieces, key=lambda piece: piece[2] - piece[1])
