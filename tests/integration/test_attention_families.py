@@ -1,0 +1,125 @@
+"""Every family, computed packed, chunked and paged, gives what transformers' plain forward pass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.attention import AttentionBackend, CpuAttention, ReferenceAttention
+from tests.packed import load_tiny, packed_forward, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.tiny_models import FAMILIES, WINDOW
+
+BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
+BLOCK_SIZES = (4, 16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(
+    family: str,
+    backend: AttentionBackend,
+    block_size: int,
+    lengths: Sequence[int],
+    steps: Sequence[Sequence[tuple[int, int]]],
+    seed: int = 0,
+) -> None:
+    """Fail unless the schedule gives every sequence the logits it has alone."""
+    rng = np.random.default_rng(seed)
+    loaded = load_tiny(family)
+    sequences = [random_tokens(rng, length) for length in lengths]
+    packed = run_schedule(packed_forward(loaded, backend), sequences, steps, block_size, rng)
+    for tokens, logits in zip(sequences, packed, strict=True):
+        torch.testing.assert_close(logits, plain_logits(loaded, tokens), atol=1e-4, rtol=1e-4)
+
+
+def compositions(total: int) -> Iterator[list[int]]:
+    """Every way to write `total` as an ordered sum."""
+    if total == 0:
+        yield []
+    for first in range(1, total + 1):
+        for rest in compositions(total - first):
+            yield [first, *rest]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_prompt(family: str, block_size: int, backend: AttentionBackend) -> None:
+    for length in (1, WINDOW, 4 * WINDOW + 3):
+        check(family, backend, block_size, [length], [[(0, length)]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_longer_than_a_query_tile(family: str) -> None:
+    check(family, CpuAttention(), 16, [200], [[(0, 200)]])
+    check(family, CpuAttention(), 4, [230], [[(0, 50)], [(0, 180)]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_chunk_a_short_prompt(family: str, backend: AttentionBackend) -> None:
+    chunkings = list(compositions(6))
+    rng = np.random.default_rng(3)
+    loaded = load_tiny(family)
+    tokens = random_tokens(rng, 6)
+    expected = plain_logits(loaded, tokens)
+    forward = packed_forward(loaded, backend)
+    for chunks in chunkings:
+        (logits,) = run_schedule(forward, [tokens], [[(0, count)] for count in chunks], 4, rng)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_chunks_far_beyond_the_window(family: str, block_size: int) -> None:
+    rng = np.random.default_rng(block_size)
+    for seed in range(3):
+        steps = random_schedule(rng, [6 * WINDOW], max_chunk=2 * WINDOW + 1)
+        check(family, CpuAttention(), block_size, [6 * WINDOW], steps, seed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_sequences_in_mixed_steps(family: str, block_size: int, backend: AttentionBackend) -> None:
+    lengths = [37, 9, 22, 5, 41, 16]
+    steps = random_schedule(np.random.default_rng(block_size), lengths, max_chunk=14)
+    check(family, backend, block_size, lengths, steps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("query_len", range(1, 6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_runs_of_several_tokens(family: str, query_len: int, backend: AttentionBackend) -> None:
+    """As verification schedules them: the same few tokens of every sequence, at different lengths."""
+    prompts = [3, 11, 19, 30]
+    steps: list[list[tuple[int, int]]] = [list(enumerate(prompts))]
+    steps += [[(index, query_len) for index in (2, 0, 3, 1)] for _ in range(2)]
+    check(family, backend, 4, [prompt + 2 * query_len for prompt in prompts], steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_stays_within_its_rounding(family: str, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    loaded = load_tiny(family, dtype)
+    lengths = [33, 12, 20]
+    sequences = [random_tokens(rng, length) for length in lengths]
+    steps = random_schedule(rng, lengths, max_chunk=9)
+    for backend in (CpuAttention(), ReferenceAttention()):
+        packed = run_schedule(packed_forward(loaded, backend), sequences, steps, 4, rng)
+        for tokens, logits in zip(sequences, packed, strict=True):
+            exact = plain_logits(load_tiny(family), tokens)
+            plain = plain_logits(loaded, tokens).float()
+            ours, theirs = (logits.float() - exact).norm(), (plain - exact).norm()
+            assert ours <= 2 * theirs + 1e-3 * exact.norm()
