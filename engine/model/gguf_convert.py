@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
 )
 
-from engine.errors import StartRefused
+from engine.errors import StartRefused, UnsupportedModel
 from engine.model.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.model.gguf_settings import ROPE_FACTORS, read_gguf_config
 from engine.model.model_files import first_line
 from engine.model.progress_bars import no_progress_bars
 from engine.model.support import Architecture, check_supported, find_model_class
@@ -64,8 +64,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
 
 def _read_model(source: Path, file: GgufFile) -> Any:
     """The model with every parameter filled, on the CPU in bfloat16."""
-    settings = load_gguf_checkpoint(str(source))["config"]
-    config = AutoConfig.for_model(**settings)
+    config, settings = read_gguf_config(source, file)
     check_supported(Architecture(config, find_model_class(config)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
@@ -94,6 +93,8 @@ def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[
         )
         if result.name in names:
             tensors[names[result.name]] = torch.tensor(result.weights, dtype=_DTYPE)
+        elif result.name not in (None, ROPE_FACTORS):  # None: gathered
+            raise UnsupportedModel(f"The GGUF tensor {result.name} has no place in {type(model).__name__}.")
     tensors.update({name: tensor.to(_DTYPE) for name, tensor in gathered["tensors"].items()})
     return tensors
 

@@ -40,9 +40,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """`values` holds every metadata value that is not a list."""
+    """`values` holds the metadata; a list is None."""
 
-    values: dict[str, Scalar]
+    values: dict[str, Scalar | None]
     tensors: tuple[GgufTensor, ...]
 
 
@@ -63,14 +63,12 @@ def read_gguf(path: Path) -> GgufFile:
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError("it is no GGUF file of version 2 or 3")
     num_tensors, num_values = cursor.take("QQ")
-    values: dict[str, Scalar] = {}
+    values: dict[str, Scalar | None] = {}
     for _ in range(num_values):
         name = cursor.take_string()
-        value = _take_value(cursor)
-        if value is not None:
-            values[name] = value
+        values[name] = _take_value(cursor)
     heads = [_take_tensor(cursor) for _ in range(num_tensors)]
-    alignment = int(values.get("general.alignment", 32))
+    alignment = int(values.get("general.alignment") or 32)
     start = -(-cursor.position // alignment) * alignment
     return GgufFile(values, tuple(_map_tensor(content[start:], head) for head in heads))
 
