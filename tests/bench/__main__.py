@@ -21,8 +21,10 @@ from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.report import Section, bars_table, report_json
 from tests.bench.start import run_start
+from tests.bench.streams import BenchmarkFailed
 from tests.bench.ttft import run_ttft
 
+PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
 Benchmark = Callable[[BenchContext], list[Section]]
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -62,9 +64,14 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what was asked for; 0 even when a bar is not met, because a bar is a finding and not a fault."""
+    """Run what was asked for; the exit code is 1 when something could not be measured.
+
+    A bar that is not met is a finding and not a fault: it does not change the code.
+    """
     arguments = read_arguments()
     console, progress = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     flags = ("--model", arguments.model) if arguments.model else ()
     context = BenchContext(
         settings=load_settings(list(flags)),
@@ -75,22 +82,34 @@ def main() -> int:
     facts = about() | {"model": context.settings.model.model, "runs": arguments.runs}
     console.print_json(json.dumps(facts))
     sections: list[Section] = []
+    failures: list[str] = []
     for benchmark in plan(arguments.names):
-        with CpuWatch() as watch:
-            found = benchmark(context)
-        for section in found:
-            section.other_cpu_percent = watch.other_percent
-            section.show(console)
-        sections += found
+        try:
+            sections += measured(benchmark, context, console)
+        except BenchmarkFailed as failure:
+            failures.append(str(failure))
+            console.print(Text(f"NOT MEASURED: {failure}\n", "bold red"), soft_wrap=True)
     bars = [bar for section in sections for bar in section.bars]
     if bars:
         console.print(Text("All bars", style="bold"))
         console.print(bars_table(bars))
     path = arguments.json or REPOSITORY / ".bench" / time.strftime("%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report_json(facts, sections), indent=1) + "\n", encoding="utf-8")
-    console.print(f"written to {path}")
-    return 0
+    path.write_text(
+        json.dumps(report_json(facts | {"failures": failures}, sections), indent=1) + "\n", encoding="utf-8"
+    )
+    console.print(f"written to {path}", soft_wrap=True)
+    return 1 if failures else 0
+
+
+def measured(benchmark: Benchmark, context: BenchContext, console: Console) -> list[Section]:
+    """Run one benchmark and show what it found."""
+    with CpuWatch() as watch:
+        found = benchmark(context)
+    for section in found:
+        section.other_cpu_percent = watch.other_percent
+        section.show(console)
+    return found
 
 
 if __name__ == "__main__":

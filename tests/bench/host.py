@@ -19,6 +19,7 @@ from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
 from tests.bench.context import BenchContext
 from tests.bench.report import Bar, Section
+from tests.bench.streams import BenchmarkFailed
 from tests.engines import EngineShape, make_parts
 from tests.fakes import FakeRunner
 
@@ -77,7 +78,7 @@ async def host_step_us(tokenizer: Tokenizer, token_ids: Sequence[int], batch: in
         await engine.stop()
     times = runner.call_times[SETTLE_STEPS : SETTLE_STEPS + num_steps + 1]
     if len(times) < num_steps + 1:
-        raise RuntimeError(f"only {len(runner.call_times)} steps had all {batch} sequences decoding")
+        raise BenchmarkFailed(f"only {len(runner.call_times)} steps had all {batch} sequences decoding")
     return 1e6 * (times[-1] - times[0]) / (len(times) - 1)
 
 

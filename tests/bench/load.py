@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from tests.bench.context import BenchContext
 from tests.bench.processes import JsonWorker, Server
 from tests.bench.report import Bar, Section
-from tests.bench.streams import BurstFigures, StreamRecord
+from tests.bench.streams import BenchmarkFailed, BurstFigures, StreamRecord
 from tests.bench.workloads import (
     Words,
     Workload,
@@ -31,7 +31,7 @@ BAR_WORKLOADS = ("W2", "W3")
 BAR_RATIO = 2.0
 
 
-class WrongOutput(Exception):
+class WrongOutput(BenchmarkFailed):
     """A side did not take the prompts or generate the lengths it was given: nothing it did counts."""
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import httptools
 
-from tests.bench.streams import StreamRecord
+from tests.bench.streams import BenchmarkFailed, StreamRecord
 
 DONE = b"[DONE]"
 
 
-class BurstFailed(Exception):
+class BurstFailed(BenchmarkFailed):
     """A request of a burst was refused or broke off; the message says how."""
 
 

@@ -17,13 +17,15 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any, Self
 
+from tests.bench.streams import BenchmarkFailed
+
 STOP_TIMEOUT_S = 20.0
 READY_TIMEOUT_S = 180.0
 READY_POLL_S = 0.01
 TAIL_BYTES = 2000
 
 
-class ChildFailed(Exception):
+class ChildFailed(BenchmarkFailed):
     """A child process ended, or answered an error; the message has the end of its stderr."""
 
 

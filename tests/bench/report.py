@@ -16,6 +16,8 @@ from rich.text import Text
 
 Json = dict[str, Any]
 
+BUSY_PERCENT = 20.0  # of a core, taken by others: more than this disturbs a machine of two
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -32,9 +34,11 @@ class Measurement:
         return statistics.median(self.runs) if self.runs else None
 
     def shown(self) -> str:
-        """`median [min-max]`, or a dash."""
+        """`median [min-max]`, the figure alone when there was one run, or that it did not finish."""
         if self.median is None:
             return "not finished"
+        if len(self.runs) == 1:
+            return figure(self.median)
         return f"{figure(self.median)} [{figure(min(self.runs))}-{figure(max(self.runs))}]"
 
     def to_json(self) -> Json:
@@ -124,21 +128,24 @@ class Section:
 
     def show(self, console: Console) -> None:
         """Print the table of figures, then the bars, then the notes."""
+        console.print(Text(f"{self.name}: {self.title}", "bold"), soft_wrap=True)
         console.print(self._figures())
         if self.bars:
             console.print(bars_table(self.bars))
         for note in self.notes:
-            console.print(Text(f"  {note}", style="dim"))
+            console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
         if self.other_cpu_percent is not None:
-            console.print(Text(f"  CPU taken by others: {self.other_cpu_percent:.0f} % of a core", "dim"))
+            busy = self.other_cpu_percent > BUSY_PERCENT
+            advice = ": too much to trust the figures, measure again" if busy else ""
+            line = f"  CPU taken by others: {self.other_cpu_percent:.0f} % of a core{advice}"
+            console.print(Text(line, "bold red" if busy else "dim"), soft_wrap=True)
         console.print()
 
     def _figures(self) -> Table:
         """One row a case, one column a quantity."""
         columns = list(dict.fromkeys((m.quantity, m.unit) for m in self.measurements))
         cells = {(m.case, m.quantity, m.unit): m.shown() for m in self.measurements}
-        table = Table(title=f"{self.name}: {self.title}", title_justify="left", title_style="bold")
-        table.add_column("case")
+        table = Table("case")
         for quantity, unit in columns:
             table.add_column(f"{quantity}\n{unit}", justify="right")
         for case in dict.fromkeys(m.case for m in self.measurements):

@@ -8,6 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 
+class BenchmarkFailed(Exception):
+    """A benchmark could not be measured; the message says why. The others still run."""
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The `percent`-th percentile by linear interpolation between the sorted values; raises on no values."""
     if not values:

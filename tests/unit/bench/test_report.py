@@ -16,6 +16,7 @@ def test_a_measurement_shows_median_and_range() -> None:
     measurement = Measurement("batch 8", "rate", "tokens/s", (310.0, 290.0, 300.0))
     assert measurement.median == 300.0
     assert measurement.shown() == "300 [290-310]"
+    assert Measurement("batch 8", "rate", "tokens/s", (310.0,)).shown() == "310"
 
 
 def test_what_did_not_finish_has_no_median_and_says_so() -> None:
@@ -67,6 +68,13 @@ def test_a_section_prints_every_case_quantity_and_verdict() -> None:
     text = out.getvalue()
     for part in ("batch 1", "batch 8", "engine", "bare", "not finished", "met", "not met", "a note", "3 %"):
         assert part in text
+    assert "measure again" not in text
+
+
+def test_a_busy_machine_is_called_one() -> None:
+    out = io.StringIO()
+    Section("host", "host time", other_cpu_percent=55.0).show(Console(file=out, width=100))
+    assert "55 % of a core: too much to trust the figures, measure again" in out.getvalue()
 
 
 def test_the_report_is_plain_json_with_machine_versions_and_runs() -> None:
