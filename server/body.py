@@ -31,6 +31,8 @@ async def read_request(request: Request, kind: type[T], refusals: Mapping[str, R
         body = kind.model_validate(data)
     except ValidationError as error:
         raise describe(error) from None
+    exchange = exchange_of(request.scope)
+    exchange.caller_id = exchange.caller_id or body.request_id
     unknown = [name for name in body.model_extra or () if name not in refusals]
     if unknown:
         _report_unknown(request, context_of(request), unknown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
@@ -43,14 +44,21 @@ class ServerContext:
 class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
 
-    `request_id` is the caller's label if it sent a usable one. `tenant` names the key used, never the key.
+    `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
+    names the key used, never the key.
     """
 
-    request_id: str
+    caller_id: str | None
+    own_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     started: float = field(default_factory=perf_counter)
     tenant: str | None = None
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The reply's label: the caller's, else ours."""
+        return self.caller_id or self.own_id
 
     def reply_headers(self) -> list[tuple[bytes, bytes]]:
         """What every reply carries; called when its first byte is sent."""

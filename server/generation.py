@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from engine import (
     ContextLengthExceeded,
@@ -64,14 +64,17 @@ class Choice:
     finish: Finish | None = None
 
 
+_Pumped: TypeAlias = tuple[Choice, OutputDelta | Exception, asyncio.Event]
+
+
 class Generation:
     """All choices of one reply. Holds one delta a choice at most; the rest stays merged in its stream."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
         self._num_open = len(choices)
-        # The common single choice is read directly; several are pumped into one slot as they come.
-        self._slot: asyncio.Queue[tuple[Choice, OutputDelta | Exception]] = asyncio.Queue(maxsize=1)
+        # The common single choice is read directly; several are pumped in here as they come, in turn.
+        self._ready: asyncio.Queue[_Pumped] = asyncio.Queue()
         self._pumps = (
             [asyncio.create_task(self._pump(choice)) for choice in choices] if len(choices) > 1 else []
         )
@@ -87,12 +90,10 @@ class Generation:
         Cancelling the wait loses nothing.
         """
         if self._pumps:
-            choice, delta = await self._slot.get()
+            choice, delta = await self._next_pumped()
         else:
             choice = self.choices[0]
             delta = await anext(choice.stream)
-        if isinstance(delta, Exception):
-            raise delta
         choice.num_tokens += len(delta.token_ids)
         if delta.finish is not None:
             if delta.finish.error is not None:
@@ -101,12 +102,23 @@ class Generation:
             self._num_open -= 1
         return choice, delta
 
+    async def _next_pumped(self) -> tuple[Choice, OutputDelta]:
+        choice, delta, taken = await self._ready.get()
+        taken.set()
+        if isinstance(delta, Exception):
+            raise delta
+        return choice, delta
+
     async def _pump(self, choice: Choice) -> None:
+        """Offer the choice's deltas one by one: the next is read only when the last was taken."""
+        taken = asyncio.Event()
         try:
             async for delta in choice.stream:
-                await self._slot.put((choice, delta))
+                self._ready.put_nowait((choice, delta, taken))
+                await taken.wait()
+                taken.clear()
         except Exception as error:
-            await self._slot.put((choice, error))
+            self._ready.put_nowait((choice, error, taken))
 
     def close(self) -> None:
         """Abort whatever still runs. Idempotent; must be called however the reply ends."""
@@ -162,11 +174,10 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
         try:
-            requests = _make_requests(order, await order.prepare(engine), engine.info)
+            return _submit(engine, _make_requests(order, await order.prepare(engine), engine.info))
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
             raise
-        return _submit(engine, requests)
 
 
 def _check_queueable(order: Order, num_requests: int, limit: int) -> None:

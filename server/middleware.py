@@ -6,7 +6,6 @@ Pure ASGI, like every layer here: Starlette's BaseHTTPMiddleware hides a client'
 from __future__ import annotations
 
 import logging
-import uuid
 from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,7 +37,7 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = scope[EXCHANGE_KEY] = Exchange(request_id_of(scope))
+        exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope))
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -67,14 +66,12 @@ class ExchangeMiddleware:
             access_log.info("request", extra={**facts, "request_id": exchange.request_id})
 
 
-def request_id_of(scope: Scope) -> str:
-    """The caller's x-request-id if it is short printable ASCII, else a fresh one."""
+def caller_id_of(scope: Scope) -> str | None:
+    """The caller's x-request-id if it is short printable ASCII, else None."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            label = usable_label(value.decode("latin-1"))
-            if label is not None:
-                return label
-    return f"req-{uuid.uuid4().hex}"
+            return usable_label(value.decode("latin-1"))
+    return None
 
 
 def usable_label(text: str) -> str | None:

@@ -1,0 +1,44 @@
+"""A server on a real socket in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from config import ServerSettings, Settings
+from config.schema import ModelSettings
+from engine import Engine
+from server.app import build_app
+from server.listener import bind, url_of
+from server.serve import HttpServer
+from tests.fake_engine import FakeEngine
+
+MODEL = "test-model"
+
+
+def make_settings(**server: Any) -> Settings:
+    """The defaults on any free port, with the server's settings as given."""
+    return Settings(
+        model=ModelSettings(served_model_name=(MODEL, "org/alias")), server=ServerSettings(port=0, **server)
+    )
+
+
+@asynccontextmanager
+async def server_url(engine: FakeEngine | Engine, **server: Any) -> AsyncIterator[str]:
+    """The URL of `engine` behind HTTP; on leaving, every request has ended and no task is left."""
+    before = asyncio.all_tasks()
+    listener = bind("127.0.0.1", 0)
+    http = HttpServer(build_app(make_settings(**server), cast(Engine, engine)))
+    http.config.load()
+    http.lifespan = http.config.lifespan_class(http.config)
+    await http.startup(sockets=[listener])
+    try:
+        yield url_of(listener)
+    finally:
+        await http.shutdown(sockets=[listener])
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    if left:
+        await asyncio.wait(left, timeout=1)
+    assert not [task for task in left if not task.done()]

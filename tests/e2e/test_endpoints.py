@@ -1,0 +1,312 @@
+"""Models, health, metrics, headers, keys: everything around generating."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.middleware.base import BaseHTTPMiddleware
+
+from engine import EngineDead, EngineState, FinishReason, Overloaded
+from server.app import build_app
+from tests.e2e.http_server import MODEL, make_settings, server_url
+from tests.e2e.wire import Wire, ask
+from tests.fake_engine import FakeEngine
+
+HEALTH = ("/health", "/health/live", "/ping")
+READY = ("/health/ready", "/ready")
+
+
+async def test_models_are_listed_and_found_by_any_of_their_names() -> None:
+    async with server_url(FakeEngine()) as url:
+        listing = (await ask(url, "GET", "/v1/models")).json()
+        one = (await ask(url, "GET", "/v1/models/org/alias")).json()
+        reply = await ask(url, "POST", "/v1/completions", {"model": "org/alias", "prompt": "a"})
+    assert [model["id"] for model in listing["data"]] == [MODEL, "org/alias"]
+    assert one == listing["data"][1]
+    assert one.pop("created") > 1_700_000_000
+    assert one == {
+        "id": "org/alias",
+        "object": "model",
+        "owned_by": "slipstream",
+        "root": "smollm2-135m-instruct",
+        "parent": None,
+        "max_model_len": 256,
+    }
+    assert reply.json()["model"] == "org/alias"
+
+
+@pytest.mark.parametrize(
+    ("state", "alive", "live", "ready", "code"),
+    [
+        (EngineState.READY, True, 200, 200, None),
+        (EngineState.LOADING, True, 200, 503, "loading"),
+        (EngineState.DRAINING, True, 200, 503, "draining"),
+        (EngineState.DEAD, False, 503, 503, "engine_dead"),
+        (EngineState.READY, False, 503, 503, "engine_hung"),
+    ],
+)
+async def test_health_tells_living_from_ready(
+    state: EngineState, alive: bool, live: int, ready: int, code: str | None
+) -> None:
+    async with server_url(FakeEngine(state=state, alive=alive)) as url:
+        for path in HEALTH:
+            assert (await ask(url, "GET", path)).status == live
+        for path in READY:
+            reply = await ask(url, "GET", path)
+            assert reply.status == ready
+            assert code is None or reply.json()["error"]["code"] == code
+        assert (await ask(url, "GET", "/metrics")).status == 200
+        assert (await ask(url, "GET", "/v1/models")).status == 200
+
+
+@pytest.mark.parametrize("state", [EngineState.LOADING, EngineState.DRAINING])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_nothing_is_read_when_nothing_can_be_taken(state: EngineState, stream: bool) -> None:
+    engine = FakeEngine(state=state)
+    async with server_url(engine) as url:
+        reply = await ask(url, "POST", "/v1/completions", {"prompt": "a", "stream": stream})
+    error = reply.json()["error"]
+    assert (reply.status, error["type"], error["code"]) == (503, "overloaded_error", state.value)
+    assert reply.headers["retry-after"] == "3"
+    assert engine.num_encoded == 0
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind", "code", "retry"),
+    [
+        (Overloaded("full", code="queue_full", retry_after_s=7), "overloaded_error", "queue_full", "7"),
+        (EngineDead("The engine has stopped after a fault."), "server_error", "engine_dead", None),
+    ],
+)
+async def test_a_full_queue_is_told_from_a_dead_engine(
+    refusal: Exception, kind: str, code: str, retry: str | None
+) -> None:
+    engine = FakeEngine(refusal=refusal)
+    async with server_url(engine) as url:
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+        reply = await ask(url, "POST", "/v1/chat/completions", body)
+    error = reply.json()["error"]
+    assert (reply.status, error["type"], error["code"]) == (503, kind, code)
+    assert reply.headers.get("retry-after") == retry
+    assert engine.num_encoded == 0
+
+
+async def test_a_request_id_is_kept_if_it_is_short_and_plain() -> None:
+    async with server_url(FakeEngine()) as url:
+        for label in ("abc-1", "x" * 128, "with space"):
+            reply = await ask(url, "GET", "/version", None, {"x-request-id": label})
+            assert reply.headers["x-request-id"] == label
+        for label in ("x" * 129, "é", "a\tb"):
+            reply = await ask(url, "GET", "/version", None, {"x-request-id": label})
+            assert reply.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_same_request_id_twice_is_two_requests() -> None:
+    engine = FakeEngine()
+    async with server_url(engine) as url:
+        replies = await asyncio.gather(
+            *(
+                ask(
+                    url,
+                    "POST",
+                    "/v1/completions",
+                    {"prompt": "a", "request_id": "r"},
+                    {"x-request-id": "same"},
+                )
+                for _ in range(2)
+            )
+        )
+    assert [(reply.status, reply.headers["x-request-id"]) for reply in replies] == [(200, "same")] * 2
+    assert len({request.request_id for request in engine.requests}) == 2
+
+
+async def test_a_request_id_in_the_body_labels_the_reply() -> None:
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", "/v1/completions", {"prompt": "a", "request_id": "mine"})
+    assert reply.headers["x-request-id"] == "mine"
+
+
+async def test_unknown_fields_are_named_or_refused() -> None:
+    body = {"prompt": "a", "colour": "red", "flavour": {"a": 1}}
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", "/v1/completions", body)
+        page = (await ask(url, "GET", "/metrics")).body.decode()
+    assert (reply.status, reply.headers["x-slipstream-ignored"]) == (200, "colour,flavour")
+    assert 'slipstream_ignored_parameters_total{model_name="test-model"} 2.0' in page
+    async with server_url(FakeEngine(), strict_params=True) as url:
+        reply = await ask(url, "POST", "/v1/completions", body)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "colour")
+
+
+async def test_keys_guard_all_but_the_open_paths(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("second\n\nthird\n")
+    engine = FakeEngine()
+    async with server_url(engine, api_key=("first",), api_key_file=file) as url:
+        for path in (*HEALTH, *READY, "/metrics"):
+            assert (await ask(url, "GET", path)).status == 200
+        for path in (
+            "/v1/models",
+            "/version",
+            "/docs",
+            "/openapi.json",
+            "/nope",
+            "//health",
+            "/health/",
+            "/%68ealth",
+        ):
+            reply = await ask(url, "GET", path)
+            expected = 200 if path == "/%68ealth" else 401  # decoded before anyone looks at it
+            assert reply.status == expected, path
+        assert reply.status == 200
+        for sent in (
+            "",
+            "first",
+            "Bearer",
+            "Bearer ",
+            "Bearer wrong",
+            "Basic first",
+            "Bearer first x",
+            "Bearer é",
+        ):
+            reply = await ask(url, "GET", "/v1/models", None, {"authorization": sent})
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            assert reply.json()["error"]["type"] == "authentication_error"
+        for key in ("first", "second", "third"):
+            headers = {"authorization": f"bearer {key}"}
+            assert (await ask(url, "POST", "/v1/completions", {"prompt": "a"}, headers)).status == 200
+    tenants = {request.tenant for request in engine.requests}
+    assert len(tenants) == 3
+    assert not tenants & {"first", "second", "third", None}
+
+
+@pytest.mark.parametrize("host", ["x/health?", "x#", "a@b", "localhost/health"])
+async def test_the_host_header_opens_no_path(host: str) -> None:
+    async with server_url(FakeEngine(), api_key=("k",)) as url:
+        reply = await ask(url, "GET", "/v1/models", None, {"host": host})
+    assert reply.status in (400, 401)
+
+
+async def test_two_authorization_headers_are_none() -> None:
+    async with server_url(FakeEngine(), api_key=("k",)) as url:
+        wire = await Wire.connect(url)
+        wire.writer.write(
+            b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + b"authorization: Bearer k\r\n" * 2 + b"\r\n"
+        )
+        assert (await wire.reply()).status == 401
+        await wire.close()
+
+
+async def test_metrics_can_be_guarded_too() -> None:
+    async with server_url(FakeEngine(), api_key=("k",), protect_metrics=True) as url:
+        assert (await ask(url, "GET", "/metrics")).status == 401
+        assert (await ask(url, "GET", "/metrics", None, {"authorization": "Bearer k"})).status == 200
+
+
+async def test_every_metric_is_there_before_the_first_request() -> None:
+    async with server_url(FakeEngine()) as url:
+        families = {
+            family.name: family
+            for family in text_string_to_metric_families((await ask(url, "GET", "/metrics")).body.decode())
+        }
+    reasons = families["slipstream_requests"].samples
+    assert {sample.labels["finish_reason"] for sample in reasons} == {reason.value for reason in FinishReason}
+    for name, family in families.items():
+        if not name.startswith("slipstream_"):
+            continue
+        assert ":" not in name
+        assert family.documentation
+        assert name == "slipstream_http_requests" or family.samples
+        assert all(sample.labels["model_name"] == MODEL for sample in family.samples)
+        assert not any(sample.name.endswith("_created") for sample in family.samples)
+    expected = {
+        "gauge": [
+            *("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_ratio"),
+            *("kv_cache_blocks", "engine_heartbeat_age_seconds", "build_info", "cache_config_info"),
+        ],
+        "counter": [
+            *("requests", "requests_rejected", "request_aborts", "preemptions", "prompt_tokens"),
+            *(
+                "prompt_tokens_cached",
+                "generation_tokens",
+                "engine_errors",
+                "http_requests",
+                "ignored_parameters",
+            ),
+        ],
+        "histogram": [
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+            *("step_duration_seconds", "step_batched_tokens", "request_prompt_tokens"),
+            *("request_generation_tokens", "request_preemptions"),
+        ],
+    }
+    for kind, names in expected.items():
+        for name in names:
+            assert families[f"slipstream_{name}"].type == kind, name
+
+
+async def test_metrics_show_what_the_engine_counts() -> None:
+    engine = FakeEngine()
+    engine.metrics.requests_finished[FinishReason.STOP] = 4
+    engine.metrics.engine_errors["forward"] = 1
+    engine.metrics.time_to_first_token.observe(0.003, times=2)
+    engine.metrics.time_to_first_token.observe(1e6)
+    engine.metrics.step_duration["decode"].observe(0.01)
+    async with server_url(engine) as url:
+        text = (await ask(url, "GET", "/metrics")).body.decode()
+        openmetrics = {"accept": "application/openmetrics-text; version=1.0.0"}
+        reply = await ask(url, "GET", "/metrics", None, openmetrics)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    families = {family.name: family for family in parse_openmetrics(reply.body.decode())}
+    assert {family.name for family in text_string_to_metric_families(text)} >= families.keys() - {"process"}
+    assert 'slipstream_requests_total{finish_reason="stop",model_name="test-model"} 4.0' in text
+    assert 'slipstream_engine_errors_total{model_name="test-model",stage="forward"} 1.0' in text
+    buckets = [
+        (sample.labels["le"], sample.value)
+        for sample in families["slipstream_time_to_first_token_seconds"].samples
+        if sample.name.endswith("_bucket")
+    ]
+    assert buckets[0] == ("0.001", 0)
+    assert ("0.005", 2) in buckets
+    assert buckets[-1] == ("+Inf", 3)
+    assert all(earlier[1] <= later[1] for earlier, later in pairwise(buckets))
+
+
+async def test_strangers_add_no_series() -> None:
+    async with server_url(FakeEngine()) as url:
+        await ask(url, "GET", "/nope")
+        before = len((await ask(url, "GET", "/metrics")).body.splitlines())
+        await ask(url, "GET", "/metrics")
+        for i in range(50):
+            await ask(url, "GET", f"/path/{i}")
+            await ask(url, "GET", f"/v1/models/m{i}")
+            await ask(url, "POST", "/v1/completions", {"prompt": "a", "model": f"m{i}"})
+        after = len((await ask(url, "GET", "/metrics")).body.splitlines())
+    assert after - before == 3  # /metrics 200, and a 404 of each route
+
+
+async def test_the_openapi_document_resolves() -> None:
+    async with server_url(FakeEngine()) as url:
+        document = (await ask(url, "GET", "/openapi.json")).json()
+        again = (await ask(url, "GET", "/openapi.json")).json()
+    assert document == again
+    schemas = document["components"]["schemas"]
+    assert {"CompletionRequest", "ChatCompletionRequest", "ChatMessage", "StreamOptions"} <= schemas.keys()
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    assert {"prompt", "temperature", "logit_bias", "structured_outputs"} <= schemas["CompletionRequest"][
+        "properties"
+    ].keys()
+
+
+def test_no_layer_can_hide_a_leaving_client() -> None:
+    app = build_app(make_settings(), FakeEngine())  # type: ignore[arg-type]
+    assert len(app.user_middleware) == 3
+    for layer in app.user_middleware:
+        assert not (isinstance(layer.cls, type) and issubclass(layer.cls, BaseHTTPMiddleware))

@@ -1,0 +1,262 @@
+"""Every wrong request gets the status, type, code and param of the contract, and no more of itself back."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.e2e.wire import RawReply, ask
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def check_error(reply: RawReply, status: int, kind: str, code: str | None, param: str | None) -> str:
+    """The reply is this error and gives nothing away; its message."""
+    error = reply.json()["error"]
+    assert (reply.status, error["type"], error["code"], error["param"]) == (status, kind, code, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert reply.headers["x-request-id"]
+    assert int(reply.headers["openai-processing-ms"]) >= 0
+    assert not re.search(rb"0x[0-9a-f]|/root|/work|Traceback|<class|object at 0x", reply.body)
+    assert len(error["message"]) <= 1000
+    return str(error["message"])
+
+
+NOT_NUMBERS: list[object] = [True, "1", [], {}]
+WRONG_VALUES: list[tuple[str, list[object]]] = [
+    ("temperature", [-0.1, 2.1, 10**400, *NOT_NUMBERS]),
+    ("top_p", [0, -1, 1.1, *NOT_NUMBERS]),
+    ("top_k", [-2, 2**31, 1.5, *NOT_NUMBERS]),
+    ("min_p", [-0.1, 1.1, *NOT_NUMBERS]),
+    ("presence_penalty", [-2.1, 2.1, *NOT_NUMBERS]),
+    ("frequency_penalty", [-2.1, 2.1, *NOT_NUMBERS]),
+    ("repetition_penalty", [0, -1, 1e9, *NOT_NUMBERS]),
+    ("max_tokens", [-1, 2**31, 10**30, 1.5, *NOT_NUMBERS]),
+    ("min_tokens", [-1, 17, 2**31, *NOT_NUMBERS]),
+    ("n", [0, -1, 9, 10**6, 10**30, *NOT_NUMBERS]),
+    ("best_of", [0, 2, 10**6, *NOT_NUMBERS]),
+    ("logprobs", [-1, 21, 10**30, *NOT_NUMBERS]),
+    ("seed", [2**63, -(2**63) - 1, 2**64, 1.5, *NOT_NUMBERS]),
+    ("truncate_prompt_tokens", [-2, 0, 2**31, *NOT_NUMBERS]),
+    ("priority", [2**63, 1.5, *NOT_NUMBERS]),
+    ("stop", [1, [1], ["a", None], [""], "", ["x"] * 17, "x" * 1025, {}]),
+    ("stop_token_ids", [-1, [2**21], [10**30], ["a"] * 10_000, [True], "1"]),
+    ("allowed_token_ids", [[], [2**21], [-1], "1"]),
+    ("logit_bias", [{"a": 1}, {"1": 101}, {"1": True}, {"-1": 1}, {"9999999": 1}, {"1": "1"}, [], "x"]),
+    ("stream", ["true", 1, 0]),
+    ("echo", ["true", 1]),
+    ("ignore_eos", ["true", 1]),
+    ("skip_special_tokens", ["false", 0]),
+    ("model", [1, True, []]),
+    ("service_tier", ["gold", 1]),
+    ("request_id", ["", "x" * 129, "a\nb", "é", 5]),
+    ("stream_options", [{"include_usage": True}, True]),
+    ("prompt", ["", [], [""], [[]], ["a", [1]], [1, "a"], [True], [1.5], [-1], [2**21], [[1], []], {}, 5]),
+]
+CASES = [(name, value) for name, values in WRONG_VALUES for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES)
+async def test_a_wrong_value_is_400_and_named(url: str, name: str, value: object) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, {"prompt": "abc", name: value})
+    message = check_error(reply, 400, "invalid_request_error", None, reply.json()["error"]["param"])
+    assert reply.json()["error"]["param"].split("[")[0] == name
+    assert name in message or name == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
+        ({"messages": HELLO, "logprobs": 1}, "logprobs"),
+        ({"messages": HELLO, "top_logprobs": 1}, "top_logprobs"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+async def test_a_wrong_chat_is_400_and_named(url: str, body: dict[str, Any], param: str) -> None:
+    check_error(await ask(url, "POST", CHAT, body), 400, "invalid_request_error", None, param)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("functions", [{}]),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a"}),
+        ("bad_words", ["a"]),
+        ("prompt_logprobs", 0),
+        ("cache_salt", "x"),
+        ("deadline_ms", 5),
+        ("speculation", {"num_tokens": 1}),
+        ("prediction", {"type": "content"}),
+        ("audio", {}),
+        ("modalities", ["text", "audio"]),
+        ("prompt_embeds", "x"),
+        ("chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs", {"a": 1}),
+        ("use_beam_search", True),
+        ("use_beam_search", 1),
+        ("guided_json", {}),
+        ("echo", True),
+        ("add_special_tokens", True),
+        ("continue_final_message", True),
+        ("reasoning_effort", "high"),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(url: str, name: str, value: object) -> None:
+    reply = await ask(url, "POST", CHAT, {"messages": HELLO, name: value})
+    assert name in check_error(reply, 400, "invalid_request_error", None, name)
+
+
+async def test_completions_refuse_suffix_and_echoed_logprobs(url: str) -> None:
+    for body, param in (({"suffix": "x"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo")):
+        reply = await ask(url, "POST", COMPLETIONS, {"prompt": "a", **body})
+        check_error(reply, 400, "invalid_request_error", None, param)
+
+
+async def test_a_deadline_header_is_refused_by_name(url: str) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, {"prompt": "a"}, {"x-request-deadline-ms": "5"})
+    check_error(reply, 400, "invalid_request_error", None, "x-request-deadline-ms")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"x"',
+        b"\xff",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": -1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "user": "\\udc00"}',
+        b'{"prompt": ' + b"[" * 50_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 5_000 + b"}",
+    ],
+)
+async def test_what_is_not_json_is_400(url: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    reply = await ask(url, "POST", COMPLETIONS, body, headers)
+    check_error(reply, 400, "invalid_request_error", None, reply.json()["error"]["param"])
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+)
+async def test_what_does_not_call_itself_json_is_415(url: str, content_type: str) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, b'{"prompt":"a"}', {"content-type": content_type})
+    check_error(reply, 415, "invalid_request_error", "unsupported_media_type", None)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/x+json"]
+)
+async def test_json_by_any_of_its_names_is_read(url: str, content_type: str) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, b'{"prompt":"a"}', {"content-type": content_type})
+    assert reply.status == 200
+
+
+async def test_a_body_over_the_cap_is_413(url: str) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, {"prompt": "a" * 100_000})
+    check_error(reply, 413, "invalid_request_error", "body_too_large", None)
+    chunk = b"%x\r\n" % 60_000 + b"a" * 60_000 + b"\r\n"
+    chunked = {"transfer-encoding": "chunked", "content-length": "", "content-type": "application/json"}
+    reply = await ask(url, "POST", COMPLETIONS, chunk * 2 + b"0\r\n\r\n", chunked)
+    check_error(reply, 413, "invalid_request_error", "body_too_large", None)
+
+
+async def test_headers_over_the_cap_are_431(url: str) -> None:
+    reply = await ask(url, "GET", "/v1/models", None, {f"x-{i}": "v" * 1000 for i in range(70)})
+    check_error(reply, 431, "invalid_request_error", "headers_too_large", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "total"),
+    [
+        ({"prompt": "a" * 300}, "prompt", 316),
+        ({"prompt": "a" * 250, "max_tokens": 7}, "max_tokens", 257),
+        ({"prompt": "a", "max_tokens": 2**31 - 1}, "max_tokens", 2**31),
+        ({"prompt": ["a", "b" * 256]}, "prompt", 272),
+    ],
+)
+async def test_what_is_too_long_says_how_long(url: str, body: dict[str, Any], param: str, total: int) -> None:
+    reply = await ask(url, "POST", COMPLETIONS, body)
+    message = check_error(reply, 400, "invalid_request_error", "context_length_exceeded", param)
+    assert message.startswith("This model's maximum context length is 256 tokens. However, you requested ")
+    assert f"requested {total} tokens" in message
+
+
+async def test_a_conversation_that_fills_the_context_is_too_long(url: str) -> None:
+    for length in (250, 251, 400):  # with <user> before it, 256 tokens and more
+        reply = await ask(url, "POST", CHAT, {"messages": [{"role": "user", "content": "a" * length}]})
+        check_error(reply, 400, "invalid_request_error", "context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"prompt": ["a"] * 33}, "prompt"), ({"prompt": ["a"] * 5, "n": 8}, "prompt")]
+)
+async def test_what_no_queue_could_hold_is_400(url: str, body: dict[str, Any], param: str) -> None:
+    check_error(await ask(url, "POST", COMPLETIONS, body), 400, "invalid_request_error", None, param)
+
+
+async def test_an_unknown_model_is_404(url: str) -> None:
+    for body in ({"prompt": "a", "model": "x" * 5000}, {"prompt": "a", "model": ""}):
+        reply = await ask(url, "POST", COMPLETIONS, body)
+        message = check_error(reply, 404, "not_found_error", "model_not_found", "model")
+        assert len(message) < 250
+    reply = await ask(url, "GET", "/v1/models/nope")
+    check_error(reply, 404, "not_found_error", "model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "//v1/models", "/V1/models"])
+async def test_an_unknown_path_is_404(url: str, path: str) -> None:
+    check_error(await ask(url, "GET", path), 404, "not_found_error", "not_found", None)
+
+
+async def test_a_wrong_method_is_405_with_what_is_allowed(url: str) -> None:
+    for method, path, allowed in (("GET", COMPLETIONS, "POST"), ("DELETE", "/v1/models", "GET")):
+        reply = await ask(url, method, path)
+        check_error(reply, 405, "not_found_error", "method_not_allowed", None)
+        assert reply.headers["allow"] == allowed
+
+
+async def test_many_errors_make_a_short_reply(url: str) -> None:
+    body = {"prompt": ["a", 1] * 5000, "stop_token_ids": ["x" * 50] * 1000, "temperature": "hot", "n": "x"}
+    reply = await ask(url, "POST", COMPLETIONS, body)
+    check_error(reply, 400, "invalid_request_error", None, reply.json()["error"]["param"])
+    assert len(reply.body) < 1200
+    assert b"xxxxx" not in reply.body
+
+
+async def test_an_unknown_field_with_a_huge_name_stays_small(url: str) -> None:
+    fields = {f"{'x' * 1000}{i}": 1 for i in range(30)} | {"é\n": 1}
+    reply = await ask(url, "POST", COMPLETIONS, {"prompt": "a", **fields})
+    assert reply.status == 200
+    assert len(reply.headers["x-slipstream-ignored"]) < 2000
+    assert json.loads(reply.body)["choices"]

@@ -1,0 +1,195 @@
+"""An engine for tests of the server: no model, no threads, every answer known in advance.
+
+A token is a character (its code point), and the reply to a prompt is the prompt again: output token i is
+prompt token (i + seed) % len(prompt), seed counted as 0 when greedy. Token i comes after `await gate(i)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from engine import (
+    BatchMetrics,
+    EngineDead,
+    EngineError,
+    EngineGauges,
+    EngineInfo,
+    EngineState,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    OutputDelta,
+    Overloaded,
+    RequestTiming,
+    TokenLogprobs,
+)
+
+VOCAB_SIZE = 0x110000
+TIMING = RequestTiming(
+    queue_s=0.001, time_to_first_token_s=0.01, generation_s=0.1, mean_itl_s=0.005, num_preemptions=0
+)
+
+
+async def open_gate(_: int) -> None:
+    """Let every token through, but let others run in between, as a real engine does."""
+    await asyncio.sleep(0)
+
+
+@dataclass
+class FakeEngine:
+    """The engine's public face. Tests set the fields and look at `streams`.
+
+    `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta.
+    """
+
+    max_model_len: int = 256
+    state: EngineState = EngineState.READY
+    alive: bool = True
+    gate: Callable[[int], Awaitable[None]] = open_gate
+    failure: EngineError | None = None
+    fail_at: int = 0
+    refusal: Exception | None = None
+    merge: int = 1
+    start_error: Exception | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
+    num_encoded: int = 0
+    messages: list[dict[str, object]] = field(default_factory=list)
+    metrics: BatchMetrics = field(default_factory=BatchMetrics)
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: bool = False
+
+    @property
+    def info(self) -> EngineInfo:
+        if self.state is EngineState.LOADING:
+            raise Overloaded("The model is still loading.", code="loading")
+        return EngineInfo(self.max_model_len, VOCAB_SIZE, "float32", "cpu", 64, 16, 1 << 20, True)
+
+    @property
+    def num_open(self) -> int:
+        return sum(not stream.over.is_set() for stream in self.streams)
+
+    def gauges(self) -> EngineGauges:
+        return EngineGauges(self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def admit(self, num_requests: int) -> AbstractContextManager[object]:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.state is EngineState.DEAD:
+            raise EngineDead("The engine has stopped after a fault.")
+        if self.state is not EngineState.READY:
+            raise Overloaded("Not now.", code=self.state.value, retry_after_s=3)
+        return nullcontext()
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += 1
+        await asyncio.sleep(0)
+        return [ord(char) for char in text]
+
+    async def render_chat(self, messages: list[dict[str, object]]) -> list[int]:
+        self.messages = messages
+        if any(message["content"] == "refuse me" for message in messages):
+            raise InvalidRequest("the chat template refused these messages: no", param="messages")
+        return await self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        self.requests.append(request)
+        stream = FakeStream(self, request)
+        self.streams.append(stream)
+        return stream
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+        self.state = EngineState.READY
+
+    async def drain(self, timeout_s: float) -> None:
+        self.state = EngineState.DRAINING
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    async def wait_dead(self) -> None:
+        await self.died.wait()
+
+
+@dataclass
+class FakeStream:
+    """One request's output; `over` is set at its end, `closed` too when its reader gave up early."""
+
+    engine: FakeEngine
+    request: GenerationRequest
+    num_sent: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self.over.is_set():
+            raise StopAsyncIteration
+        await self.engine.gate(self.num_sent)
+        if self.engine.failure is not None and self.num_sent >= self.engine.fail_at:
+            return self._end(OutputDelta("", (), (), None), FinishReason.ERROR, error=self.engine.failure)
+        return self._take()
+
+    def _take(self) -> OutputDelta:
+        sampling, sent = self.request.sampling, self.num_sent
+        self.num_sent = min(sent + self.engine.merge, sampling.max_tokens)
+        tokens = tuple(self._token(i) for i in range(sent, self.num_sent))
+        text = "".join(map(chr, tokens))
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = tuple(self._logprobs(token, sampling.logprobs) for token in tokens)
+        delta = OutputDelta(text, tokens, logprobs, None)
+        stop = next((each for each in sampling.stop if each == text), None)
+        if stop is not None:
+            return self._end(OutputDelta("", tokens, logprobs, None), FinishReason.STOP, stop_reason=stop)
+        if self.num_sent == sampling.max_tokens:
+            return self._end(delta, FinishReason.LENGTH)
+        return delta
+
+    def _token(self, i: int) -> int:
+        prompt, sampling = self.request.prompt_token_ids, self.request.sampling
+        seed = 0 if sampling.temperature == 0 else sampling.seed
+        return prompt[(i + seed) % len(prompt)]
+
+    def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
+        top = tuple((token + i, -0.5 - i) for i in range(num_top))
+        return TokenLogprobs(token, -0.5, 1, top)
+
+    def _end(
+        self,
+        delta: OutputDelta,
+        reason: FinishReason,
+        *,
+        stop_reason: str | None = None,
+        error: EngineError | None = None,
+    ) -> OutputDelta:
+        self.over.set()
+        num_prompt = len(self.request.prompt_token_ids)
+        finish = Finish(reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING)
+        return OutputDelta(delta.text, delta.token_ids, delta.logprobs, finish)
+
+    def close(self) -> None:
+        if not self.over.is_set():
+            self.over.set()
+            self.closed.set()
