@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from engine.errors import OutOfDeviceMemory
 from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
 from engine.model.rehearsal import Part, pack_step
@@ -29,12 +30,18 @@ class ModelRunner:
     def run(self, inputs: StepInputs) -> StepResult:
         """One step: move blocks, write K/V, attend, draw. The seconds are of the device's own clock.
 
-        A row that cannot be drawn is in the result's `row_errors`; errors of the forward pass come through.
+        A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
+        the forward pass come through.
         """
         begin = self._mark()
-        logits = self._forward(inputs, self.kv)
-        middle = self._mark()
-        rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
+        try:
+            logits = self._forward(inputs, self.kv)
+            middle = self._mark()
+            rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
         end = self._mark()
         return StepResult(rows, _seconds(begin, middle), _seconds(middle, end))
 
@@ -66,6 +73,11 @@ class ModelRunner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # The CPU's allocator has no exception type of its own.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
