@@ -15,8 +15,9 @@ _BLOCK_SIZE = 4
 _LENGTHS = (24, 15)
 # Where each of the two sequences is cut: prompts in chunks, single tokens alone and together, short runs.
 _CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
-# By how much of a row's spread its logits may differ: the rounding of the dtype through some dozen layers.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+# By how much of a row's spread its logits may differ. Thirty layers round by 0.03 in bfloat16; attending to
+# the wrong tokens differs by more than 0.5, a scale ten percent off by 0.06 to 0.2.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 def check_forward(forward: PackedForward) -> None:
@@ -26,7 +27,7 @@ def check_forward(forward: PackedForward) -> None:
     eager attention. The model's attention implementation is left as it was.
     """
     difference = _difference(forward)
-    tolerance = _TOLERANCES.get(forward.loaded.dtype, 0.05)
+    tolerance = _TOLERANCES[forward.loaded.dtype]
     if not difference <= tolerance:  # NaN fails too
         raise UnsupportedModel(
             f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits under paged "

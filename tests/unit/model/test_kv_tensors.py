@@ -65,7 +65,9 @@ def test_gathers_each_heads_positions_as_one_run(kv: KvTensors) -> None:
             expected_keys = kv.keys[layer][blocks].transpose(1, 2).reshape(rows, -1, shape.key_dim)
             expected_values = kv.values[layer][blocks].transpose(1, 2).reshape(rows, -1, shape.value_dim)
             torch.testing.assert_close(keys.view(rows, -1, shape.key_dim), expected_keys, rtol=0, atol=0)
-            torch.testing.assert_close(values.view(rows, -1, shape.value_dim), expected_values, rtol=0, atol=0)
+            torch.testing.assert_close(
+                values.view(rows, -1, shape.value_dim), expected_values, rtol=0, atol=0
+            )
 
 
 def test_copies_whole_blocks_in_every_layer(kv: KvTensors) -> None:

@@ -1,0 +1,202 @@
+"""The CPU backend against the reference on noise: long contexts, odd shapes, any packing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model.attention import (
+    AttentionContext,
+    CpuAttention,
+    LayerCall,
+    ReferenceAttention,
+    choose_backend,
+)
+from engine.model.attention.query_groups import group_sequences
+from engine.model.kv_tensors import KvTensors
+from engine.model.layer_kv import LayerKv
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import StepInputs
+from tests.packed import random_kv
+
+CPU = torch.device("cpu")
+GROUPED = LayerKv(2, 16, 16)
+Chunk = tuple[int, int]  # (tokens already computed, tokens of this step)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_step(chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> tuple[StepInputs, int]:
+    """A step of sequences over scattered blocks, and the number of blocks in the pool."""
+    needed = [-(-(context + count) // block_size) for context, count in chunks]
+    num_blocks = sum(needed) + 2
+    free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+    parts = [
+        Part([7] * (context + count), context, context + count, [free.pop() for _ in range(blocks)])
+        for (context, count), blocks in zip(chunks, needed, strict=True)
+    ]
+    return pack_step(parts, block_size), num_blocks
+
+
+def attend_both(
+    chunks: Sequence[Chunk],
+    layer: LayerKv = GROUPED,
+    *,
+    heads_of_each: int = 3,
+    block_size: int = 16,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same layer of the same step by the CPU backend and by the reference, over equal noise."""
+    inputs, num_blocks = make_step(chunks, block_size)
+    num_tokens = len(inputs.token_ids)
+    results = []
+    with torch.inference_mode():
+        for backend in (CpuAttention(), ReferenceAttention()):
+            generator = torch.Generator().manual_seed(1)
+            kv = random_kv(KvTensors((layer,), num_blocks, block_size, dtype, CPU), generator)
+            context = AttentionContext(inputs, kv, backend)
+            shapes = [
+                (num_tokens, layer.num_kv_heads * heads_of_each, layer.key_dim),
+                (num_tokens, layer.num_kv_heads, layer.key_dim),
+                (num_tokens, layer.num_kv_heads, layer.value_dim),
+            ]
+            query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+            call = LayerCall(0, 0.3, layer.window, softcap)
+            results.append(context.attend(query, key, value, call))
+    return results[0], results[1]
+
+
+def assert_equal(results: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ours, reference = results
+    assert ours.shape == reference.shape
+    torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-4)
+
+
+MIXED: list[Chunk] = [(5, 1), (700, 1), (31, 1), (32, 1), (90, 4), (3, 4), (0, 70), (600, 150), (0, 1)]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24])
+def test_a_mixed_step(block_size: int) -> None:
+    assert_equal(attend_both(MIXED, block_size=block_size))
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 512, 5000])
+def test_windows_of_every_size(window: int) -> None:
+    assert_equal(attend_both(MIXED, LayerKv(2, 16, 16, window)))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_soft_caps(window: int | None) -> None:
+    assert_equal(attend_both(MIXED, LayerKv(2, 16, 16, window), softcap=2.0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "heads_of_each"),
+    [
+        (LayerKv(1, 16, 16), 1),
+        (LayerKv(1, 8, 8), 9),
+        (LayerKv(5, 24, 24), 1),
+        (LayerKv(2, 24, 8), 2),
+        (LayerKv(2, 8, 24), 2),
+        (LayerKv(3, 7, 5), 3),
+    ],
+)
+def test_head_shapes(layer: LayerKv, heads_of_each: int) -> None:
+    assert_equal(attend_both(MIXED, layer, heads_of_each=heads_of_each))
+
+
+def test_one_short_decode_alone() -> None:
+    """The fused call, with and without a mask."""
+    for context in (0, 14, 15, 16, 200):
+        assert_equal(attend_both([(context, 1)]))
+        assert_equal(attend_both([(context, 1)], LayerKv(2, 16, 16, 9)))
+        assert_equal(attend_both([(context, 1)], softcap=3.0))
+
+
+def test_many_decodes_of_very_different_lengths() -> None:
+    lengths = np.random.default_rng(0).permutation([20 * (n % 7) + 900 * (n % 3 == 0) for n in range(80)])
+    assert_equal(attend_both([(int(length), 1) for length in lengths]))
+
+
+def test_a_long_chunk_after_a_long_context() -> None:
+    assert_equal(attend_both([(700, 300)]))
+    assert_equal(attend_both([(700, 300)], LayerKv(2, 16, 16, 100)))
+
+
+def test_bfloat16_is_as_close_as_its_rounding() -> None:
+    ours, reference = attend_both(MIXED, dtype=torch.bfloat16)
+    assert (ours.float() - reference.float()).norm() < 0.01 * reference.float().norm()
+
+
+def test_a_step_may_be_attended_again() -> None:
+    """A plan holds no state of a pass: every layer, and every repetition, finds it as new."""
+    inputs, num_blocks = make_step(MIXED, 16)
+    layers = (LayerKv(2, 16, 16), LayerKv(1, 8, 8), LayerKv(2, 16, 16, 9))
+    kv = KvTensors(layers, num_blocks, 16, torch.float32, CPU)
+    context = AttentionContext(inputs, kv, CpuAttention())
+    with torch.inference_mode():
+        rounds: list[list[torch.Tensor]] = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(2)
+            rounds.append([])
+            for index, layer in enumerate(layers):
+                shape = (len(inputs.token_ids), layer.num_kv_heads, layer.key_dim)
+                query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
+                rounds[-1].append(context.attend(query, key, value, LayerCall(index, 0.3, layer.window)))
+    for first, second in zip(*rounds, strict=True):
+        torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.lists(
+        st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 150))),
+        min_size=1,
+        max_size=12,
+    ),
+    window=st.one_of(st.none(), st.integers(1, 100)),
+    block_size=st.sampled_from([1, 4, 16]),
+    softcap=st.one_of(st.none(), st.just(4.0)),
+)
+def test_any_packing(chunks: list[Chunk], window: int | None, block_size: int, softcap: float | None) -> None:
+    assert_equal(attend_both(chunks, LayerKv(2, 8, 8, window), block_size=block_size, softcap=softcap))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    chunks=st.lists(
+        st.tuples(st.integers(0, 4000), st.sampled_from([1, 1, 1, 2, 5, 33, 300])), min_size=1, max_size=80
+    )
+)
+def test_every_token_is_in_one_group_and_padding_is_bounded(chunks: list[Chunk]) -> None:
+    inputs, num_blocks = make_step(chunks, 16)
+    kv = KvTensors((LayerKv(3, 64, 64),), num_blocks, 16, torch.bfloat16, CPU)
+    groups = group_sequences(inputs, kv)
+    rows = [torch.arange(len(inputs.token_ids))[group.rows] for group in groups]
+    assert torch.equal(torch.cat(rows).sort().values, torch.arange(len(inputs.token_ids)))
+    for group, owned in zip(groups, rows, strict=True):
+        assert len(owned) == group.num_sequences * group.query_len
+        assert group.num_sequences == 1 or len(owned) <= 256
+    sequence_of = np.repeat(np.arange(len(chunks)), inputs.query_lens)
+    for owned in rows:
+        kv_lens = np.sort(inputs.kv_lens[np.unique(sequence_of[owned.numpy()])])
+        padding = int((kv_lens[-1] - kv_lens).sum())
+        assert padding <= 1366 * (1 + np.log(len(kv_lens)))  # what one more group costs, harmonically
+
+
+def test_the_cpu_gets_its_own_backend() -> None:
+    assert isinstance(choose_backend(CPU), CpuAttention)
+    assert isinstance(choose_backend(torch.device("meta")), ReferenceAttention)

@@ -1,0 +1,197 @@
+"""The runner: steps in, tokens out, and a model that is not served exactly never starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import OutOfDeviceMemory, UnsupportedModel
+from engine.model.attention import ATTENTION_NAME, AttentionContext, LayerCall
+from engine.model.attention.query_groups import QueryGroup
+from engine.model.loader import LoadedModel
+from engine.model.model_runner import ModelRunner
+from engine.model.rehearsal import Part, pack_step, plain_sampling
+from engine.sampling.sampler import Sampler
+from tests.packed import load_tiny, plain_logits, random_tokens
+from tests.tiny_models import FAMILIES, VOCAB_SIZE
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_runner(family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 32) -> ModelRunner:
+    loaded = load_tiny(family, dtype)
+    return ModelRunner(loaded, num_blocks, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
+
+
+def greedy(loaded: LoadedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(plain_logits(loaded, tokens)[-1].argmax()))
+    return tokens
+
+
+def test_generates_what_the_plain_model_generates() -> None:
+    loaded = load_tiny("llama")
+    rng = np.random.default_rng(0)
+    prompts = [random_tokens(rng, 9), random_tokens(rng, 2)]
+    expected = [greedy(loaded, prompt, 6) for prompt in prompts]
+    runner = make_runner("llama")
+    sequences = [list(prompt) for prompt in prompts]
+    blocks = ([7, 2, 30, 4], [5, 9, 1, 8])
+    first = [0, 0]
+    for _ in range(6):
+        order = sorted((0, 1), key=lambda row: len(sequences[row]) - first[row])
+        parts = [Part(sequences[row], first[row], len(sequences[row]), blocks[row]) for row in order]
+        result = runner.run(pack_step(parts, BLOCK_SIZE))
+        assert result.rows.row_errors is None
+        for row, token in zip(order, result.rows.token_ids, strict=True):
+            first[row] = len(sequences[row])
+            sequences[row].append(token)
+    assert sequences == expected
+
+
+def test_times_what_it_does() -> None:
+    runner = make_runner("llama")
+    result = runner.run(pack_step([Part([5, 6, 7], 0, 3, [0])], BLOCK_SIZE))
+    assert 0 < result.forward_s < 10
+    assert 0 < result.sample_s < 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_may_want_no_logits(family: str) -> None:
+    """A chunk that does not end its prompt."""
+    loaded = load_tiny(family)
+    tokens = random_tokens(np.random.default_rng(0), 9)
+    expected = int(plain_logits(loaded, tokens)[-1].argmax())
+    inputs = pack_step([Part(tokens, 0, 6, [3, 1])], BLOCK_SIZE)
+    silent = replace(inputs, logits_rows=inputs.logits_rows[:0], sampling=plain_sampling(np.arange(0)))
+    assert make_runner(family, torch.bfloat16).run(silent).rows.token_ids == []
+    runner = make_runner(family)
+    assert runner.run(silent).rows.token_ids == []
+    rows = runner.run(pack_step([Part(tokens, 6, 9, [3, 1, 0])], BLOCK_SIZE)).rows
+    assert rows.token_ids == [expected]
+
+
+def test_a_row_that_is_not_finite_ends_alone() -> None:
+    runner = make_runner("llama")
+    tokens = random_tokens(np.random.default_rng(0), 8)
+    runner.run(pack_step([Part(tokens, 0, 4, [0]), Part(tokens, 0, 4, [1])], BLOCK_SIZE))
+    with torch.inference_mode():
+        runner.kv.values[0][0] = torch.nan
+    rows = runner.run(pack_step([Part(tokens, 4, 5, [0, 2]), Part(tokens, 4, 5, [1, 3])], BLOCK_SIZE)).rows
+    assert rows.row_errors is not None and set(rows.row_errors) == {0}
+    assert 0 <= rows.token_ids[1] < VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (torch.OutOfMemoryError("no room"), OutOfDeviceMemory),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), OutOfDeviceMemory),
+        (RuntimeError("a shape is wrong"), RuntimeError),
+        (ValueError("anything else"), ValueError),
+    ],
+)
+def test_an_error_of_the_pass_comes_through_and_the_next_step_runs(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner("llama")
+    inputs = pack_step([Part([5, 6, 7], 0, 3, [0])], BLOCK_SIZE)
+    tokens = runner.run(inputs).rows.token_ids
+
+    def fail(*_: object) -> None:
+        raise raised
+
+    with monkeypatch.context() as patch, pytest.raises(expected) as caught:
+        patch.setattr(AttentionContext, "attend", fail)
+        runner.run(inputs)
+    assert type(caught.value) is expected
+    assert runner.run(inputs).rows.token_ids == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_warm_up_and_the_check_touch_no_block(family: str) -> None:
+    runner = make_runner(family)
+    runner.self_check()
+    runner.warm_up()
+    assert not any(tensor.any() for tensor in (*runner.kv.keys, *runner.kv.values))
+
+
+# --- the self-check ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:
+    runner = make_runner(family, dtype)
+    runner.self_check()
+    assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
+
+
+Attend = Callable[..., torch.Tensor]
+
+
+def wrong_scale(attend: Attend) -> Attend:
+    return lambda self, query, key, value, call: attend(self, query * 2, key, value, call)
+
+
+def swapped_heads(attend: Attend) -> Attend:
+    return lambda self, query, key, value, call: attend(self, query.flip(1), key, value, call)
+
+
+def blind_to_the_past(attend: Attend) -> Attend:
+    def broken(
+        self: AttentionContext,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: LayerCall,
+    ) -> torch.Tensor:
+        return attend(self, query, key, value, call._replace(window=1))
+
+    return broken
+
+
+def written_elsewhere(attend: Attend) -> Attend:
+    return lambda self, query, key, value, call: attend(self, query, key.roll(1, 0), value.roll(1, 0), call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mutant", [wrong_scale, swapped_heads, blind_to_the_past, written_elsewhere])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_broken_attention_is_refused_at_start(
+    family: str, mutant: Callable[[Attend], Attend], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(family, dtype)
+    monkeypatch.setattr(AttentionContext, "attend", mutant(AttentionContext.attend))
+    with pytest.raises(UnsupportedModel, match=type(load_tiny(family).model).__name__):
+        runner.self_check()
+    assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_a_lost_mask_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueryGroup, "_mask", lambda *_: None)
+    with pytest.raises(UnsupportedModel):
+        make_runner("llama").self_check()
+
+
+def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(self: AttentionContext, query: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.full_like(query, torch.nan)
+
+    monkeypatch.setattr(AttentionContext, "attend", poisoned)
+    with pytest.raises(UnsupportedModel, match="nan"):
+        make_runner("llama").self_check()
