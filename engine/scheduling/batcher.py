@@ -166,7 +166,7 @@ class ContinuousBatcher:
             decodes = [request for request in decodes if request.status is RequestStatus.RUNNING]
             prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
         budget.take_decodes(len(decodes))
-        chunks = self._chunk(prefills, budget, may_seat=not preempted)
+        chunks = self._chunk(prefills, budget)
         return self._decide(decodes, chunks, budget)
 
     def _reserve(self, prefills: list[Request]) -> int:
@@ -192,13 +192,13 @@ class ContinuousBatcher:
         request = self._queue.peek()
         return request if request is not None and self._seats.can_take(request) else None
 
-    def _chunk(self, prefills: list[Request], budget: TokenBudget, *, may_seat: bool) -> list[_Chunk]:
+    def _chunk(self, prefills: list[Request], budget: TokenBudget) -> list[_Chunk]:
         """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy."""
         key = self._policy.key
         seated = sorted(prefills, key=key, reverse=True)  # the best is last
         chunks: list[_Chunk] = []
         while budget.prefill_left > 0:
-            waiting = self._next_in_queue() if may_seat else None
+            waiting = self._next_in_queue()
             if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
                 request = self._queue.pop()
                 self._seats.take(request)

@@ -1,0 +1,89 @@
+"""Small builders for plan-tier tests: requests, KV managers, batchers, and one step driven to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.kv.paged_kv_manager import PagedKvManager
+from engine.outputs import BatchDecision
+from engine.request import Request, SamplingParams
+from engine.scheduling.batcher import BatchConfig, CommittedToken, ContinuousBatcher
+from engine.scheduling.policy import make_policy
+from tests.fakes import FakeRunner, ManualClock
+
+
+def make_request(
+    request_id: str = "a",
+    prompt: Sequence[int] | int = 4,
+    *,
+    arrival: int = 0,
+    arrival_time: float | None = None,
+    priority: int = 0,
+    stop_token_ids: frozenset[int] = frozenset(),
+    max_tokens: int = 8,
+    **sampling: Any,
+) -> Request:
+    """A waiting request; a prompt given as a length has the tokens arrival * 10, arrival * 10 + 1, ..."""
+    if isinstance(prompt, int):
+        prompt = range(arrival * 10, arrival * 10 + prompt)
+    return Request(
+        request_id=request_id,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        stop_token_ids=stop_token_ids,
+        arrival=arrival,
+        arrival_time=float(arrival) if arrival_time is None else arrival_time,
+        priority=priority,
+    )
+
+
+def make_kv(
+    num_blocks: int = 8, block_size: int = 4, max_num_seqs: int = 4, max_blocks_per_seq: int = 8
+) -> PagedKvManager:
+    """A small KV manager."""
+    return PagedKvManager(num_blocks, block_size, max_num_seqs, max_blocks_per_seq)
+
+
+def make_batcher(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_prefill_tokens: int | None = None,
+    max_decode_seqs: int | None = None,
+    max_model_len: int = 64,
+    policy: str = "fcfs",
+    aging_s: float = 0.0,
+    clock: Callable[[], float] | None = None,
+) -> ContinuousBatcher:
+    """A batcher over a KV manager of its own; limits not given follow the budget and the seats."""
+    config = BatchConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_tokens=max_prefill_tokens or max_num_batched_tokens,
+        max_decode_seqs=max_decode_seqs or max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    kv = make_kv(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size))
+    return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock())
+
+
+def make_runner(batcher: ContinuousBatcher) -> FakeRunner:
+    """The fake model over as many blocks as the batcher accounts for."""
+    return FakeRunner(batcher.kv.num_blocks, batcher.kv.block_size)
+
+
+def run_step(batcher: ContinuousBatcher, runner: FakeRunner) -> tuple[BatchDecision, list[CommittedToken]]:
+    """One whole iteration; an empty decision commits nothing."""
+    decision = batcher.step()
+    if decision.inputs is None:
+        return decision, []
+    return decision, batcher.commit(decision, runner.run(decision.inputs).rows)
+
+
+def shape_of(decision: BatchDecision) -> list[tuple[str, int, int, bool]]:
+    """What was scheduled, as plain tuples."""
+    return [tuple(entry) for entry in decision.scheduled]  # type: ignore[misc]

@@ -1,0 +1,296 @@
+"""ContinuousBatcher under random arrivals, ends, failures and tiny caches: what must hold at every step.
+
+The fake model hashes the prefix it reads back through the block tables, so that each request's right text
+is known.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.errors import ContextLengthExceeded
+from engine.outputs import BatchDecision, SampledRows, StepInputs
+from engine.request import FinishReason, Request, RequestStatus
+from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from tests.factories import make_batcher, make_request, make_runner
+from tests.fakes import FakeRunner, ManualClock, expected_output
+
+MAX_MODEL_LEN = 24
+PROMPTS = st.lists(st.integers(0, 9), min_size=1, max_size=MAX_MODEL_LEN)
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """The model: who is alive, what each still has to hold, and the decision in flight."""
+
+    batcher: ContinuousBatcher
+    runner: FakeRunner
+    config: BatchConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.alive: dict[str, Request] = {}
+        self.held: dict[str, int] = {}  # tokens known when a request was last given blocks
+        self.flying: BatchDecision | None = None
+        self.rows: SampledRows | None = None
+        self.last_was_empty = False
+        self.num_arrivals = 0
+        self.unproven: dict[int, str] = {}  # block -> who wrote there without a good row since
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 8]),
+        spare_blocks=st.integers(0, 40),
+        seats=st.integers(1, 6),
+        tokens=st.sampled_from([1, 2, 3, 5, 8, 64]),
+        prefill=st.sampled_from([1, 4, 64]),
+        decodes=st.integers(1, 6),
+        policy=st.sampled_from(["fcfs", "priority", "aging"]),
+    )
+    def start(
+        self,
+        block_size: int,
+        spare_blocks: int,
+        seats: int,
+        tokens: int,
+        prefill: int,
+        decodes: int,
+        policy: str,
+    ) -> None:
+        self.batcher = make_batcher(
+            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks // block_size,
+            block_size=block_size,
+            max_num_seqs=seats,
+            max_num_batched_tokens=tokens,
+            max_prefill_tokens=min(prefill, tokens),
+            max_decode_seqs=min(decodes, seats),
+            max_model_len=MAX_MODEL_LEN,
+            policy="fcfs" if policy == "fcfs" else "priority",
+            aging_s=2.0 if policy == "aging" else 0.0,
+            clock=self.clock,
+        )
+        self.config = self.batcher.config
+        self.runner = make_runner(self.batcher)
+
+    # What may happen.
+
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), priority=st.sampled_from([-10, 0, 0, 10]))
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+        self.clock.advance(1.0)
+        self.num_arrivals += 1
+        request = make_request(
+            f"r{self.num_arrivals}",
+            prompt,
+            arrival=self.num_arrivals,
+            arrival_time=self.clock.now,
+            max_tokens=max_tokens,
+            priority=priority,
+        )
+        if request.max_num_tokens > MAX_MODEL_LEN:
+            try:
+                self.batcher.add(request)
+            except ContextLengthExceeded:
+                return
+            raise AssertionError("accepted what cannot fit")
+        self.batcher.add(request)
+        self.alive[request.request_id] = request
+
+    @precondition(lambda self: self.flying is None)
+    @rule()
+    def step(self) -> None:
+        had_work = self.batcher.has_work
+        running = [request for request in self.alive.values() if request.status is RequestStatus.RUNNING]
+        decision = self.batcher.step()
+        self.check_decision(decision, running)
+        if decision.inputs is None:
+            assert not (had_work and self.last_was_empty), "two steps without progress"
+            self.last_was_empty = had_work
+            return
+        self.last_was_empty = False
+        self.flying, self.rows = decision, self.runner.run(decision.inputs).rows
+        self.note_writes(decision, decision.inputs)
+
+    def note_writes(self, decision: BatchDecision, inputs: StepInputs) -> None:
+        """No sequence may meet, in any block of its table, what another wrote and nobody found good."""
+        block_size = self.batcher.kv.block_size
+        for block_id in inputs.scrub_blocks:
+            self.unproven.pop(block_id, None)
+        for entry, table, kv_len in zip(decision.scheduled, inputs.block_tables, inputs.kv_lens, strict=True):
+            block_ids = table[: -(-int(kv_len) // block_size)].tolist()
+            for block_id in block_ids:
+                assert self.unproven.get(block_id, entry.request_id) == entry.request_id
+                self.unproven[block_id] = entry.request_id
+
+    def check_decision(self, decision: BatchDecision, were_running: list[Request]) -> None:
+        config = self.config
+        assert decision.num_tokens == sum(entry.num_tokens for entry in decision.scheduled)
+        assert decision.num_tokens <= config.max_num_batched_tokens
+        assert decision.num_prefill_tokens <= config.max_prefill_tokens
+        assert decision.num_decode_tokens <= config.max_decode_seqs
+        lengths = [entry.num_tokens for entry in decision.scheduled]
+        assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
+        assert len({entry.request_id for entry in decision.scheduled}) == len(lengths)
+        if were_running:
+            oldest = min(were_running, key=lambda request: request.arrival)
+            assert oldest.request_id not in decision.preempted
+        for request_id in decision.preempted:
+            self.held.pop(request_id, None)
+        for entry in decision.scheduled:
+            request = self.alive[entry.request_id]
+            assert request.status is RequestStatus.RUNNING
+            assert entry.first_position == request.num_computed_tokens
+            assert entry.samples == (entry.first_position + entry.num_tokens == request.num_tokens)
+            self.held[entry.request_id] = request.num_tokens
+
+    @precondition(lambda self: self.flying is not None)
+    @rule(bad_row=st.one_of(st.none(), st.none(), st.integers(0, 3)))
+    def commit(self, bad_row: int | None = None) -> None:
+        decision, rows = self.land()
+        samplers = [entry.request_id for entry in decision.scheduled if entry.samples]
+        errors = {} if bad_row is None else {bad_row: "injected"}
+        committed = self.batcher.commit(decision, SampledRows(rows.token_ids, row_errors=errors))
+        assert [(samplers[t.row], t.token_id) for t in committed] == [
+            (request_id, rows.token_ids[row])
+            for row, request_id in enumerate(samplers)
+            if request_id in self.alive
+        ]
+        for token in committed:
+            request = token.request
+            if token.error is None:
+                owned = [block for block, owner in self.unproven.items() if owner == request.request_id]
+                for block_id in owned:
+                    del self.unproven[block_id]
+            assert (token.error is not None) == (token.row == bad_row)
+            if token.error is not None:
+                assert token.finish_reason is FinishReason.ERROR
+            if token.finish_reason is not None:
+                self.expect_ended(request, token.finish_reason)
+
+    @rule(num_steps=st.integers(2, 20))
+    def run_on(self, num_steps: int) -> None:
+        """Several good steps in a row."""
+        for _ in range(num_steps):
+            self.commit() if self.flying is not None else self.step()
+            self.each_request_is_in_exactly_one_place()
+
+    @precondition(lambda self: self.flying is not None)
+    @rule(fail=st.booleans())
+    def abandon(self, fail: bool) -> None:
+        decision, _ = self.land()
+        aboard = [entry.request_id for entry in decision.scheduled if entry.request_id in self.alive]
+        ended = self.batcher.abandon(decision, fail=fail)
+        assert [request.request_id for request in ended] == (aboard if fail else [])
+        for request in ended:
+            self.expect_ended(request, FinishReason.ERROR)
+
+    @precondition(lambda self: self.flying is not None)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        assert self.flying is not None
+        running = [request for request in self.alive.values() if request.status is RequestStatus.RUNNING]
+        if self.batcher.preempt_for_memory(self.flying):
+            self.land()
+            if running:
+                assert min(running, key=lambda r: r.arrival).status is RequestStatus.RUNNING
+            for request in running:
+                if request.status is RequestStatus.PREEMPTED:
+                    del self.held[request.request_id]
+        else:
+            assert self.flying.num_tokens == 1
+
+    @precondition(lambda self: bool(self.alive))
+    @rule(choice=st.integers(0, 1000))
+    def cancel(self, choice: int) -> None:
+        request = list(self.alive.values())[choice % len(self.alive)]
+        assert self.batcher.finish(request.request_id, FinishReason.ABORT) is request
+        self.expect_ended(request, FinishReason.ABORT)
+
+    def land(self) -> tuple[BatchDecision, SampledRows]:
+        assert self.flying is not None and self.rows is not None
+        decision, rows = self.flying, self.rows
+        self.flying = self.rows = None
+        return decision, rows
+
+    def expect_ended(self, request: Request, reason: FinishReason) -> None:
+        """Check an ended request's state and text, and forget it."""
+        assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, reason)
+        if reason is FinishReason.LENGTH:
+            assert request.num_output_tokens == request.sampling.max_tokens
+        self.check_text(request)
+        assert self.batcher.finish(request.request_id, FinishReason.ABORT) is None
+        del self.alive[request.request_id]
+        self.held.pop(request.request_id, None)
+
+    def check_text(self, request: Request) -> None:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        assert request.output_token_ids == expected_output(prompt, request.num_output_tokens)
+
+    # What must hold.
+
+    @invariant()
+    def the_device_never_writes_into_a_free_block(self) -> None:
+        if self.flying is not None and self.flying.inputs is not None:
+            kv = self.batcher.kv
+            written = set((self.flying.inputs.slot_mapping // kv.block_size).tolist())
+            assert all(kv.pool.ref_count(block_id) == 1 for block_id in written)
+
+    @invariant()
+    def each_request_is_in_exactly_one_place(self) -> None:
+        kv = self.batcher.kv
+        running = 0
+        for request in self.alive.values():
+            assert 0 <= request.num_computed_tokens < request.num_tokens
+            if request.status is RequestStatus.RUNNING:
+                running += 1
+                assert len(kv.block_ids(request.request_id)) == kv.blocks_for(self.held[request.request_id])
+            else:
+                assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                assert request.request_id not in kv
+                assert request.num_computed_tokens == 0
+        assert self.batcher.num_running == running <= self.config.max_num_seqs
+        assert self.batcher.num_waiting == len(self.alive) - running
+        waiting = [r for r in self.alive.values() if r.status is not RequestStatus.RUNNING]
+        assert self.batcher.num_waiting_tokens == sum(request.num_tokens for request in waiting)
+        assert self.batcher.has_work == bool(self.alive)
+        kv.check_integrity()
+
+    def teardown(self) -> None:
+        """Left alone, everything finishes with its serial text, and nothing is held."""
+        if not hasattr(self, "batcher"):
+            return
+        steps_left = 200 + 40 * sum(request.max_num_tokens for request in self.alive.values())
+        while self.alive:
+            if self.flying is None:
+                self.step()
+            else:
+                self.commit()
+            self.each_request_is_in_exactly_one_place()
+            steps_left -= 1
+            assert steps_left > 0, "the work does not end"
+        if self.flying is not None:
+            self.commit()
+        assert self.batcher.kv.num_used_blocks == 0
+        assert not self.batcher.has_work
+
+
+def test_batcher() -> None:
+    run_state_machine_as_test(
+        BatcherMachine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_batcher_for_long() -> None:
+    run_state_machine_as_test(
+        BatcherMachine, settings=settings(max_examples=5000, stateful_step_count=200, deadline=None)
+    )
