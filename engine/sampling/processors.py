@@ -20,8 +20,8 @@ from engine.sampling.noise import gumbel_of, noise_bits
 
 # The likeliest token's mass; the rest is floored to whole numbers. Sums stay exact up to 2^21 tokens.
 _UNIT_MASS = 2.0**32
-# Logit gaps fall into bins by their float32 exponent and first fraction bits; infinity is the last bin.
-_GAP_SHIFT = 19
+# Logit gaps fall into bins by their float32 exponent and three bits of fraction; infinity is the last bin.
+_GAP_SHIFT = 20
 _INFINITE_BIN = 0x7F800000 >> _GAP_SHIFT
 
 
@@ -89,7 +89,7 @@ def process_logits(logits: torch.Tensor, filters: Filters) -> Support:
     `logits` is float32 [rows, vocab], already adjusted, each row's maximum finite; it is overwritten. top-p
     counts the renormalised top-k survivors and keeps at least one token; min-p is relative to the likeliest.
     """
-    gaps = logits.neg_().sub_(logits.amin(dim=1, keepdim=True))  # [rows, vocab], 0 at the likeliest token
+    gaps = logits.sub_(logits.amax(dim=1, keepdim=True)).abs_()  # [rows, vocab], 0 at the likeliest token
     weight = torch.ones((), dtype=torch.float64, device=logits.device).expand_as(gaps)
     needed = filters.top_k  # [rows, 1]
     total = torch.ones_like(needed)  # [rows, 1] the whole row's mass where top-k does not cut it first
@@ -157,13 +157,12 @@ def _prefix(gaps: torch.Tensor, weight: torch.Tensor, needed: torch.Tensor) -> t
 def _border_bin(
     gaps: torch.Tensor, weight: torch.Tensor, needed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's bin; the bin in which the weight, summed from gap 0 on, reaches `needed`; the weight before.
+    """Each token's bin, the bin in which the weight summed from gap 0 on reaches `needed`, the weight before.
 
     Shapes [rows, n], [rows, 1], [rows, 1]. The border is the bin of infinite gaps if `needed` is not reached.
     """
-    bins = (gaps.view(torch.int32) >> _GAP_SHIFT).to(
-        torch.int64
-    )  # floats from 0 on are ordered as their bits
+    # Floats from +0 on are ordered as their bits.
+    bins = (gaps.view(torch.int32) >> _GAP_SHIFT).to(torch.int64)  # [rows, n]
     weights = torch.zeros((len(gaps), _INFINITE_BIN + 1), dtype=torch.float64, device=gaps.device)
     sums = weights.scatter_add_(1, bins, weight).cumsum(dim=1)  # [rows, bins]
     border = (sums < needed).sum(dim=1, keepdim=True).clamp_(max=_INFINITE_BIN)  # sums never fall

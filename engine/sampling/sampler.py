@@ -16,8 +16,10 @@ from engine.sampling.processors import Filters, Support, compact, process_logits
 
 Rows = NDArray[np.intp]
 
-# Rows are worked on in groups of about this many logits: some 40 bytes of temporaries for each.
+# Rows are worked on in groups of about this many logits: some 40 bytes of temporaries for each. A small
+# vocabulary counts as this large, for its rows need histograms too.
 _GROUP_LOGITS = 2**22
+_MIN_ROW_LOGITS = 4096
 # Far above float32's rounding of a gap over a temperature, far below what costs time.
 _PRUNE_SLACK = 1e-3
 _NOT_FINITE = "the logits hold NaN or infinity"
@@ -76,7 +78,7 @@ class Sampler:
 
     def _groups(self, wanted: NDArray[np.bool_]) -> Iterator[Rows]:
         rows = np.flatnonzero(wanted)
-        size = max(1, _GROUP_LOGITS // self._vocab_size)
+        size = max(1, _GROUP_LOGITS // max(_MIN_ROW_LOGITS, self._vocab_size))
         for first in range(0, len(rows), size):
             yield rows[first : first + size]
 
@@ -151,7 +153,7 @@ def prune(logits: torch.Tensor, best: torch.Tensor, filters: Filters, bits: torc
     has: no other needs its logarithm taken.
     """
     best = best.unsqueeze(1)
-    gaps = logits.neg_().sub_(logits.gather(1, best))  # [rows, vocab]
+    gaps = logits.sub_(logits.gather(1, best)).abs_()  # [rows, vocab]
     reach = GUMBEL_BELOW_TAIL - gumbel_of(bits.gather(1, best)) + _PRUNE_SLACK  # [rows, 1]
     token_ids, valid = compact((bits >= TAIL_BITS) | (gaps <= (reach * filters.temperature).float()))
     scaled = gaps.gather(1, token_ids) / -filters.temperature  # [rows, width]
