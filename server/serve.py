@@ -100,7 +100,7 @@ class HttpServer(uvicorn.Server):
         )
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Leave the process's signals alone."""
         yield
 

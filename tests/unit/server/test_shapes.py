@@ -102,7 +102,7 @@ def test_keys_are_compared_in_constant_time_as_digests(monkeypatch: pytest.Monke
 def test_key_files_hold_one_key_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("b\n\n  c  \n")
-    settings = ServerSettings(api_key=("a",), api_key_file=file)  # type: ignore[arg-type]
+    settings = ServerSettings(api_key=("a",), api_key_file=file)
     assert read_keys(settings) == ("a", "b", "c")
     file.write_text("\n")
     with pytest.raises(StartRefused, match="holds no key"):
