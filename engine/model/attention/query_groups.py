@@ -26,7 +26,7 @@ _MAX_GROUP_TOKENS = 256
 _LONG_CONTEXT = 512
 _TILE_TOKENS, _LONG_CONTEXT_TILE_TOKENS = 128, 64
 # Up to this many keys in all, one fused call costs less than the three operations it replaces.
-_FUSED_KEYS = 1024
+_FUSED_KEYS = 1536
 
 
 @dataclass(slots=True)
