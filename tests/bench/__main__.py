@@ -19,6 +19,7 @@ from tests.bench.decode import run_decode
 from tests.bench.host import run_host
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
+from tests.bench.processes import end_in_order
 from tests.bench.report import Section, bars_table, report_json
 from tests.bench.start import run_start
 from tests.bench.streams import BenchmarkFailed
@@ -69,6 +70,7 @@ def main() -> int:
     A bar that is not met is a finding and not a fault: it does not change the code.
     """
     arguments = read_arguments()
+    end_in_order()
     console, progress = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
