@@ -141,6 +141,14 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
     assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
 
 
+@pytest.mark.parametrize("max_model_len", [1, 5, 13])
+def test_the_check_keeps_to_the_models_context(max_model_len: int) -> None:
+    loaded = replace(load_tiny("gpt2"), max_model_len=max_model_len)
+    runner = ModelRunner(loaded, 8, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
+    runner.self_check()
+    runner.warm_up()
+
+
 Attend = Callable[..., torch.Tensor]
 
 
