@@ -68,6 +68,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
+    # Its own start and stop lines would say again what ours say.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     engine = build_engine(settings)
     daemon = Daemon(settings, engine, listener)
     loop = asyncio.get_running_loop()
@@ -91,7 +93,6 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning",
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
