@@ -64,16 +64,16 @@ def convert_gguf(source: Path, directory: Path) -> None:
 
 def _read_model(source: Path, file: GgufFile) -> Any:
     """The model with every parameter filled, on the CPU in bfloat16."""
-    config, settings = read_gguf_config(source, file)
+    config, settings = read_gguf_config(file)
     check_supported(Architecture(config, find_model_class(config)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
     tensors = _read_tensors(file, model, settings)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+    if missing := [name for name, weights in model.state_dict().items() if weights.is_meta]:
         raise StartRefused(f"{source} is incomplete: it holds no {missing[0]} (of {len(missing)} missing).")
-    model.generation_config.eos_token_id = _eos_token_ids(file)
+    model.generation_config.eos_token_id = _eos_token_ids(file) or None
     return model
 
 
@@ -140,7 +140,7 @@ def _read_tokenizer(source: Path, file: GgufFile) -> Any:
 def _eos_token_ids(file: GgufFile) -> list[int]:
     """Every id the file names as an end of sequence, turn or message."""
     found = {file.values.get(f"tokenizer.ggml.{name}") for name in _EOS_FIELDS}
-    return sorted(int(token_id) for token_id in found if token_id is not None)
+    return sorted(token_id for token_id in found if isinstance(token_id, int))
 
 
 def _with_progress(tensors: Sequence[GgufTensor]) -> Iterable[GgufTensor]:

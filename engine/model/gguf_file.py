@@ -39,10 +39,17 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFile:
-    """`values` holds the metadata; a list is None."""
+class GgufList:
+    """A list that was passed over."""
 
-    values: dict[str, Scalar | None]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """`values` holds the metadata by name, `tensors` are in the file's order."""
+
+    values: dict[str, Scalar | GgufList]
     tensors: tuple[GgufTensor, ...]
 
 
@@ -63,12 +70,14 @@ def read_gguf(path: Path) -> GgufFile:
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError("it is no GGUF file of version 2 or 3")
     num_tensors, num_values = cursor.take("QQ")
-    values: dict[str, Scalar | None] = {}
+    values: dict[str, Scalar | GgufList] = {}
     for _ in range(num_values):
         name = cursor.take_string()
         values[name] = _take_value(cursor)
     heads = [_take_tensor(cursor) for _ in range(num_tensors)]
-    alignment = int(values.get("general.alignment") or 32)
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"its alignment is {alignment}")
     start = -(-cursor.position // alignment) * alignment
     return GgufFile(values, tuple(_map_tensor(content[start:], head) for head in heads))
 
@@ -103,8 +112,8 @@ class _Cursor:
         return start
 
 
-def _take_value(cursor: _Cursor) -> Scalar | None:
-    """The next value, which its kind precedes; None for a list, which is passed over."""
+def _take_value(cursor: _Cursor) -> Scalar | GgufList:
+    """The next value, which its kind precedes."""
     (kind,) = cursor.take("I")
     if kind == _STRING:
         return cursor.take_string()
@@ -114,10 +123,10 @@ def _take_value(cursor: _Cursor) -> Scalar | None:
     kind, length = cursor.take("IQ")
     if kind != _STRING:
         cursor.skip(struct.calcsize("<" + _layout(kind)) * length)
-        return None
+        return GgufList(length)
     for _ in range(length):
         cursor.skip_string()
-    return None
+    return GgufList(length)
 
 
 def _layout(kind: int) -> str:

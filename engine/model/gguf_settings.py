@@ -6,29 +6,32 @@ stops the conversion: a window or a frequency scaling less is another model.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModel
-from engine.model.gguf_file import GgufFile
+from engine.model.gguf_file import GgufFile, GgufList
 
 ROPE_FACTORS = "rope_freqs.weight"
 # Settings missing from some of transformers' tables, by their name in a configuration.
-_ADDED = {
+_ADDED: dict[str, str | None] = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
 }
+# Where llama.cpp and transformers call an architecture differently.
+_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+_VOCABULARY = "tokenizer.ggml.tokens"
 # Settings that must repeat the size of a head: anything else is a model with another shape of attention.
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# The 27B models of Gemma 2 and 3, by their number of layers: what they divide queries by is in no GGUF file.
+_UNSTATED_SCALING = frozenset({("gemma2", 46), ("gemma3_text", 62)})
 # How far Llama 3's scaling was trained from (Grattafiori et al., "The Llama 3 Herd of Models", 2024).
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -38,47 +41,62 @@ _LLAMA3_ROPE = {
 }
 
 
-def read_gguf_config(source: Path, file: GgufFile) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The configuration, and the raw settings that transformers' tensor processors want to see.
+def read_gguf_config(file: GgufFile) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The configuration, and the same settings as transformers' tensor processors want to see them.
 
-    Raises UnsupportedModel for a setting that would be lost.
+    Raises UnsupportedModel for an architecture or a setting that would be lost.
     """
-    settings: dict[str, Any] = load_gguf_checkpoint(str(source))["config"]
-    architecture = str(file.values["general.architecture"])
-    table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING.get(settings["model_type"], {})
-    known = table.keys() | set(_HEAD_SIZES) | {"vocab_size"}
-    for name, value in _own_settings(file, architecture).items():
-        if name in _ADDED:
-            settings[_ADDED[name]] = value
-        elif name not in known:
-            raise UnsupportedModel(
-                f"The GGUF setting {architecture}.{name} = {value} cannot be carried over."
-            )
-    config = AutoConfig.for_model(**settings)
-    _check_head_size(file, architecture, config)
+    architecture = str(file.values.get("general.architecture"))
+    model_type = _MODEL_TYPES.get(architecture, architecture)
+    table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING.get(model_type)
+    if table is None or architecture in ("general", "tokenizer"):
+        raise UnsupportedModel(f"The GGUF architecture {architecture!r} is not known.")
+    # What the file does not name there is not: the defaults are those of some published model.
+    settings: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    settings |= GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})
+    settings["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in file.tensors)
+    _add_settings(settings, file, "tokenizer.", GGUF_CONFIG_MAPPING["tokenizer"])
+    settings.setdefault("vocab_size", getattr(file.values.get(_VOCABULARY), "length", None))
+    _add_settings(settings, file, f"{architecture}.", _ADDED | table)
+    config = AutoConfig.for_model(model_type, **settings)
+    _check_nothing_lost(file, architecture, table, config)
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
-            config = AutoConfig.for_model(**settings, rope_scaling=_find_scaling(config, tensor.values()))
+            scaling = _find_scaling(config, tensor.values())
+            config = AutoConfig.for_model(model_type, **settings, rope_scaling=scaling)
     return config, settings
 
 
-def _own_settings(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """The settings of the architecture, without its name in front."""
-    prefix = f"{architecture}."
-    return {
-        name.removeprefix(prefix): value for name, value in file.values.items() if name.startswith(prefix)
-    }
+def _add_settings(
+    settings: dict[str, Any], file: GgufFile, prefix: str, table: dict[str, str | None]
+) -> None:
+    """Take over what the file says under `prefix`, renamed by `table`."""
+    for name, renamed in table.items():
+        if renamed is not None and prefix + name in file.values:
+            settings[renamed] = file.values[prefix + name]
 
 
-def _check_head_size(file: GgufFile, architecture: str, config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModel when keys, values or rotated parts are of another size than a head."""
+def _check_nothing_lost(
+    file: GgufFile, architecture: str, table: dict[str, str | None], config: PreTrainedConfig
+) -> None:
+    """Raise UnsupportedModel for a setting that was not taken over and would change the model."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name in _HEAD_SIZES:
-        size = file.values.get(f"{architecture}.{name}", head_size)
-        if size != head_size:
-            raise UnsupportedModel(
-                f"The GGUF setting {architecture}.{name} = {size} is no head size {head_size}."
-            )
+    plain = AutoConfig.for_model(config.model_type)  # `config` also keeps settings its model never reads
+    known = {name for name, renamed in (_ADDED | table).items() if renamed is None or hasattr(plain, renamed)}
+    for name, value in file.values.items():
+        if not name.startswith(f"{architecture}."):
+            continue
+        setting = name.removeprefix(f"{architecture}.")
+        if setting in _HEAD_SIZES:
+            lost = value != head_size
+        else:
+            lost = isinstance(value, GgufList) or setting not in known | {"rope.freq_base", "vocab_size"}
+        if lost:
+            raise UnsupportedModel(f"The GGUF setting {name} = {value} cannot be carried over.")
+    if (config.model_type, config.num_hidden_layers) in _UNSTATED_SCALING:
+        raise UnsupportedModel(
+            f"The GGUF file of a {config.model_type} of this size does not say how queries scale."
+        )
 
 
 def _find_scaling(config: PreTrainedConfig, factors: Any) -> dict[str, Any]:

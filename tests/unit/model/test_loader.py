@@ -42,7 +42,7 @@ def test_every_family_is_loaded_whole(family: str, tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.model.config._attn_implementation == "slipstream"
     assert (loaded.dtype, loaded.device) == (torch.float32, CPU)
-    assert (loaded.max_model_len, loaded.vocab_size, loaded.eos_token_ids) == (256, 512, {2})
+    assert (loaded.max_model_len, loaded.vocab_size, loaded.eos_token_ids) == (256, 512, frozenset({2}))
 
 
 WINDOWS = {

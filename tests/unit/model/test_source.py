@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import ModelSettings
@@ -100,7 +100,12 @@ def test_weights_of_an_unsupported_repo_are_never_asked_for(
     (snapshot / "config.json").write_text('{"model_type": "mamba"}')
     asked: list[str] = []
     fetch = model_source._fetch
-    monkeypatch.setattr(model_source, "_fetch", lambda *call: (asked.extend(call[2]), fetch(*call))[1])
+
+    def watch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+        asked.extend(patterns)
+        return fetch(name, revision, patterns)
+
+    monkeypatch.setattr(model_source, "_fetch", watch)
     with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
         resolve(tmp_path, "org/mamba")
     assert "*.safetensors" not in asked

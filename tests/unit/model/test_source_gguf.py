@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from engine.errors import StartRefused, UnsupportedModel
 from engine.model.gguf_convert import convert_gguf
-from engine.model.gguf_file import read_gguf
+from engine.model.gguf_file import GgufList, read_gguf
+from engine.model.gguf_settings import read_gguf_config
 from engine.model.model_files import check_model_files
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -169,4 +170,26 @@ def test_header_agrees_with_the_reference_reader(tiny_gguf: Path) -> None:
     for tensor, expected in zip(ours.tensors, reference.tensors, strict=True):
         assert np.array_equal(tensor.values(), gguf.dequantize(expected.data, expected.tensor_type))
     assert ours.values["llama.block_count"] == 2
-    assert ours.values["tokenizer.ggml.tokens"] is None
+    assert ours.values["tokenizer.ggml.tokens"] == GgufList(512)
+
+
+def test_a_window_is_refused_for_a_model_that_would_not_heed_it(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "window.gguf", extra=lambda writer: writer.add_sliding_window(8))
+    with pytest.raises(UnsupportedModel, match=r"llama\.attention\.sliding_window = 8"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_ids_the_file_does_not_name_are_not_made_up(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "tiny.gguf")
+    file = read_gguf(path)
+    file.values.pop("tokenizer.ggml.eos_token_id")
+    config, _ = read_gguf_config(file)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, None, None)
+
+
+@pytest.mark.parametrize("architecture", ["no-such", "general", "tokenizer"])
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    file = read_gguf(save_tiny_gguf(tmp_path / "tiny.gguf"))
+    file.values["general.architecture"] = architecture
+    with pytest.raises(UnsupportedModel, match=f"architecture '{architecture}' is not known"):
+        read_gguf_config(file)
