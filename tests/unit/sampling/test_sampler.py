@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.sampling import sampler as sampler_module
+from engine.sampling.adjustments import apply_adjustments
 from engine.sampling.sampler import Sampler
 from tests.sampling_reference import CPU, Row, adjusted, dense_draw, inputs_of, sample
 
@@ -107,6 +108,25 @@ def test_pruned_draw_equals_the_dense_one(scale: float) -> None:
     rows = [Row(temperature=(0.2, 1.0, 3.0)[seed % 3], seed=seed, position=seed) for seed in range(24)]
     logits = logits_of(24, seed=9) / 3 * scale
     assert sample(logits, rows) == dense_draw(logits, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.5])
+def test_adjusted_rows_choose_from_their_adjusted_logits(temperature: float) -> None:
+    logits = logits_of(12)
+    ranked = logits.argsort(dim=1, descending=True).tolist()
+    changes = [
+        lambda row, best: adjusted(row, banned_token_ids=tuple(best[:30])),
+        lambda row, best: adjusted(row, logit_bias=((best[500], 40.0),)),
+        lambda row, best: adjusted(row, allowed_token_ids=tuple(best[1000:1020])),
+        lambda row, best: adjusted(row, repetition_penalty=3.0, prompt_token_ids=tuple(best[:50])),
+    ]
+    plain = [Row(temperature=temperature, seed=seed) for seed in range(12)]
+    rows = [changes[i % 4](row, ranked[i]) for i, row in enumerate(plain)]
+    changed = logits.clone()
+    assert apply_adjustments(changed, [row.adjustment for row in rows]) == {}
+    expected = dense_draw(changed, plain) if temperature else changed.argmax(dim=1).tolist()
+    assert sample(logits, rows) == expected
+    assert expected != sample(logits, plain)
 
 
 def test_seed_and_position_decide() -> None:
