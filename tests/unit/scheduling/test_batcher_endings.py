@@ -70,6 +70,17 @@ def test_a_failed_row_ends_its_request_alone_and_its_blocks_are_scrubbed() -> No
     assert decision.inputs.scrub_blocks == ()
 
 
+def test_a_row_that_fails_after_good_ones_is_scrubbed_too() -> None:
+    batcher = make_batcher()
+    batcher.add(make_request("a", 4, arrival=0))
+    batcher.add(make_request("b", 4, arrival=1))
+    batcher.commit(batcher.step(), SampledRows([7, 8]))
+    batcher.commit(batcher.step(), SampledRows([7, 8], row_errors={1: "not finite"}))
+    decision = batcher.step()
+    assert decision.inputs is not None
+    assert decision.inputs.scrub_blocks == (1, 3)
+
+
 def test_scrubbing_waits_for_a_step_that_runs() -> None:
     batcher = make_batcher()
     batcher.add(make_request("a"))

@@ -1,5 +1,5 @@
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import ScheduledRequest, StepInputs
+from engine.outputs import LogitAdjustment, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
 from engine.scheduling.step_inputs import build_step_inputs
@@ -22,7 +22,7 @@ def test_a_mixed_step_exactly() -> None:
     decode, chunk, last = (
         make_request("decode", [10, 11, 12, 13, 14, 15], seed=1),
         make_request("chunk", [20, 21, 22, 23, 24, 25, 26], seed=2),
-        make_request("last", [30, 31, 32], seed=3),
+        make_request("last", [30, 31, 32], seed=3, logit_bias=((5, 1.0),)),
     )
     kv.allocate("decode", 4)
     kv.allocate("chunk", 7)
@@ -39,6 +39,7 @@ def test_a_mixed_step_exactly() -> None:
     assert inputs.logits_rows.tolist() == [0, 7], "the chunk in the middle samples nothing"
     assert inputs.sampling.seed.tolist() == [1, 3]
     assert inputs.sampling.position.tolist() == [6, 3]
+    assert inputs.sampling.adjustments == (LogitAdjustment(row=1, logit_bias=((5, 1.0),)),)
     assert inputs.scrub_blocks == (7,)
     assert inputs.block_copies == ()
 
