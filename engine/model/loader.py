@@ -92,7 +92,11 @@ def choose_dtype(asked: str, stored: torch.dtype, device: torch.device) -> torch
         return _DTYPES[asked]
     if stored is torch.float32 or (device.type == "cuda" and stored is torch.float16):
         return stored
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bfloat16()
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else _cpu_has_bfloat16()
+    )
     fallback = torch.float16 if device.type == "cuda" else torch.float32
     chosen = torch.bfloat16 if native else fallback
     if chosen is not stored:

@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -42,9 +43,9 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     if distribution := _BUILT_IN.get(name.lower()):
         source: Path | None = find_bundled_gguf(distribution)
     else:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         source = path if path.suffix.lower() == ".gguf" else None
-        if source is None and not path.exists():
+        if source is None and not os.path.exists(path):  # unlike Path.exists, False for an impossible name
             return _download(name, settings.revision)
     if settings.revision is not None:
         raise StartRefused(f"--revision {settings.revision}: {name} is no Hugging Face repo.")

@@ -58,7 +58,18 @@ def test_a_gguf_file_is_converted_under_home(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["missing.gguf", "/no/such/model", "./model", "a/b/c", "../up", "org/na me", "x" * 97]
+    "name",
+    [
+        "missing.gguf",
+        "/no/such/model",
+        "./model",
+        "a/b/c",
+        "../up",
+        "org/na me",
+        "x" * 97,
+        "~nobody/x",
+        "y" * 300,
+    ],
 )
 def test_what_is_nothing_is_said_to_be_nothing(tmp_path: Path, hub: Path, name: str) -> None:
     with pytest.raises(StartRefused) as refused:
