@@ -67,9 +67,7 @@ NOT_YET = (
             "request_timeout",
             "stall_timeout",
             "read_timeout",
-            "max_header_bytes",
             "max_connections",
-            "protect_metrics",
         )
     ),
 )

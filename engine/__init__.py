@@ -3,7 +3,7 @@
 from config import Settings
 from engine.batch_metrics import BatchMetrics, EngineGauges, Histogram
 from engine.engine import Engine
-from engine.engine_parts import EngineInfo, EngineState
+from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.errors import (
     ContextLengthExceeded,
     EngineDead,
@@ -15,6 +15,7 @@ from engine.errors import (
     StartRefused,
     UnsupportedModel,
 )
+from engine.host_tuning import prepare_process
 from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
@@ -22,10 +23,16 @@ from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 
 def build_engine(settings: Settings) -> Engine:
     """An engine that loads what `settings` name when it is started; cheap, nothing is read before that."""
-    # Here, so that importing a part of the engine does not import torch and transformers.
-    from engine.build import build_engine as build
 
-    return build(settings)
+    def load() -> EngineParts:
+        # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
+        from engine.build import load_parts
+
+        return load_parts(settings)
+
+    server = settings.server
+    limits = EngineLimits(server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout)
+    return Engine(load, limits)
 
 
 __all__ = [
@@ -54,4 +61,5 @@ __all__ = [
     "TokenLogprobs",
     "UnsupportedModel",
     "build_engine",
+    "prepare_process",
 ]

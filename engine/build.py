@@ -1,15 +1,13 @@
-"""Put an engine together from settings: the only place that knows every part."""
+"""Load and put together the parts of an engine from settings: the only place that knows every part."""
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
 
 from config import Settings
-from engine.engine import Engine
-from engine.engine_parts import EngineInfo, EngineLimits, EngineParts
+from engine.engine_parts import EngineInfo, EngineParts
 from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.model.kv_tensors import bytes_per_block
@@ -20,18 +18,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from engine.text.tokenizer import Tokenizer
-
-log = logging.getLogger("slipstream.engine")
-
-
-def build_engine(settings: Settings) -> Engine:
-    """An engine that loads what `settings` name when it is started; cheap, nothing is read before that."""
-    limits = EngineLimits(
-        max_queued_requests=settings.server.max_queued_requests,
-        max_queued_tokens=settings.server.max_queued_tokens,
-        watchdog_timeout_s=settings.server.watchdog_timeout,
-    )
-    return Engine(lambda: load_parts(settings), limits)
 
 
 def load_parts(settings: Settings) -> EngineParts:

@@ -202,7 +202,7 @@ class Engine:
             raise
         record, stream = self._make_record(request), self._make_stream(request)
         batcher.add(record)
-        self._requests.open(record, stream)
+        self._requests.open(record, stream, request.group)
         if self._loop is not None:
             self._loop.wake()
         return stream

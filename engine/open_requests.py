@@ -13,6 +13,45 @@ from engine.request import FinishReason, Request
 from engine.scheduling.batcher import CommittedToken
 from engine.stream import Finish, RequestStream, RequestTiming
 
+GRAVITY = (
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+    FinishReason.DEADLINE,
+    FinishReason.ERROR,
+)
+
+
+class RequestGroups:
+    """Counts a reply's choices as one request: started with the first, finished with the last.
+
+    The finish reason counted is the gravest of its choices'.
+    """
+
+    def __init__(self, metrics: BatchMetrics) -> None:
+        self._metrics = metrics
+        self._group_of: dict[str, str] = {}
+        self._num_open: Counter[str] = Counter()
+        self._gravest: dict[str, FinishReason] = {}
+
+    def open(self, request_id: str, group: str | None) -> None:
+        """A choice of `group` begins; None is a group of its own."""
+        name = self._group_of[request_id] = request_id if group is None else group
+        if not self._num_open[name]:
+            self._metrics.requests_started += 1
+        self._num_open[name] += 1
+
+    def close(self, request_id: str, reason: FinishReason) -> None:
+        """A choice has ended; with the last one its group has."""
+        name = self._group_of.pop(request_id)
+        gravest = max(self._gravest.pop(name, reason), reason, key=GRAVITY.index)
+        self._num_open[name] -= 1
+        if self._num_open[name]:
+            self._gravest[name] = gravest
+            return
+        del self._num_open[name]
+        self._metrics.requests_finished[gravest] += 1
+
 
 class OpenRequests:
     """Pairs each request with its stream and counts what happens to it. Loop thread only.
@@ -25,6 +64,7 @@ class OpenRequests:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
+        self._groups = RequestGroups(metrics)
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._gaps: Counter[float] = Counter()  # time of the token before -> tokens of this step
@@ -47,12 +87,12 @@ class OpenRequests:
         """Return when no request is open."""
         await self._none_open.wait()
 
-    def open(self, request: Request, stream: RequestStream) -> None:
-        """Take a request that was accepted."""
+    def open(self, request: Request, stream: RequestStream, group: str | None = None) -> None:
+        """Take a request that was accepted, as one of its group's choices."""
+        self._groups.open(request.request_id, group)
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self._none_open.clear()
-        self._metrics.requests_started += 1
 
     def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
         """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""
@@ -84,7 +124,8 @@ class OpenRequests:
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
         timing = self._timing(request, stream)
-        self._count(request, reason, timing)
+        self._groups.close(request.request_id, reason)
+        self._count(request, timing)
         if not self._requests:
             self._none_open.set()
         stream.finish(
@@ -111,9 +152,8 @@ class OpenRequests:
             num_preemptions=request.num_preemptions,
         )
 
-    def _count(self, request: Request, reason: FinishReason, timing: RequestTiming) -> None:
+    def _count(self, request: Request, timing: RequestTiming) -> None:
         metrics = self._metrics
-        metrics.requests_finished[reason] += 1
         metrics.prompt_tokens += request.num_prompt_tokens
         metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
         metrics.request_queue_time.observe(timing.queue_s)

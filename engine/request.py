@@ -73,13 +73,15 @@ class SamplingParams:
 class GenerationRequest:
     """One generation as a caller asks for it, after validation: nobody downstream checks it again.
 
-    `request_id` is the engine's own and fresh. `tenant` is None for the anonymous tenant.
+    `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
+    None is a group of its own. `tenant` is None for the anonymous tenant.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     priority: int = Priority.DEFAULT
+    group: str | None = None
     tenant: str | None = None
 
 

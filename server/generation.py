@@ -216,6 +216,7 @@ def _make_requests(
                 prompt_token_ids=prompt.token_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, j)),
                 priority=priority_of(body),
+                group=order.reply_id,
                 tenant=order.tenant,
             )
             requests.append((prompt, request))

@@ -7,6 +7,7 @@ read "draining" instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from config import Settings
-from engine import Engine, EngineState, StartRefused, build_engine
+from engine import Engine, EngineState, StartRefused, build_engine, prepare_process
 from server.app import build_app
 from server.listener import bind, is_public, url_of
 
@@ -39,6 +40,7 @@ def run(settings: Settings) -> int:
     0 drained, 1 a fault or a second signal, 2 the start was refused (one line on stderr).
     Ends the process itself when a thread is stuck in a step or a load that nothing can interrupt.
     """
+    prepare_process()
     try:
         listener = bind(settings.server.host, settings.server.port)
         with listener:
@@ -150,6 +152,8 @@ class Daemon:
         """Load, then last until the engine dies."""
         await self._engine.start()
         self._loaded = True
+        gc.collect()
+        gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         if self._engine.state is EngineState.READY:
             info = self._engine.info
             log.info(

@@ -99,7 +99,9 @@ class Harness:
     runner: FakeRunner
     num_submitted: int = 0
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> RequestStream:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 8, group: str | None = None, **sampling: Any
+    ) -> RequestStream:
         """Queue one greedy request."""
         self.num_submitted += 1
         return self.engine.submit(
@@ -107,6 +109,7 @@ class Harness:
                 request_id=f"request-{self.num_submitted}",
                 prompt_token_ids=list(prompt),
                 sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
+                group=group,
             )
         )
 

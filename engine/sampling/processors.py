@@ -146,7 +146,7 @@ def _prefix(gaps: torch.Tensor, weight: torch.Tensor, needed: torch.Tensor) -> t
     column, valid = compact(bins == border)  # [rows, width]
     gap, order = gaps.gather(1, column).masked_fill_(~valid, torch.inf).sort(dim=1, stable=True)
     column = column.gather(1, order)
-    weight = (weight.gather(1, column)) * valid  # padding has the greatest gaps, so it sorts to its own place
+    weight = weight.gather(1, column) * valid  # padding is last in the order as before it, so `valid` holds
     inside = (before + weight.cumsum(dim=1) - weight < needed) & valid
     last = inside.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)  # [rows, 1]
     gap, column = gap.gather(1, last), column.gather(1, last)

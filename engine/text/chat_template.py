@@ -9,7 +9,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from engine.errors import InvalidRequest, StartRefused
 
-_MAX_REASON_CHARS = 200
+_MAX_REASON_CHARS = 100
 _PROBE = ({"role": "user", "content": "Hello"},)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequest, StartRefused
 from engine.text.chat_template import ChatTemplate
@@ -93,6 +92,9 @@ class Tokenizer:
 
 def _load(directory: Path) -> Any:
     """The transformers tokenizer in `directory`, backed by the `tokenizers` package."""
+    # Here, because it brings torch along, which the server does without until it loads the model.
+    from transformers import AutoTokenizer
+
     if not (directory / "tokenizer.json").is_file():
         raise StartRefused(f"{directory} has no tokenizer.json: only fast tokenizers are served")
     try:

@@ -26,9 +26,7 @@ REFUSED = [
     ("--request-timeout=1", "server.request_timeout", "1", "only 0 works so far"),
     ("--stall-timeout=5", "server.stall_timeout", "5", "only 60 works so far"),
     ("--read-timeout=5", "server.read_timeout", "5", "only 30 works so far"),
-    ("--max-header-bytes=1MiB", "server.max_header_bytes", "1MiB", "only 64KiB works so far"),
     ("--max-connections=9", "server.max_connections", "9", "only 2048 works so far"),
-    ("--protect-metrics", "server.protect_metrics", "on", "only off works so far"),
 ]
 
 

@@ -324,3 +324,13 @@ async def test_timing_and_metrics_add_up() -> None:
         assert metrics.step_duration["prefill"].count == 1
         assert metrics.step_duration["decode"].count == 9
         assert metrics.requests_finished[FinishReason.LENGTH] == 1
+
+
+async def test_the_choices_of_a_reply_count_as_one_request_by_their_gravest_end() -> None:
+    async with running_engine() as harness:
+        streams = [harness.submit([index, 2], max_tokens=40, group="reply") for index in range(3)]
+        harness.engine.cancel(streams[1].request_id)
+        await asyncio.gather(*(collect(stream) for stream in streams))
+        metrics = harness.engine.metrics
+        assert metrics.requests_started == 1
+        assert dict(metrics.requests_finished) == {FinishReason.ABORT: 1}
