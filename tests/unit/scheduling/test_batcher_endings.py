@@ -134,6 +134,7 @@ def test_a_request_ended_in_flight_keeps_its_blocks_until_the_step_lands() -> No
     decision = batcher.step()
     assert decision.inputs is not None
     assert decision.inputs.scrub_blocks == (0, 1), "whatever that step wrote was never checked"
+    assert len(batcher.commit(decision, SampledRows([9]))) == 1
 
 
 def test_an_abandoned_step_is_scheduled_again() -> None:
