@@ -144,7 +144,7 @@ def border_margin(logits: Float64, row: Row) -> float:
     margins = [np.inf]
     if row.top_p < 1:
         margins.append(np.abs(sums - float(np.float32(row.top_p))).min())
-    if row.min_p > 0:
+    if np.float32(row.min_p) > 0:
         margins.append(np.abs(scores[order] - scores.max() - np.log(float(np.float32(row.min_p)))).min())
     return float(min(margins))
 
