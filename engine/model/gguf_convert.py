@@ -36,6 +36,12 @@ log = logging.getLogger("slipstream.model")
 CONVERTER_VERSION = 1
 _DTYPE = torch.bfloat16
 _EOS_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
 # Byte-level vocabularies that were learned with every digit on its own. Without the split "a  1" would merge
 # its spaces differently from the model's training.
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
@@ -129,6 +135,9 @@ def _read_tokenizer(source: Path, file: GgufFile) -> Any:
         (Path(alone) / "model.gguf").symlink_to(source.resolve())
         tokenizer = PreTrainedTokenizerFast.from_pretrained(alone, gguf_file="model.gguf")
     tokenizer.name_or_path = source.stem
+    for role, field in _SPECIAL_TOKENS.items():  # older tables mix them up
+        token_id = file.values.get(f"tokenizer.ggml.{field}")
+        setattr(tokenizer, role, None if token_id is None else tokenizer.convert_ids_to_tokens(token_id))
     rule = file.values.get("tokenizer.ggml.pre")
     if rule in _SINGLE_DIGITS and file.values.get("tokenizer.ggml.model") == "gpt2":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
