@@ -161,18 +161,18 @@ def measure(context: BenchContext, sides: Sequence[Side], *, cached: bool) -> tu
 
 
 def section_of(side: str, figures: dict[str, list[BurstFigures]], ran: Ran) -> Section:
-    """One side's figures as a section."""
+    """One side's figures as a section, each workload spelled out in a note."""
     section = Section(side, "served load")
     for name, runs in figures.items():
-        case = f"{name}  {ran[name].title}"
-        section.add(case, "output", "tokens/s", [run.output_tokens_per_s for run in runs])
-        section.add(case, "TTFT p50", "ms", [run.ttft_p50_ms for run in runs])
-        section.add(case, "TTFT p99", "ms", [run.ttft_p99_ms for run in runs])
-        section.add(case, "inter-token p50", "ms", [run.itl_p50_ms for run in runs])
-        section.add(case, "inter-token p99", "ms", [run.itl_p99_ms for run in runs])
-        section.add(case, "per event", "tokens", [run.tokens_per_event for run in runs])
+        section.add(name, "output", "tokens/s", [run.output_tokens_per_s for run in runs])
+        section.add(name, "TTFT p50", "ms", [run.ttft_p50_ms for run in runs])
+        section.add(name, "TTFT p99", "ms", [run.ttft_p99_ms for run in runs])
+        section.add(name, "inter-token p50", "ms", [run.itl_p50_ms for run in runs])
+        section.add(name, "inter-token p99", "ms", [run.itl_p99_ms for run in runs])
+        section.add(name, "per event", "tokens", [run.tokens_per_event for run in runs])
         if name.startswith("W4"):
-            section.add(case, "cached", "tokens", [run.cached_tokens for run in runs])
+            section.add(name, "cached", "tokens", [run.cached_tokens for run in runs])
+        section.notes.append(f"{name}: {ran[name].title}")
     return section
 
 
@@ -183,8 +183,7 @@ def ratio_bars(ours: Section, theirs: Section, ran: Ran) -> list[Bar]:
     }
     bars = []
     for name in BAR_WORKLOADS:
-        case = f"{name}  {ran[name].title}"
-        our_rate, their_rate = output[ours.name, case], output[theirs.name, case]
+        our_rate, their_rate = output[ours.name, name], output[theirs.name, name]
         bound_only = their_rate is None
         if their_rate is None:
             their_rate = ran[name].num_output_tokens / TIME_BOX_S[name]  # they gave fewer
