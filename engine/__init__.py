@@ -15,7 +15,7 @@ from engine.errors import (
     StartRefused,
     UnsupportedModel,
 )
-from engine.host_tuning import prepare_process
+from engine.host_tuning import prepare_process, settle_memory
 from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
@@ -62,4 +62,5 @@ __all__ = [
     "UnsupportedModel",
     "build_engine",
     "prepare_process",
+    "settle_memory",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import EngineError, RequestFailed
 from engine.outputs import TokenLogprobs
@@ -45,8 +46,7 @@ class Finish:
     timing: RequestTiming
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """What came since the last one; `finish` is set on the last and only there.
 
     `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
@@ -71,6 +71,7 @@ class RequestStream:
         "_detokenizer",
         "_finish",
         "_logprobs",
+        "_loop",
         "_on_abandon",
         "_stopped",
         "_taken",
@@ -92,6 +93,7 @@ class RequestStream:
         checks_stops: bool,
     ) -> None:
         self.request_id = request_id
+        self._loop = asyncio.get_running_loop()
         self.first_token_time: float | None = None
         self.last_token_time = 0.0
         self._detokenizer = detokenizer
@@ -127,19 +129,17 @@ class RequestStream:
                 self._stopped = stop is not None
             else:
                 self._undecoded.append(token_id)
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
         return stop
 
     def finish(self, finish: Finish) -> None:
         """Set the terminal event; only the first one counts."""
         if self._finish is None:
             self._finish = finish
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     # The reader's side.
 
@@ -157,7 +157,7 @@ class RequestStream:
         if self._taken:
             raise StopAsyncIteration
         while not self._token_ids and self._finish is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -184,7 +184,7 @@ class RequestStream:
         text, self._text = self._text, ""
         if self._undecoded:
             undecoded, self._undecoded = self._undecoded, []
-            text += self._detokenizer.push(undecoded).text
+            text += self._detokenizer.decode(undecoded)
         if self._finish is not None and not self._stopped:
             text += self._detokenizer.flush().text
         return text

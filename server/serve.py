@@ -7,7 +7,6 @@ read "draining" instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from config import Settings
-from engine import Engine, EngineState, StartRefused, build_engine, prepare_process
+from engine import Engine, EngineState, StartRefused, build_engine, prepare_process, settle_memory
 from server.app import build_app
 from server.listener import bind, is_public, url_of
 
@@ -152,8 +151,7 @@ class Daemon:
         """Load, then last until the engine dies."""
         await self._engine.start()
         self._loaded = True
-        gc.collect()
-        gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
+        settle_memory()
         if self._engine.state is EngineState.READY:
             info = self._engine.info
             log.info(

@@ -74,10 +74,15 @@ class Detokenizer:
         self._at_start = not tail
         self._utf8.decode(tail)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that `token_ids` make showable when there are no stop strings to look for."""
+        assert self._stops is None, "stop strings would be missed"
+        return self._utf8.decode(self._bytes_of(token_ids))
+
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """The text that `token_ids` make showable. Not to be called again after it reported a stop."""
         if self._stops is None:
-            return TextDelta(self._utf8.decode(self._bytes_of(token_ids)), None, len(token_ids))
+            return TextDelta(self.decode(token_ids), None, len(token_ids))
         shown = ""
         for count, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1

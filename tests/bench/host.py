@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
+import uvloop
+
+from engine import settle_memory
 from engine.engine import Engine
 from engine.engine_parts import EngineLimits
 from engine.outputs import SampledRows, StepInputs, StepResult
@@ -78,6 +81,7 @@ async def host_step_us(tokenizer: Tokenizer, token_ids: Sequence[int], batch: in
     parts = replace(parts, runner=runner, tokenizer=tokenizer)
     engine = Engine(lambda: parts, EngineLimits(max_queued_requests=batch, max_queued_tokens=10**9))
     await engine.start()
+    settle_memory()  # as the server does
     try:
         streams = [engine.submit(greedy_request(number, output_tokens)) for number in range(batch)]
         await asyncio.gather(*(read(stream) for stream in streams))
@@ -109,7 +113,7 @@ def run_host(context: BenchContext) -> list[Section]:
     for run in range(context.runs):
         for batch in BATCHES:
             context.say(f"host, {batch} sequences, run {run + 1}/{context.runs}")
-            runs[batch].append(asyncio.run(host_step_us(tokenizer, token_ids, batch, steps_for(batch))))
+            runs[batch].append(uvloop.run(host_step_us(tokenizer, token_ids, batch, steps_for(batch))))
     for batch in BATCHES:
         case = f"{batch} sequence{'s' if batch > 1 else ''}"
         step = section.add(case, "step", "µs", runs[batch])

@@ -144,10 +144,10 @@ async def test_text_that_cannot_be_decoded_ends_one_request(monkeypatch: pytest.
     async with running_engine() as harness:
         bad, good = harness.submit([1, 1], max_tokens=10), harness.submit([2, 2], max_tokens=10)
 
-        def push(token_ids: object) -> None:
+        def decode(token_ids: object) -> None:
             raise ValueError("no such bytes")
 
-        monkeypatch.setattr(bad, "_detokenizer", type("Broken", (), {"push": staticmethod(push)}))
+        monkeypatch.setattr(bad, "_detokenizer", type("Broken", (), {"decode": staticmethod(decode)}))
         broken, whole = await asyncio.gather(collect(bad), collect(good))
         assert broken.finish.reason is FinishReason.ERROR
         assert whole.token_ids == expected_output([2, 2], 10)
