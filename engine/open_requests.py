@@ -67,7 +67,8 @@ class OpenRequests:
         self._groups = RequestGroups(metrics)
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._gaps: Counter[float] = Counter()  # time of the token before -> tokens of this step
+        self._last_step_time = 0.0
+        self._num_regular = 0  # tokens of this step whose request had one in the last step too
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -98,19 +99,22 @@ class OpenRequests:
         """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""
         request = token.request
         stream = self._streams[request.request_id]
-        if stream.first_token_time is None:
+        if stream.last_token_time == self._last_step_time:
+            self._num_regular += 1
+        elif stream.first_token_time is not None:
+            self._metrics.inter_token_latency.observe(now - stream.last_token_time)
+        else:
             stream.first_token_time = now
             self._metrics.time_to_first_token.observe(now - request.arrival_time)
-        else:
-            self._gaps[stream.last_token_time] += 1
         stream.last_token_time = now
         return stream.put(token.token_id, logprobs, shown=token.finish_reason is not FinishReason.STOP)
 
     def end_step(self, now: float) -> None:
-        """Count the gaps between tokens of the step that ended; most requests share one value."""
-        for last, times in self._gaps.items():
-            self._metrics.inter_token_latency.observe(now - last, times)
-        self._gaps.clear()
+        """Count the gap to the last step's tokens, once for all requests that had one in both."""
+        if self._num_regular:
+            self._metrics.inter_token_latency.observe(now - self._last_step_time, self._num_regular)
+            self._num_regular = 0
+        self._last_step_time = now
 
     def finish(
         self,

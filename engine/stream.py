@@ -70,6 +70,7 @@ class RequestStream:
         "_checks_stops",
         "_detokenizer",
         "_finish",
+        "_hides_last",
         "_logprobs",
         "_loop",
         "_on_abandon",
@@ -77,7 +78,6 @@ class RequestStream:
         "_taken",
         "_text",
         "_token_ids",
-        "_undecoded",
         "_waiter",
         "first_token_time",
         "last_token_time",
@@ -95,16 +95,16 @@ class RequestStream:
         self.request_id = request_id
         self._loop = asyncio.get_running_loop()
         self.first_token_time: float | None = None
-        self.last_token_time = 0.0
+        self.last_token_time = -1.0  # before any
         self._detokenizer = detokenizer
         self._on_abandon = on_abandon
         self._checks_stops = checks_stops
         self._token_ids: list[int] = []
-        self._undecoded: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._text = ""
         self._finish: Finish | None = None
-        self._stopped = False  # a stop string matched: nothing held back is released
+        self._hides_last = False  # the text of the newest token is not part of the output
+        self._stopped = False  # a stop string matched or decoding failed: no text follows
         self._taken = False  # the terminal delta was handed out
         self._waiter: asyncio.Future[None] | None = None
 
@@ -121,14 +121,13 @@ class RequestStream:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         stop = None
-        if shown:
-            if self._checks_stops:
-                delta = self._detokenizer.push((token_id,))
-                self._text += delta.text
-                stop = delta.stop
-                self._stopped = stop is not None
-            else:
-                self._undecoded.append(token_id)
+        if not shown:
+            self._hides_last = True
+        elif self._checks_stops:
+            delta = self._detokenizer.push((token_id,))
+            self._text += delta.text
+            stop = delta.stop
+            self._stopped = stop is not None
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -158,21 +157,21 @@ class RequestStream:
             raise StopAsyncIteration
         while not self._token_ids and self._finish is None:
             self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
         return self._take()
 
     def _take(self) -> OutputDelta:
-        token_ids, self._token_ids = tuple(self._token_ids), []
-        logprobs, self._logprobs = tuple(self._logprobs), []
+        token_ids = tuple(self._token_ids)
+        self._token_ids.clear()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._logprobs:
+            logprobs = tuple(self._logprobs)
+            self._logprobs.clear()
         try:
-            text = self._take_text()
+            text = self._take_text(token_ids)
         except Exception as error:  # one request's text must not cost another request anything
             failure = RequestFailed(f"the output could not be decoded: {type(error).__name__}", "detokenizer")
             failure.__cause__ = error
-            self._undecoded.clear()
             self._stopped = True
             if self._finish is None:
                 self._on_abandon(self.request_id, failure)
@@ -180,11 +179,13 @@ class RequestStream:
         self._taken = self._finish is not None
         return OutputDelta(text, token_ids, logprobs, self._finish)
 
-    def _take_text(self) -> str:
-        text, self._text = self._text, ""
-        if self._undecoded:
-            undecoded, self._undecoded = self._undecoded, []
-            text += self._detokenizer.decode(undecoded)
+    def _take_text(self, token_ids: tuple[int, ...]) -> str:
+        if self._checks_stops:
+            text, self._text = self._text, ""
+        elif self._stopped:  # decoding has failed before
+            return ""
+        else:
+            text = self._detokenizer.decode(token_ids[:-1] if self._hides_last else token_ids)
         if self._finish is not None and not self._stopped:
             text += self._detokenizer.flush().text
         return text

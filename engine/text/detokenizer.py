@@ -122,6 +122,8 @@ class Detokenizer:
         if self._at_start:
             return self._opening_bytes(token_ids)
         table = self._table
+        if len(token_ids) == 1 and token_ids[0] < len(table):
+            return table[token_ids[0]]
         # A model's vocabulary may be padded beyond the tokenizer's: such an id has no text.
         return b"".join([table[token_id] for token_id in token_ids if token_id < len(table)])
 
