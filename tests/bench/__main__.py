@@ -1,117 +1,18 @@
-"""`python -m tests.bench [names...] [--runs N] [--json FILE] [--model MODEL]`: measure, print, keep JSON."""
+"""`python -m tests.bench [names...] [--runs N] [--json FILE] [--model MODEL]`; see README.md beside this."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
-from config import load_settings
-from tests.bench.attention import run_attention
-from tests.bench.context import BenchContext
-from tests.bench.decode import run_decode
-from tests.bench.host import run_host
-from tests.bench.load import run_load
-from tests.bench.machine import REPOSITORY, CpuWatch, about
-from tests.bench.processes import end_in_order
-from tests.bench.report import Section, bars_table, report_json
-from tests.bench.start import run_start
-from tests.bench.streams import BenchmarkFailed
-from tests.bench.ttft import run_ttft
-
-PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
-Benchmark = Callable[[BenchContext], list[Section]]
-
-BENCHMARKS: dict[str, Benchmark] = {
-    "start": run_start,
-    "host": run_host,
-    "decode": run_decode,
-    "attention": run_attention,
-    "ttft": run_ttft,
-    "served": lambda context: run_load(context, served=True, peer=False),
-    "transformers": lambda context: run_load(context, served=False, peer=True),
-}
-
-
-def plan(names: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks to run, each once; `served` and `transformers` together are one run of both."""
-    chosen = [name for name in BENCHMARKS if name in names or not names]
-    if "served" in chosen and "transformers" in chosen:
-        kept = [BENCHMARKS[name] for name in chosen if name not in ("served", "transformers")]
-        return [*kept, lambda context: run_load(context, served=True, peer=True)]
-    return [BENCHMARKS[name] for name in chosen]
-
-
-def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure Slipstream's speed.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each; the median is shown (default 3)")
-    parser.add_argument("--json", type=Path, help="where to write the report (default .bench/TIME.json)")
-    parser.add_argument("--model", default="", help="what to serve in place of the default model")
-    arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.names if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
-    return arguments
+from engine import prepare_process
 
 
 def main() -> int:
-    """Run what was asked for; the exit code is 1 when something could not be measured.
+    """Tune this process as the server tunes itself, which must come before torch, then measure."""
+    prepare_process()
+    from tests.bench.command import run
 
-    A bar that is not met is a finding and not a fault: it does not change the code.
-    """
-    arguments = read_arguments()
-    end_in_order()
-    console, progress = Console(), Console(stderr=True)
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
-    flags = ("--model", arguments.model) if arguments.model else ()
-    context = BenchContext(
-        settings=load_settings(list(flags)),
-        flags=flags,
-        runs=arguments.runs,
-        say=lambda text: progress.print(Text(f"… {text}", style="dim")),
-    )
-    facts = about() | {"model": context.settings.model.model, "runs": arguments.runs}
-    console.print_json(json.dumps(facts))
-    sections: list[Section] = []
-    failures: list[str] = []
-    for benchmark in plan(arguments.names):
-        try:
-            sections += measured(benchmark, context, console)
-        except BenchmarkFailed as failure:
-            failures.append(str(failure))
-            console.print(Text(f"NOT MEASURED: {failure}\n", "bold red"), soft_wrap=True)
-    bars = [bar for section in sections for bar in section.bars]
-    if bars:
-        console.print(Text("All bars", style="bold"))
-        console.print(bars_table(bars))
-    path = arguments.json or REPOSITORY / ".bench" / time.strftime("%Y%m%d-%H%M%S.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(report_json(facts | {"failures": failures}, sections), indent=1) + "\n", encoding="utf-8"
-    )
-    console.print(f"written to {path}", soft_wrap=True)
-    return 1 if failures else 0
-
-
-def measured(benchmark: Benchmark, context: BenchContext, console: Console) -> list[Section]:
-    """Run one benchmark and show what it found."""
-    with CpuWatch() as watch:
-        found = benchmark(context)
-    for section in found:
-        section.other_cpu_percent = watch.other_percent
-        section.show(console)
-    return found
+    return run()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tests.bench.context import BenchContext
-from tests.bench.processes import JsonWorker, Server
+from tests.bench.processes import JsonWorker, NoAnswer, Server
 from tests.bench.report import Bar, Section
 from tests.bench.streams import BenchmarkFailed, BurstFigures, StreamRecord
 from tests.bench.workloads import (
@@ -110,7 +110,7 @@ class TransformersSide:
             return None
         try:
             return self._ask(workload, TIME_BOX_S[workload.name])
-        except TimeoutError:
+        except NoAnswer:
             self.unfinished.add(workload.name)
             self._stop()
             self._start()

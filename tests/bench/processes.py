@@ -31,6 +31,10 @@ class ChildFailed(BenchmarkFailed):
     """A child process ended, or answered an error; the message has the end of its stderr."""
 
 
+class NoAnswer(BenchmarkFailed):
+    """A worker did not answer in the time it was given; it is still at it."""
+
+
 class Child:
     """A process whose stderr is kept in a file that is nowhere; ended on leaving the context."""
 
@@ -101,14 +105,14 @@ class JsonWorker(Child):
         self._answers.put("")
 
     def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Its answer. Raises TimeoutError after `timeout_s`, ChildFailed when it died or had an error."""
+        """Its answer. Raises NoAnswer after `timeout_s`, ChildFailed when it died or had an error."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+            raise NoAnswer(f"{self._command[-1]} gave no answer within {timeout_s:.0f} s") from None
         except BrokenPipeError:
             line = ""
         if not line:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from engine import prepare_process
 from tests.bench.streams import StreamRecord
 
 PAGE_TOKENS = 64
@@ -74,6 +75,7 @@ def record_of(output: Any, max_tokens: int) -> StreamRecord:
 def main() -> None:
     """Answer bursts until stdin ends; nothing but answers goes to stdout."""
     answers, sys.stdout = sys.stdout, sys.stderr
+    prepare_process()  # the same tuning as our server's; what must precede torch came with the environment
     peer = GenerateBatch(sys.argv[1])
     for line in sys.stdin:
         burst = json.loads(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.__main__ import BENCHMARKS, plan, read_arguments
+from tests.bench.command import BENCHMARKS, plan, read_arguments
 from tests.bench.host import BATCHES, growth, steps_for
 from tests.bench.load import TIME_BOX_S, WrongOutput, checked_figures, ratio_bars, section_of
 from tests.bench.streams import BurstFigures, StreamRecord

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.bench import processes
-from tests.bench.processes import Child, ChildFailed, JsonWorker, Server, free_port
+from tests.bench.processes import Child, ChildFailed, JsonWorker, NoAnswer, Server, free_port
 
 SILENT = "import sys, time; print('begun', file=sys.stderr, flush=True); time.sleep(60)"
 STUBBORN = (
@@ -34,7 +34,7 @@ def test_a_worker_answers_and_is_ended() -> None:
 
 def test_a_worker_that_takes_too_long_times_out_and_is_ended() -> None:
     with worker(SILENT) as silent:
-        with pytest.raises(TimeoutError, match="no answer"):
+        with pytest.raises(NoAnswer, match="no answer"):
             silent.ask({}, timeout_s=0.05)
         process = silent.process
     assert process.returncode is not None
