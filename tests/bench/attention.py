@@ -9,6 +9,8 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
+import uvloop
+
 from engine.model.attention import AttentionContext
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
@@ -81,7 +83,7 @@ async def measure(context: BenchContext) -> list[tuple[float, float]]:
 def run_attention(context: BenchContext) -> list[Section]:
     """The section `attention` with its bar."""
     section = Section("attention", "its share of a decode step")
-    runs = asyncio.run(measure(context))
+    runs = uvloop.run(measure(context))
     case = f"batch {BATCH}, context {CONTEXT_TOKENS}"
     section.add(case, "step", "ms", [1e3 * step for step, _ in runs])
     section.add(case, "attention", "ms", [1e3 * attention for _, attention in runs])

@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import uvloop
+
+from engine import settle_memory
 from engine.build import load_parts
 from engine.engine import Engine
 from engine.engine_parts import EngineParts, Executors
@@ -49,6 +52,7 @@ async def loaded_engine(context: BenchContext) -> AsyncIterator[LoadedEngine]:
     engine = Engine(load, executors=executors)
     context.say("loading the model")
     await engine.start()
+    settle_memory()  # as the server does
     try:
         yield LoadedEngine(engine, loaded[0], executors)
     finally:
@@ -120,7 +124,7 @@ async def measure(context: BenchContext) -> dict[int, DecodeCase]:
 def run_decode(context: BenchContext) -> list[Section]:
     """The section `decode` with its bars."""
     section = Section("decode", f"engine against a bare loop, context {CONTEXT_TOKENS}, greedy")
-    for batch, case in asyncio.run(measure(context)).items():
+    for batch, case in uvloop.run(measure(context)).items():
         name = f"batch {batch}"
         section.add(name, "bare loop", "tokens/s", case.bare)
         section.add(name, "runner", "tokens/s", case.runner)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 
+import uvloop
+
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.decode import WARM_UP_STEPS, LoadedEngine, loaded_engine
@@ -78,7 +80,7 @@ def run_ttft(context: BenchContext) -> list[Section]:
         server = stack.enter_context(Server(*context.flags))
         client = stack.enter_context(JsonWorker("tests.bench.load_client"))
         server.wait_ready()
-        runs = asyncio.run(measure(context, HttpSide(server, client)))
+        runs = uvloop.run(measure(context, HttpSide(server, client)))
     section = Section("ttft", f"idle server, {PROMPT_TOKENS}-token prompt")
     case = f"median of {PAIRS}"
     section.add(case, "over HTTP", "ms", runs.http_ms)
