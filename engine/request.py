@@ -74,7 +74,8 @@ class GenerationRequest:
     """One generation as a caller asks for it, after validation: nobody downstream checks it again.
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` is None for the anonymous tenant.
+    None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
+    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
     """
 
     request_id: str
@@ -83,6 +84,8 @@ class GenerationRequest:
     priority: int = Priority.DEFAULT
     group: str | None = None
     tenant: str | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +95,9 @@ class Request:
     A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
     `token_ids` is prompt then output, one list. `stop_token_ids` is the caller's set plus the model's EOS set
     unless EOS is ignored. `arrival` is a counter that breaks every tie; `arrival_time` is in seconds of the
-    engine's monotonic clock. `first_scheduled_time` is None until the request first runs.
+    engine's monotonic clock, and so is `deadline`, None without one. `first_scheduled_time` is None until the
+    request first runs. `num_cached_tokens` counts prompt tokens whose KV was found, not computed, when the
+    request first ran. `fork_of` names the request whose prompt KV this one shares; None for no one.
     """
 
     request_id: str
@@ -104,9 +109,13 @@ class Request:
     arrival_time: float
     priority: int = Priority.DEFAULT
     tenant: str | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    fork_of: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     max_num_tokens: int = field(init=False)
