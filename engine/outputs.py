@@ -30,7 +30,10 @@ class ScheduledRequest(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy the whole K/V block `source` onto `target` before the forward pass (copy-on-write)."""
+    """Copy the whole K/V block `source` onto `target` before the forward pass.
+
+    Both are device blocks (copy-on-write), or one of them is a host block (a swap).
+    """
 
     source: int
     target: int
@@ -84,6 +87,10 @@ class StepInputs:
 
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+
+    Blocks are moved before the pass in this order: `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. So a
+    device block saved by `swap_out` may be scrubbed and reused in the same step, but a host block read by
+    `swap_in` must not be a target of the same step's `swap_out`.
     """
 
     token_ids: Int64  # [N]
@@ -96,6 +103,8 @@ class StepInputs:
     sampling: SamplingInputs
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
+    swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
+    swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +160,13 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the model's thread gives back for one decision, with the seconds it took."""
+    """What the model's thread gives back for one decision, with the seconds it took.
+
+    `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host.
+    """
 
     rows: SampledRows
     forward_s: float
     sample_s: float
+    swap_s: float = 0.0
+    swap_bytes: int = 0
