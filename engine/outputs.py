@@ -88,9 +88,9 @@ class StepInputs:
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
 
-    Blocks are moved before the pass in this order: `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. So a
-    device block saved by `swap_out` may be scrubbed and reused in the same step, but a host block read by
-    `swap_in` must not be a target of the same step's `swap_out`.
+    Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`: a
+    device block that is saved may be scrubbed and reused in the same step, but a host block that `swap_in`
+    reads must not be a target of `swap_out`.
     """
 
     token_ids: Int64  # [N]
