@@ -76,6 +76,7 @@ class GenerationRequest:
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
     None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
     arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
+    `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class GenerationRequest:
     tenant: str | None = None
     deadline_s: float | None = None
     cache_salt: str | None = None
+    fork_of: str | None = None
 
 
 @dataclass(slots=True, eq=False)
