@@ -7,7 +7,7 @@ the block tables, as the real one does: a wrong slot, table, copy or rewind give
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,13 +47,18 @@ class FakeRunner:
     before: Callable[[StepInputs], None] | None = None
     row_errors: Callable[[int, int], str | None] | None = None
     instant: bool = False
+    num_host_blocks: int = 0
     num_steps: int = 0
     max_tokens_seen: int = 0
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0
     slots: np.ndarray = field(init=False)
+    host_slots: np.ndarray = field(init=False)
     thread_names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.slots = np.full(self.num_blocks * self.block_size, NO_TOKEN, dtype=np.int64)
+        self.host_slots = np.full((self.num_host_blocks, self.block_size), NO_TOKEN, dtype=np.int64)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """Write the step's tokens, then hash each sampled row's prefix."""
@@ -79,10 +84,20 @@ class FakeRunner:
 
     def _prepare(self, inputs: StepInputs) -> None:
         by_block = self.slots.reshape(self.num_blocks, self.block_size)
-        for copy in inputs.block_copies:
-            by_block[copy.target] = by_block[copy.source]
+        saved = _distinct(copy.target for copy in inputs.swap_out)
+        for copy in inputs.swap_out:
+            self.host_slots[copy.target] = by_block[copy.source]
         for block in inputs.scrub_blocks:
             by_block[block] = NO_TOKEN
+        written = _distinct(copy.target for copy in (*inputs.block_copies, *inputs.swap_in))
+        assert not written & {copy.source for copy in inputs.block_copies}, "a copy's source is overwritten"
+        for copy in inputs.block_copies:
+            by_block[copy.target] = by_block[copy.source]
+        assert not saved & {copy.source for copy in inputs.swap_in}, "what is brought back is overwritten"
+        for copy in inputs.swap_in:
+            by_block[copy.target] = self.host_slots[copy.source]
+        self.num_swapped_out += len(inputs.swap_out)
+        self.num_swapped_in += len(inputs.swap_in)
 
     def _read(self, table: Sequence[int], length: int) -> list[int]:
         positions = np.arange(length)
@@ -90,6 +105,12 @@ class FakeRunner:
         tokens: list[int] = self.slots[blocks * self.block_size + positions % self.block_size].tolist()
         assert NO_TOKEN not in tokens, "the model read a slot nobody wrote"
         return tokens
+
+
+def _distinct(blocks: Iterable[int]) -> set[int]:
+    listed = list(blocks)
+    assert len(set(listed)) == len(listed), f"blocks {sorted(listed)} are written more than once"
+    return set(listed)
 
 
 class ManualClock:
