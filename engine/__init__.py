@@ -6,6 +6,7 @@ from engine.engine import Engine
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.errors import (
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     InvalidRequest,
@@ -31,13 +32,16 @@ def build_engine(settings: Settings) -> Engine:
         return load_parts(settings)
 
     server = settings.server
-    limits = EngineLimits(server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout)
+    limits = EngineLimits(
+        server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout, server.queue_timeout
+    )
     return Engine(load, limits)
 
 
 __all__ = [
     "BatchMetrics",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "Engine",
     "EngineDead",
     "EngineError",

@@ -68,6 +68,7 @@ class BatchMetrics:
     requests_rejected: Counter[str] = field(default_factory=Counter)  # by the code of Overloaded
     request_aborts: Counter[str] = field(default_factory=Counter)  # disconnect, cancel, drain, timeout
     preemptions: Counter[str] = field(default_factory=Counter)  # recompute, swap
+    deadlines_missed: int = 0  # requests ended by their deadline, or refused because they could not meet it
     engine_errors: Counter[str] = field(default_factory=Counter)  # by stage
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0

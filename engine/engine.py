@@ -13,11 +13,12 @@ from engine.admission import Admission, Permit, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
 from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.errors import ContextLengthExceeded, EngineDead, Overloaded, RequestFailed
+from engine.errors import ContextLengthExceeded, EngineDead, EngineError, Overloaded, RequestFailed
 from engine.open_requests import OpenRequests
 from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
 from engine.text.detokenizer import Detokenizer
+from engine.time_limits import TimeLimits, deadline_passed
 
 log = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class Engine:
         self._admission = Admission(self._limits.max_queued_requests, self._limits.max_queued_tokens)
         self.state = EngineState.LOADING
         self.metrics = BatchMetrics()
-        self._requests = OpenRequests(self.metrics, clock)
+        self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
+        self._requests = OpenRequests(self.metrics, clock, self._time_limits)
         self._num_arrivals = 0
         self._parts: EngineParts | None = None
         self._loop: EngineLoop | None = None
@@ -190,7 +192,8 @@ class Engine:
     def submit(self, request: GenerationRequest) -> RequestStream:
         """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
 
-        Raises InvalidRequest (ContextLengthExceeded), Overloaded or EngineDead; nothing is kept then.
+        Raises InvalidRequest (ContextLengthExceeded), Overloaded, DeadlineExceeded or EngineDead; nothing is
+        kept then.
         """
         check_prompt(request, self.info.max_model_len, self.info.vocab_size)
         batcher = self._loaded.batcher
@@ -201,6 +204,7 @@ class Engine:
             self.metrics.requests_rejected[refusal.code] += 1
             raise
         record, stream = self._make_record(request), self._make_stream(request)
+        self._check_deadline(record)
         batcher.add(record)
         self._requests.open(record, stream, request.group)
         if self._loop is not None:
@@ -214,6 +218,14 @@ class Engine:
         self._end(request_id, Ending(FinishReason.ABORT, abort=abort))
         return True
 
+    def _check_deadline(self, record: Request) -> None:
+        """Refuse, and count, what could not be finished in time even if all goes well."""
+        if record.deadline is None or record.deadline > self._clock():
+            return
+        self.metrics.deadlines_missed += 1
+        self.metrics.requests_rejected["deadline_exceeded"] += 1
+        raise deadline_passed(record)
+
     def _check_open(self) -> None:
         if self.state is EngineState.DEAD:
             raise EngineDead("The engine has stopped after a fault.")
@@ -226,6 +238,7 @@ class Engine:
         sampling = request.sampling
         eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
         self._num_arrivals += 1
+        now = self._clock()
         return Request(
             request_id=request.request_id,
             token_ids=list(request.prompt_token_ids),
@@ -233,9 +246,12 @@ class Engine:
             sampling=sampling,
             stop_token_ids=sampling.stop_token_ids | eos,
             arrival=self._num_arrivals,
-            arrival_time=self._clock(),
+            arrival_time=now,
             priority=request.priority,
             tenant=request.tenant,
+            deadline=None if request.deadline_s is None else now + request.deadline_s,
+            cache_salt=request.cache_salt,
+            fork_of=request.fork_of,
         )
 
     def _make_stream(self, request: GenerationRequest) -> RequestStream:
@@ -257,6 +273,15 @@ class Engine:
         else:
             self.metrics.engine_errors[failure.stage] += 1
             self._end(request_id, Ending(FinishReason.ERROR, failure))
+
+    def _on_due(self, request: Request, error: EngineError) -> None:
+        """A request's time is up, be it the deadline's or the queue's."""
+        assert self._loop is not None
+        if isinstance(error, Overloaded):
+            self.metrics.requests_rejected[error.code] += 1
+            self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
+        else:
+            self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))
 
     def _end(self, request_id: str, ending: Ending) -> None:
         if self._loop is not None:

@@ -40,7 +40,8 @@ class EngineLoop:
     """Drives one batcher and one runner. Every method is for the event-loop thread.
 
     Endings from outside (cancel, disconnect, drain) are noted and carried out between steps, or between a
-    step's result and its commit, because the device may be writing the request's blocks until then.
+    step's result and its commit; only a request whose time is up ends in the middle of a step. Its blocks,
+    which the device may still write, are the batcher's until the step lands.
     """
 
     def __init__(
@@ -77,6 +78,10 @@ class EngineLoop:
         """Note that an open request is to end within a step; the first reason given counts."""
         self._endings.setdefault(request_id, ending)
         self._wake.set()
+
+    def end_now(self, request_id: str, ending: Ending) -> None:
+        """End an open request at once, even in the middle of a step that takes long."""
+        self._carry_out(request_id, self._endings.pop(request_id, ending))
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
@@ -198,10 +203,13 @@ class EngineLoop:
     def _carry_out_endings(self) -> None:
         endings, self._endings = self._endings, {}
         for request_id, ending in endings.items():
-            request = self._requests.get(request_id)
-            if request is None:
-                continue  # it ended by itself first
-            self._batcher.finish(request_id, ending.reason)
-            if ending.abort is not None:
-                self._metrics.request_aborts[ending.abort] += 1
-            self._requests.finish(request, ending.reason, error=ending.error)
+            self._carry_out(request_id, ending)
+
+    def _carry_out(self, request_id: str, ending: Ending) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # it ended by itself first
+        self._batcher.finish(request_id, ending.reason)
+        if ending.abort is not None:
+            self._metrics.request_aborts[ending.abort] += 1
+        self._requests.finish(request, ending.reason, error=ending.error)
