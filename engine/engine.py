@@ -41,7 +41,9 @@ class Engine:
         self._limits = limits or EngineLimits()
         self._clock = clock
         self._executors = executors or Executors.threads()
-        self._admission = Admission(self._limits.max_queued_requests, self._limits.max_queued_tokens)
+        self._admission = Admission(
+            self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
+        )
         self.state = EngineState.LOADING
         self.metrics = BatchMetrics()
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
@@ -199,7 +201,9 @@ class Engine:
         batcher = self._loaded.batcher
         try:
             self._check_open()
-            self._admission.check_tokens(len(request.prompt_token_ids), batcher.num_waiting_tokens)
+            self._admission.check_tokens(
+                len(request.prompt_token_ids), batcher.num_waiting_tokens, batcher.num_waiting
+            )
         except Overloaded as refusal:
             self.metrics.requests_rejected[refusal.code] += 1
             raise
@@ -218,6 +222,9 @@ class Engine:
         self._end(request_id, Ending(FinishReason.ABORT, abort=abort))
         return True
 
+    def _retry_after_s(self, num_requests: int) -> int:
+        return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
+
     def _check_deadline(self, record: Request) -> None:
         """Refuse, and count, what could not be finished in time even if all goes well."""
         if record.deadline is None or record.deadline > self._clock():
@@ -230,7 +237,8 @@ class Engine:
         if self.state is EngineState.DEAD:
             raise EngineDead("The engine has stopped after a fault.")
         if self.state is EngineState.DRAINING:
-            raise Overloaded("The server is shutting down.", code="draining")
+            retry_after_s = self._retry_after_s(len(self._requests))
+            raise Overloaded("The server is shutting down.", code="draining", retry_after_s=retry_after_s)
         if self.state is EngineState.LOADING:
             raise Overloaded("The model is still loading.", code="loading")
 
@@ -278,6 +286,7 @@ class Engine:
         """A request's time is up, be it the deadline's or the queue's."""
         assert self._loop is not None
         if isinstance(error, Overloaded):
+            error.retry_after_s = self._retry_after_s(self._loaded.batcher.num_waiting)
             self.metrics.requests_rejected[error.code] += 1
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
         else:

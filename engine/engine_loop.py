@@ -20,6 +20,7 @@ from engine.open_requests import OpenRequests
 from engine.outputs import BatchDecision, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
 from engine.scheduling.batcher import CommittedToken
+from engine.scheduling.drain_rate import DrainRate
 
 log = logging.getLogger("slipstream.engine")
 
@@ -64,11 +65,17 @@ class EngineLoop:
         self._failed_passes = 0
         self._empty_steps = 0
         self._step_started: float | None = None  # None while idle
+        self._drain_rate = DrainRate()
+        self._num_ended = 0  # of the requests, when the drain rate was last told
 
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds since the step in flight began; 0 while idle."""
         return 0.0 if self._step_started is None else self._clock() - self._step_started
+
+    def retry_after_s(self, num_requests: int) -> int:
+        """Whole seconds, at least 1, until that many requests will have ended at the measured rate."""
+        return self._drain_rate.retry_after_s(num_requests)
 
     def wake(self) -> None:
         """Say that there may be something to do."""
@@ -124,7 +131,13 @@ class EngineLoop:
                 now = self._clock()
                 self._deliver(self._batcher.commit(decision, result.rows), result.rows, now)
                 self._record(decision, now - started)
+        self._measure_drain(self._clock() - started)
         self._step_started = None
+
+    def _measure_drain(self, seconds: float) -> None:
+        num_ended = self._requests.num_ended
+        self._drain_rate.observe(num_ended - self._num_ended, seconds)
+        self._num_ended = num_ended
 
     def _note_empty_step(self) -> None:
         self._empty_steps += 1

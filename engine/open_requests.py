@@ -65,6 +65,7 @@ class OpenRequests:
         self._metrics = metrics
         self._clock = clock
         self._time_limits = time_limits
+        self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
         self._groups = RequestGroups(metrics)
@@ -128,6 +129,7 @@ class OpenRequests:
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
         self._time_limits.forget(request.request_id)
+        self.num_ended += 1
         timing = self._timing(request, stream)
         self._groups.close(request.request_id, reason)
         self._count(request, timing)
