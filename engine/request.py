@@ -120,6 +120,10 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    preemptions: list[tuple[float, str]] = field(default_factory=list)
+    turn_tokens: int = 0
+    backlog_tokens: int = 0
+    num_charged_tokens: int = 0
     max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +138,18 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated and committed."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to be computed if the request goes on to its `max_tokens`."""
+        return self.max_num_tokens - self.num_computed_tokens
+
+    @property
+    def least_output_tokens(self) -> int:
+        """The fewest output tokens it can end with: all of them, if nothing can stop it sooner."""
+        if self.sampling.stop:
+            return 1
+        return max(1, self.sampling.min_tokens) if self.stop_token_ids else self.sampling.max_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

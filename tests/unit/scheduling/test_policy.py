@@ -47,5 +47,5 @@ def test_without_aging_the_class_decides_for_ever() -> None:
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(StartRefused, match="'lottery' is not available: choose fcfs or priority"):
+    with pytest.raises(StartRefused, match="'lottery' is not available: choose one of fcfs, sjf"):
         make_policy("lottery", 0.0)
