@@ -63,8 +63,6 @@ NOT_YET = (
     *(
         _only_default(f"server.{name}")
         for name in (
-            "queue_timeout",
-            "request_timeout",
             "stall_timeout",
             "read_timeout",
             "max_connections",

@@ -48,7 +48,7 @@ class LiveReplies:
             del self._by_label[key]
 
     def find(self, name: str, tenant: str | None) -> LiveReply | None:
-        """The tenant's reply of this id or label, the newest of several with one label; None if none has it."""
+        """The tenant's reply of this id or label, the newest of that label; None if there is none."""
         reply = self._by_id.get(name)
         if reply is not None and reply.tenant == tenant:
             return reply
