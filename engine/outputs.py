@@ -112,7 +112,8 @@ class BatchDecision:
     """The scheduler's order for one step; immutable, so the model's thread may read it freely.
 
     `scheduled` lists decodes first, then prefill chunks in policy order; row r of the logits belongs to the
-    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled.
+    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled. Of the
+    `preempted`, those `swapped` keep their KV on the host; the others compute it again.
     """
 
     step_id: int
@@ -121,6 +122,7 @@ class BatchDecision:
     num_decode_tokens: int
     num_prefill_tokens: int
     preempted: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

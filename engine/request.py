@@ -124,6 +124,7 @@ class Request:
     turn_tokens: int = 0
     backlog_tokens: int = 0
     num_charged_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
     max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

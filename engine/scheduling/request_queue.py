@@ -59,12 +59,17 @@ class RequestQueue:
     Inside a lane of the policy the order is a heap's; the heads of the lanes are compared anew each time, as
     lanes may overtake one another. Every operation is O(lanes + log n), amortised. When more places of a heap
     are dead than alive it is built anew. The policy hears of everybody that comes and goes.
+
+    A request may be *held* until another has computed what both need. It waits like the rest, but `peek` and
+    `pop` pass over it until it is let go.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._lanes: dict[str, _Lane] = {}  # those with anybody in them
         self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
+        self._held: dict[str, str] = {}  # by id, with the id of whom it is held for; these are in no lane
+        self._held_for: dict[str, list[str]] = {}  # may name some that are held no more
         self._serials = count()
         self.num_tokens = 0  # known tokens of all that wait
 
@@ -92,7 +97,7 @@ class RequestQueue:
         self.num_tokens += len(request.token_ids)
 
     def peek(self) -> Request | None:
-        """The request that `pop` would return; None when nobody waits."""
+        """The request that `pop` would return; None when nobody waits who is not held."""
         lanes = self._lanes
         if len(lanes) > 1:
             return min((lane.head() for lane in lanes.values()), key=self._rank).request
@@ -101,7 +106,7 @@ class RequestQueue:
         return None
 
     def pop(self) -> Request:
-        """Take the next request out. Raises IndexError when nobody waits."""
+        """Take the next request out. Raises IndexError when `peek` gives nobody."""
         request = self.peek()
         if request is None:
             raise IndexError("nobody waits")
@@ -114,22 +119,45 @@ class RequestQueue:
         if found is None:
             return None
         request, name = found
-        lane = self._lanes[name]
-        lane.remove(request_id)
-        if not lane.live:
-            del self._lanes[name]
+        if self._held.pop(request_id, None) is None:
+            self._leave_lane(request_id, name)
         self.num_tokens -= len(request.token_ids)
         self._policy.dequeue(request)
         return request
 
     def reprioritize(self, request_id: str) -> None:
         """Rank a waiting request again after it has changed. KeyError when it does not wait."""
-        self._push(self._waiting[request_id][0])
+        request, _ = self._waiting[request_id]
+        if request_id not in self._held:
+            self._push(request)
+
+    def hold(self, request_id: str, leader: str) -> None:
+        """Pass over this waiting request until `let_go(leader)`."""
+        self._leave_lane(request_id, self._waiting[request_id][1])
+        self._held[request_id] = leader
+        self._held_for.setdefault(leader, []).append(request_id)
+
+    def let_go(self, leader: str) -> None:
+        """Return those that are held for this request to their places."""
+        for request_id in self._held_for.pop(leader, ()):
+            if self._held.get(request_id) == leader:
+                del self._held[request_id]
+                self._push(self._waiting[request_id][0])
+
+    def held_for(self, request_id: str) -> str | None:
+        """Whom this request is held for; None when it is not held."""
+        return self._held.get(request_id)
 
     def ahead_of(self, request: Request) -> list[Request]:
         """Those that would come out before this request, which may or may not wait here. O(n)."""
         rank = _is_new(request), self._policy.key(request)
         return [other for other in self if (_is_new(other), self._policy.key(other)) < rank]
+
+    def _leave_lane(self, request_id: str, name: str) -> None:
+        lane = self._lanes[name]
+        lane.remove(request_id)
+        if not lane.live:
+            del self._lanes[name]
 
     def _push(self, request: Request) -> None:
         name = self._waiting[request.request_id][1]
