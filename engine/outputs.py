@@ -172,3 +172,22 @@ class StepResult:
     sample_s: float
     swap_s: float = 0.0
     swap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """How one live request stands between two steps, and why it waits.
+
+    `waits_because` is one plain sentence, and `position` its place in the queue, 1 for the next; both None
+    while it runs. `preemptions` are (engine clock, "recompute" or "swap"). Blocks are those on the device.
+    """
+
+    request_id: str
+    status: str
+    waits_because: str | None
+    position: int | None
+    preemptions: tuple[tuple[float, str], ...]
+    num_known_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from engine.errors import StartRefused
 from engine.request import Request
@@ -22,6 +21,7 @@ class SchedulingPolicy:
     nothing, and all requests share one lane.
     """
 
+    name: str  # as in `scheduling_policy`
     takes_turns = True  # False: when a step cannot hold all that run, the best ranked go first, always
     ranks_newcomers = True  # False: `key` means something only once the request has been enqueued
 
@@ -50,6 +50,8 @@ class SchedulingPolicy:
 class FcfsPolicy(SchedulingPolicy):
     """First come, first served. Running requests take turns when a step cannot hold them all."""
 
+    name = "fcfs"
+
     def key(self, request: Request) -> PolicyKey:
         """Arrival order."""
         return (request.arrival,)
@@ -64,6 +66,7 @@ class OrcaPolicy(FcfsPolicy):
     could fill. Orca's reservation of KV for all of `max_tokens` is not part of it: blocks grow as needed.
     """
 
+    name = "orca"
     takes_turns = False
 
 
@@ -78,10 +81,11 @@ class SjfPolicy(SchedulingPolicy):
     before it, so with the same rate of work nobody waits more than MAX_PUT_OFF + 1 = 10 times as long here.
     """
 
+    name = "sjf"
+    ranks_newcomers = False
+
     MAX_PUT_OFF = 9  # backlogs
     PUT_OFF_PER_TOKEN = 32  # below the bound, one token less outranks this much work having arrived before
-
-    ranks_newcomers = False
 
     def __init__(self) -> None:
         self._arrived = 0
@@ -118,6 +122,8 @@ class PriorityPolicy(SchedulingPolicy):
     it, so nobody starves.
     """
 
+    name = "priority"
+
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
 
@@ -136,6 +142,8 @@ class DeadlinePolicy(SchedulingPolicy):
     against those with one: they may wait as long as such keep coming.
     """
 
+    name = "deadline"
+
     def key(self, request: Request) -> PolicyKey:
         """Deadline, then arrival."""
         return (math.inf if request.deadline is None else request.deadline, request.arrival)
@@ -148,6 +156,7 @@ class FairPolicy(SchedulingPolicy):
     tenant; its requests keep their order while the tenants overtake one another.
     """
 
+    name = "fair"
     ranks_newcomers = False
 
     def __init__(self, aging_s: float, weights: FairnessWeights) -> None:
@@ -188,14 +197,16 @@ def make_policy(name: str, aging_s: float, weights: FairnessWeights | None = Non
 
     `aging_s` is `priority_aging_seconds`; `weights` are what `fair` counts by, the usual ones if None.
     """
-    made: dict[str, Callable[[], SchedulingPolicy]] = {
-        "fcfs": FcfsPolicy,
-        "sjf": SjfPolicy,
-        "priority": lambda: PriorityPolicy(aging_s),
-        "deadline": DeadlinePolicy,
-        "orca": OrcaPolicy,
-        "fair": lambda: FairPolicy(aging_s, weights or FairnessWeights()),
-    }
-    if name not in made:
-        raise StartRefused(f"scheduling-policy {name!r} is not available: choose one of {', '.join(made)}")
-    return made[name]()
+    policies = (
+        FcfsPolicy(),
+        SjfPolicy(),
+        PriorityPolicy(aging_s),
+        DeadlinePolicy(),
+        OrcaPolicy(),
+        FairPolicy(aging_s, weights or FairnessWeights()),
+    )
+    for policy in policies:
+        if policy.name == name:
+            return policy
+    names = ", ".join(policy.name for policy in policies)
+    raise StartRefused(f"scheduling-policy {name!r} is not available: choose one of {names}")
