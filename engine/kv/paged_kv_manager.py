@@ -41,6 +41,8 @@ class PagedKvManager:
 
     Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
     where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
+    `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
+    found; whoever looks counts.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class PagedKvManager:
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
         self._sequences: dict[str, _Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
