@@ -215,8 +215,7 @@ class ContinuousBatcher:
         request = self._find(request_id)
         if request is None:
             return None
-        num_ahead = len(self._queue.ahead_of(request)) if request_id in self._queue else 0
-        return explain(request, self._seats, self.config.max_num_seqs, num_ahead, self._policy.name)
+        return explain(request, self._queue, self._seats, self.config.max_num_seqs, self._policy.name)
 
     def _find(self, request_id: str) -> Request | None:
         return self._queue.get(request_id) or self._seats.get(request_id)

@@ -80,14 +80,14 @@ class CostModel:
         """Seconds to copy so many bytes between device and host; None while unknown."""
         return self._swap_seconds / self._swap_bytes * num_bytes if self._swap_bytes else None
 
-    def time_to_finish_s(self, request: Request, tokens_a_step: int) -> float | None:
+    def time_to_finish_s(self, request: Request, num_to_compute: int, tokens_a_step: int) -> float | None:
         """Seconds the request still needs if it runs from now on and alone; None while unknown.
 
-        A lower bound: it ends as soon as it possibly can, and its prompt takes `tokens_a_step` a step.
+        A lower bound: of the tokens it has now `num_to_compute` are to be computed, `tokens_a_step` a step,
+        and it ends as soon as it possibly can.
         """
-        missing = request.num_tokens - request.num_computed_tokens
-        decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
-        prefill, decode = self.prefill_s(missing), self.step_s(0, 1)
+        prefill, decode = self.prefill_s(num_to_compute), self.step_s(0, 1)
         if prefill is None or decode is None:
             return None
-        return prefill + self._costs[0] * math.ceil(missing / tokens_a_step) + decode * decodes
+        num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
+        return prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + decode * num_decodes

@@ -12,8 +12,12 @@ from engine.scheduling.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What there is before a newcomer: who runs, who waits and goes first, and the limits of a step."""
+    """What a newcomer meets: who runs, who waits and goes first, and the limits of a step.
 
+    `num_to_compute` counts the newcomer's tokens that nobody has computed yet, or is computing.
+    """
+
+    num_to_compute: int
     running: Sequence[Request]
     ahead: Sequence[Request]
     max_num_seqs: int
@@ -23,10 +27,10 @@ class Load:
 def earliest_finish_s(request: Request, load: Load, costs: CostModel) -> float | None:
     """Seconds until the request ends if everything goes well from now on; None while costs are unknown.
 
-    Not less than: a seat becomes free, then the request has the server to itself. A request that may stop
-    early is taken to stop at once, and every prompt but its own to be found in the prefix cache.
+    It cannot be sooner than that: a seat becomes free, then the request has the server to itself. Whoever
+    may stop early is taken to stop at once, and the prompts of others to cost nothing.
     """
-    own = costs.time_to_finish_s(request, load.max_prefill_tokens)
+    own = costs.time_to_finish_s(request, load.num_to_compute, load.max_prefill_tokens)
     one, all_seats = costs.step_s(0, 1), costs.step_s(0, load.max_num_seqs)
     if own is None or one is None or all_seats is None:
         return None

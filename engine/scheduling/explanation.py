@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from engine.outputs import RequestExplanation
 from engine.request import Request, RequestStatus
+from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
 
 
 def explain(
-    request: Request, seats: Seats, max_num_seqs: int, num_ahead: int, policy_name: str
+    request: Request, queue: RequestQueue, seats: Seats, max_num_seqs: int, policy_name: str
 ) -> RequestExplanation:
-    """How a request stands that has not ended; `num_ahead` counts who waits and goes before it."""
-    runs = request.status is RequestStatus.RUNNING
+    """How a request stands that has not ended. O(waiting)."""
+    position, reason = None, None
+    if request.status is not RequestStatus.RUNNING:
+        position = len(queue.ahead_of(request)) + 1
+        start = (
+            "It waits" if request.status is RequestStatus.WAITING else "It was preempted and waits to resume"
+        )
+        leader = queue.held_for(request.request_id)
+        if leader is not None:
+            reason = f"{start} until {leader} has computed the prompt tokens that both begin with."
+        elif position > 1:
+            others = "1 request" if position == 2 else f"{position - 1} requests"
+            reason = f"{start} behind {others} by policy {policy_name}."
+        else:
+            reason = f"{start} {_what_is_missing(request, seats, max_num_seqs)}."
     kv = seats.kv
     return RequestExplanation(
         request_id=request.request_id,
         status=request.status.value,
-        waits_because=None if runs else _reason(request, seats, max_num_seqs, num_ahead, policy_name),
-        position=None if runs else num_ahead + 1,
+        waits_because=reason,
+        position=position,
         preemptions=tuple(request.preemptions),
         num_known_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
@@ -26,17 +40,14 @@ def explain(
     )
 
 
-def _reason(request: Request, seats: Seats, max_num_seqs: int, num_ahead: int, policy_name: str) -> str:
-    start = "It waits" if request.status is RequestStatus.WAITING else "It was preempted and waits to resume"
-    if num_ahead:
-        others = "1 request" if num_ahead == 1 else f"{num_ahead} requests"
-        return f"{start} behind {others} by policy {policy_name}."
+def _what_is_missing(request: Request, seats: Seats, max_num_seqs: int) -> str:
+    """What the first in the queue waits for."""
     if len(seats) >= max_num_seqs:
-        return f"{start} for a seat: {len(seats)} of {max_num_seqs} requests run."
+        return f"for a seat: {len(seats)} of {max_num_seqs} requests run"
     if not seats.can_take(request):
-        needed = seats.kv.blocks_for(request.num_tokens)
+        needed, running = seats.kv.blocks_for(request.num_tokens), len(seats)
         return (
-            f"{start} for KV blocks: it needs {needed} and one must be left for each of {len(seats)} running "
-            f"requests; {seats.kv.num_free_blocks} are free."
+            f"for KV blocks: it needs {needed} and one must be left for each of {running} running requests; "
+            f"{seats.kv.num_free_blocks} are free"
         )
-    return f"{start} for the next step."
+    return "for the next step"

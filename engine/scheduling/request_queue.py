@@ -149,9 +149,10 @@ class RequestQueue:
         return self._held.get(request_id)
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """Those that would come out before this request, which may or may not wait here. O(n)."""
-        rank = _is_new(request), self._policy.key(request)
-        return [other for other in self if (_is_new(other), self._policy.key(other)) < rank]
+        """Those that would come out now before this request, which may or may not wait here. O(n)."""
+        rank, held = (_is_new(request), self._policy.key(request)), self._held
+        free = (other for other in self if other.request_id not in held)
+        return [other for other in free if (_is_new(other), self._policy.key(other)) < rank]
 
     def _leave_lane(self, request_id: str, name: str) -> None:
         lane = self._lanes[name]
