@@ -23,8 +23,7 @@ from tests.fakes import VOCAB_SIZE, expected_output
 from tests.virtual_time import run_in_virtual_time
 
 POLICIES = ("fcfs", "sjf", "priority", "deadline", "orca", "fair")
-PREEMPTIONS = ("recompute",)
-PREFIX_CACHING = (False,)
+PREEMPTIONS = ("recompute", "swap", "auto")
 Event = tuple[float, str | StepInputs]  # when, what
 
 FAULTY = 0.02  # the share of passes that fail, in runs with faults
@@ -92,6 +91,9 @@ class Draw(random.Random):
             max_num_batched_tokens=self.choice((1, 3, 8, 64)),
             max_model_len=max_model_len,
             policy=self.choice(POLICIES),
+            prefix_caching=self.choice((True, False)),
+            preemption=self.choice(PREEMPTIONS),
+            num_host_blocks=self.choice((0, needed, 4 * needed)),
         )
 
     def tokens(self, number: int) -> list[int]:
@@ -177,12 +179,20 @@ class Run:
         async with asyncio.TaskGroup() as group:
             for number, job in enumerate(self.scenario.jobs):
                 group.create_task(self._reply(number, job, origin))
+            for at_s in self.scenario.resets_s:
+                group.create_task(self._reset(at_s))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _note(self, event: str) -> None:
         self.outcome.trace.append((self._now(), event))
+
+    async def _reset(self, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        number = self.harness.parts.batcher.reset_prefix_cache()
+        self._note(f"{number} cached blocks forgotten")
+        self.outcome.seen["blocks forgotten"] += number
 
     async def _reply(self, number: int, job: Job, origin: float) -> None:
         await asyncio.sleep(origin + job.arrival_s - self._now())
