@@ -10,9 +10,9 @@ class BlockPool:
     """Hands out block ids and takes them back; every operation is O(1) a block.
 
     A block is either referenced (count >= 1) or free, never both. A free block whose contents are *kept* may
-    be referenced again, as it is, until it is taken for something else. Blocks are taken in LRU order, the one
-    released longest ago first, but kept ones only when there are no others. The free lists are linked maps, so
-    that a block may also be taken out of their middle in O(1).
+    be referenced again, as it is, until it is taken for something else. Blocks are taken in LRU order, the
+    one released longest ago first, but kept ones only when there are no others. The free lists are linked
+    maps, so that a block may also be taken out of their middle in O(1).
     """
 
     __slots__ = ("_free", "_free_kept", "_kept", "_ref_counts", "num_blocks")

@@ -22,7 +22,7 @@ from engine.outputs import BlockCopy, Int32
 class _Sequence:
     """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for.
 
-    Its first `num_published` blocks, all full, can be found in the prefix cache or equal ones can.
+    Its first `num_published` blocks, all full, were published, they or their equals.
     """
 
     row: int
@@ -35,9 +35,9 @@ class PagedKvManager:
     """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
 
     A sequence has a *row* from its first blocks until `free`; `block_tables[row]` lists its blocks, with 0
-    behind the last. Blocks may be shared, by forks and by sequences that begin with the same published blocks;
-    whoever writes into a block that is shared or published calls `copy_on_write` first. "Does not fit" is
-    False or None and changes nothing; an unknown request id is a KeyError.
+    behind the last. Blocks may be shared, by forks and by sequences that begin with the same published
+    blocks; whoever writes into a block that is shared or published calls `copy_on_write` first. "Does not
+    fit" is False or None and changes nothing; an unknown request id is a KeyError.
 
     Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
     where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
@@ -114,7 +114,7 @@ class PagedKvManager:
         return tuple(self._sequences[request_id].block_ids)
 
     def num_published(self, request_id: str) -> int:
-        """How many of the sequence's blocks, from the first on, are in the prefix cache, they or their equals."""
+        """How many of the sequence's blocks, from the first on, were published, they or their equals."""
         return self._sequences[request_id].num_published
 
     def __contains__(self, request_id: str) -> bool:
@@ -123,7 +123,7 @@ class PagedKvManager:
     # What changes it.
 
     def start(self, request_id: str, num_tokens: int, found: Sequence[int] = ()) -> bool:
-        """Give a new sequence a row and blocks for `num_tokens`, the first of them those `found` published."""
+        """Give a new sequence a row and blocks for `num_tokens`, the first being those `found` published."""
         assert request_id not in self._sequences, f"{request_id} already holds KV"
         free_found = sum(1 for block_id in found if self.pool.ref_count(block_id) == 0)
         missing = self.blocks_for(num_tokens) - len(found)

@@ -1,4 +1,4 @@
-"""SwapSpace: which host block holds what for a request that was swapped out, and the copies still to be done."""
+"""SwapSpace: which host blocks hold the KV of swapped-out requests, and the copies still to be done."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class SwapSpace:
     """Accounts for host blocks. A request holds some from `save` until `release`; ids only, no tensor.
 
     Copies are asked for by `save` and `restore`, handed out by `copies` for every step, and done when
-    `settle` says that the step gave its result. A step that did not leaves it unknown which of them were done:
-    `unsure` names whose saved contents may be wrong, since their device blocks may be overwritten by now.
-    What is being restored is still on the host, so that is simply asked for again.
+    `settle` says that the step gave its result. A step that did not leaves it unknown which of them were
+    done: `unsure` names whose saved contents may be wrong, since their device blocks may be overwritten by
+    now. What is being restored is still on the host, so that is simply asked for again.
     """
 
     def __init__(self, num_blocks: int) -> None:

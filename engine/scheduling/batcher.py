@@ -18,7 +18,7 @@ from engine.scheduling.cost_model import CostModel
 from engine.scheduling.deadlines import Load, earliest_finish_s
 from engine.scheduling.explanation import explain
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.preemption import PreemptionPolicy, SwapCost
+from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
 from engine.scheduling.step_inputs import NO_MOVES, build_step_inputs
@@ -41,6 +41,7 @@ class BatchConfig:
     prefix_caching: bool = False
     preemption: str = "recompute"
     max_preemptions: int = 8
+    kv_block_bytes: int = 0  # what swapping a block moves
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -93,7 +94,6 @@ class ContinuousBatcher:
         kv: PagedKvManager,
         policy: SchedulingPolicy,
         clock: Callable[[], float] = time.monotonic,
-        swap_cost: SwapCost | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -101,7 +101,8 @@ class ContinuousBatcher:
         self._policy = policy
         self._clock = clock
         self._queue = RequestQueue(policy)
-        preemption = PreemptionPolicy(config.preemption, config.max_preemptions, swap_cost)
+        cost = MeasuredSwapCost(self.costs, config.kv_block_bytes)
+        preemption = PreemptionPolicy(config.preemption, config.max_preemptions, cost)
         self._seats = Seats(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
         self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
         self._step_id = 0

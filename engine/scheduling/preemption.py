@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engine.errors import StartRefused
 from engine.request import Request
+from engine.scheduling.cost_model import CostModel
 from engine.scheduling.policy import PolicyKey
 
 MODES = ("auto", "recompute", "swap")
@@ -20,13 +21,30 @@ class SwapCost(Protocol):
         ...
 
 
+class MeasuredSwapCost:
+    """Compares what computing took lately with what copying `block_bytes` a block, both ways, did.
+
+    As long as nothing has been copied, copying is tried: that is how its rate becomes known.
+    """
+
+    def __init__(self, costs: CostModel, block_bytes: int) -> None:
+        self._costs = costs
+        self._block_bytes = block_bytes
+
+    def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
+        """False as long as nobody knows what computing takes."""
+        compute_s = self._costs.prefill_s(num_tokens)
+        swap_s = self._costs.swap_s(2 * num_blocks * self._block_bytes)
+        return compute_s is not None and (swap_s is None or swap_s < compute_s)
+
+
 class PreemptionPolicy:
     """`recompute` throws KV away, `swap` moves it to the host while there is room, `auto` takes the cheaper.
 
-    The oldest running request is never preempted, and nobody more than `max_preemptions` times: a request that
-    was is *spent*. It is seated again only with blocks for all it may ever need, so that it never asks for
-    more. If the oldest runs out of blocks beside none but spent requests it misses steps until one of them,
-    which all advance, has ended: work always goes on.
+    The oldest running request is never preempted, and nobody more than `max_preemptions` times: a request
+    that was is *spent*. It is seated again only with blocks for all it may ever need, so that it never asks
+    for more. If the oldest runs out of blocks beside none but spent requests it misses steps until one of
+    them, which all advance, has ended: work always goes on.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Seats:
         """Begin on what is published or saved of the request's KV."""
         kv, request_id = self.kv, request.request_id
         if request_id in kv.host and not kv.host.is_saved(request_id):
-            kv.host.release(request_id)  # no step has run since it gave its blocks up: the copy was never made
+            kv.host.release(request_id)  # no step has run since it gave its blocks up: nothing was copied
             request.num_computed_tokens = 0
         found = self._find(request)
         if not kv.start(request_id, self._tokens_to_hold(request), found):
@@ -235,7 +235,7 @@ class Seats:
         return preempted, stalled
 
     def preempt(self, request: Request, *, may_swap: bool = True) -> None:
-        """Take a running request's seat, and move its KV to the host or throw it away. The caller queues it."""
+        """Take a running request's seat, and move its KV to the host or drop it. The caller queues it."""
         request_id, host = request.request_id, self.kv.host
         num_blocks = self.kv.blocks_for(request.num_computed_tokens)
         swapped = True
@@ -306,10 +306,11 @@ class Seats:
         self._forget_forks()
 
     def undo_moves(self, moves: BlockMoves) -> tuple[str, ...]:
-        """Nobody knows which moves a step did: ask for them again, or compute again what cannot be moved again.
+        """Nobody knows which moves a step did: ask for them again where that is possible.
 
         Blocks are scrubbed, and brought back from the host, once more. What was copied or saved may have
-        changed since: a fork computes all of its last block, and those returned, who wait, have lost their KV.
+        changed since: a fork computes its last block from the start, and those returned, who all wait, have
+        lost their KV.
         """
         self.scrub(moves.scrub)
         for request in self._forked:
