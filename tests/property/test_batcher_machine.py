@@ -54,7 +54,7 @@ class BatcherMachine(RuleBasedStateMachine):
         tokens=st.sampled_from([1, 2, 3, 5, 8, 64]),
         prefill=st.sampled_from([1, 4, 64]),
         decodes=st.integers(1, 6),
-        policy=st.sampled_from(["fcfs", "priority", "aging"]),
+        policy=st.sampled_from(["fcfs", "priority", "aging", "sjf", "deadline", "orca", "fair"]),
     )
     def start(
         self,
@@ -74,7 +74,7 @@ class BatcherMachine(RuleBasedStateMachine):
             max_prefill_tokens=min(prefill, tokens),
             max_decode_seqs=min(decodes, seats),
             max_model_len=MAX_MODEL_LEN,
-            policy="fcfs" if policy == "fcfs" else "priority",
+            policy="priority" if policy == "aging" else policy,
             aging_s=2.0 if policy == "aging" else 0.0,
             clock=self.clock,
         )
@@ -83,8 +83,13 @@ class BatcherMachine(RuleBasedStateMachine):
 
     # What may happen.
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), priority=st.sampled_from([-10, 0, 0, 10]))
-    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        priority=st.sampled_from([-10, 0, 0, 10]),
+        tenant=st.sampled_from([None, "x", "y"]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, priority: int, tenant: str | None) -> None:
         self.clock.advance(1.0)
         self.num_arrivals += 1
         request = make_request(
@@ -101,8 +106,23 @@ class BatcherMachine(RuleBasedStateMachine):
             except ContextLengthExceeded:
                 return
             raise AssertionError("accepted what cannot fit")
+        request.tenant = tenant
         self.batcher.add(request)
         self.alive[request.request_id] = request
+
+    @precondition(lambda self: bool(self.alive))
+    @rule(
+        choice=st.integers(0, 1000),
+        priority=st.one_of(st.none(), st.integers(-2, 2)),
+        deadline=st.one_of(st.none(), st.floats(100.0, 200.0)),
+    )
+    def reprioritize(self, choice: int, priority: int | None, deadline: float | None) -> None:
+        request = list(self.alive.values())[choice % len(self.alive)]
+        assert self.batcher.reprioritize(request.request_id, priority=priority, deadline=deadline)
+        explanation = self.batcher.explain(request.request_id)
+        assert explanation is not None
+        runs = request.status is RequestStatus.RUNNING
+        assert runs == (explanation.position is None) == (explanation.waits_because is None)
 
     @precondition(lambda self: self.flying is None)
     @rule()
