@@ -95,7 +95,8 @@ class FakeRunner:
             sequence = int(np.searchsorted(ends, token_row, side="right"))
             length = int(inputs.positions[token_row]) + 1
             prefix = self._read(inputs.block_tables[sequence], length)
-            tokens.append(next_token(prefix, int(inputs.sampling.seed[row])))
+            seed = int(inputs.sampling.seed[row]) if inputs.sampling.temperature[row] else 0  # greedy
+            tokens.append(next_token(prefix, seed))
             error = self.row_errors(self.num_steps, row) if self.row_errors else None
             if error is not None:
                 errors[row] = error
