@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import SampledRows
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from tests.bench.sim.cost import GPU_LIKE, StepCost
@@ -30,6 +30,8 @@ class Server:
     max_model_len: int = 2048
     policy: str = "fcfs"
     aging_s: float = 0.0
+    prefix_caching: bool = False
+    keeps_deadlines: bool = False  # refuses what cannot meet its deadline, and ends what has missed it
 
     @property
     def num_slots(self) -> int:
@@ -44,6 +46,7 @@ class Server:
             max_prefill_tokens=self.max_num_batched_tokens,
             max_decode_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            prefix_caching=self.prefix_caching,
         )
         blocks_per_seq = -(-self.max_model_len // self.block_size)
         kv = PagedKvManager(self.num_blocks, self.block_size, self.max_num_seqs, blocks_per_seq)
@@ -65,6 +68,7 @@ class Simulation:
         self.num_steps = 0
         self.batcher = server.make_batcher(lambda: self.now)
         self.requests: dict[str, Request] = {}  # those that have not ended
+        self.ended: list[Request] = []  # those that the last step ended
         self._outcomes = [Outcome(arrival) for arrival in trace]
         self._by_id: dict[str, Outcome] = {}
         self._coming = deque(enumerate(self._outcomes))
@@ -76,6 +80,8 @@ class Simulation:
             if not self.batcher.has_work:
                 self.now = max(self.now, self._coming[0][1].arrival.time)
             self._take_in()
+            if self.server.keeps_deadlines:
+                self._expire()
             self._step()
         assert self.batcher.kv.num_used_blocks == 0, "the simulation leaks blocks"
         return Run(self._outcomes, self.now, self.num_steps)
@@ -89,9 +95,19 @@ class Simulation:
         while self._coming and self._coming[0][1].arrival.time <= self.now:
             number, outcome = self._coming.popleft()
             request = make_request(number, outcome.arrival)
+            if self.server.keeps_deadlines and not self.batcher.can_meet(request):
+                outcome.refused = True
+                continue
             self._by_id[request.request_id] = outcome
             self.requests[request.request_id] = request
             self.batcher.add(request)
+
+    def _expire(self) -> None:
+        late = [r for r in self.requests.values() if r.deadline is not None and r.deadline <= self.now]
+        for request in late:
+            self.batcher.finish(request.request_id, FinishReason.DEADLINE)
+            self._by_id[request.request_id].expired = True
+            self._close(request)
 
     def _step(self) -> None:
         decision = self.batcher.step()
@@ -99,8 +115,12 @@ class Simulation:
             return
         seconds = self.server.cost.step_s(decision.num_prefill_tokens, decision.num_decode_tokens)
         self.now += seconds
+        self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         self.num_steps += 1
-        for token in self.batcher.commit(decision, SampledRows([ANY_TOKEN] * len(decision.inputs.logits_rows))):
+        self.ended.clear()
+        for token in self.batcher.commit(
+            decision, SampledRows([ANY_TOKEN] * len(decision.inputs.logits_rows))
+        ):
             request = token.request
             outcome = self._by_id[request.request_id]
             outcome.token_times.append(self.now)
@@ -115,7 +135,7 @@ class Simulation:
         outcome.seated_time = request.first_scheduled_time
         outcome.num_cached_tokens = request.num_cached_tokens
         outcome.num_preemptions = request.num_preemptions
-        del self.requests[request.request_id]
+        self.ended.append(self.requests.pop(request.request_id))
 
 
 def make_request(number: int, arrival: Arrival) -> Request:

@@ -75,7 +75,9 @@ def bimodal_lengths(short: tuple[int, int], long: tuple[int, int], share_long: f
 
     def draw(rng: random.Random) -> tuple[int, int]:
         prompt, output = long if rng.random() < share_long else short
-        return max(1, round(prompt * rng.uniform(0.75, 1.25))), max(1, round(output * rng.uniform(0.75, 1.25)))
+        return max(1, round(prompt * rng.uniform(0.75, 1.25))), max(
+            1, round(output * rng.uniform(0.75, 1.25))
+        )
 
     return draw
 
