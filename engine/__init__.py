@@ -17,7 +17,7 @@ from engine.errors import (
     UnsupportedModel,
 )
 from engine.host_tuning import prepare_process, settle_memory
-from engine.outputs import TokenLogprobs
+from engine.outputs import RequestExplanation, TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 
@@ -56,6 +56,7 @@ __all__ = [
     "OutputDelta",
     "Overloaded",
     "Priority",
+    "RequestExplanation",
     "RequestFailed",
     "RequestRejected",
     "RequestStream",

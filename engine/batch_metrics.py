@@ -72,6 +72,8 @@ class BatchMetrics:
     engine_errors: Counter[str] = field(default_factory=Counter)  # by stage
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked for
+    prefix_cache_hits: int = 0  # prompt tokens found
     generation_tokens: int = 0
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token_latency: Histogram = field(default_factory=_token_latency)

@@ -7,14 +7,23 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.admission import Admission, Permit, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
 from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.errors import ContextLengthExceeded, EngineDead, EngineError, Overloaded, RequestFailed
+from engine.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    Overloaded,
+    RequestFailed,
+)
 from engine.open_requests import OpenRequests
+from engine.outputs import RequestExplanation
 from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
 from engine.text.detokenizer import Detokenizer
@@ -134,13 +143,14 @@ class Engine:
         if self._parts is None:
             return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
         batcher = self._parts.batcher
+        kv_blocks_cached = batcher.kv.num_cached_blocks
         return EngineGauges(
             num_requests_running=batcher.num_running,
             num_requests_waiting=batcher.num_waiting,
-            num_requests_swapped=0,
+            num_requests_swapped=batcher.num_swapped,
             kv_blocks_used=batcher.kv.num_used_blocks,
-            kv_blocks_cached=0,
-            kv_blocks_free=batcher.kv.num_free_blocks,
+            kv_blocks_cached=kv_blocks_cached,
+            kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
             heartbeat_age_s=self._heartbeat_age_s,
         )
 
@@ -227,11 +237,46 @@ class Engine:
 
     def _check_deadline(self, record: Request) -> None:
         """Refuse, and count, what could not be finished in time even if all goes well."""
-        if record.deadline is None or record.deadline > self._clock():
+        if record.deadline is None:
             return
+        if record.deadline <= self._clock():
+            refusal = deadline_passed(record)
+        elif self._loaded.batcher.can_meet(record):
+            return
+        else:
+            limit_s = record.deadline - record.arrival_time
+            refusal = DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")
         self.metrics.deadlines_missed += 1
         self.metrics.requests_rejected["deadline_exceeded"] += 1
-        raise deadline_passed(record)
+        raise refusal
+
+    def reprioritize(
+        self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
+    ) -> bool:
+        """Rank an open request anew from the next step on; False when there is no such request any more.
+
+        `deadline_s` counts from its arrival, like the one it came with; one that has passed ends it at once.
+        None leaves as it is what there is.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        deadline = None if deadline_s is None else request.arrival_time + deadline_s
+        self._loaded.batcher.reprioritize(request_id, priority=priority, deadline=deadline)
+        self._time_limits.watch(request)
+        return True
+
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """How an open request stands, its preemptions dated in seconds ago; None when there is none."""
+        found = self._loaded.batcher.explain(request_id) if request_id in self._requests else None
+        if found is None:
+            return None
+        now = self._clock()
+        return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no request uses; how many they were. Raises Overloaded (loading)."""
+        return self._loaded.batcher.reset_prefix_cache()
 
     def _check_open(self) -> None:
         if self.state is EngineState.DEAD:

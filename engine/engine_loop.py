@@ -120,7 +120,8 @@ class EngineLoop:
         started = self._step_started = self._clock()
         decision = self._batcher.step()
         if decision.preempted:
-            self._metrics.preemptions["recompute"] += len(decision.preempted)
+            self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
+            self._metrics.preemptions["swap"] += len(decision.swapped)
         if decision.inputs is None:
             self._note_empty_step()
         else:
@@ -131,8 +132,16 @@ class EngineLoop:
                 now = self._clock()
                 self._deliver(self._batcher.commit(decision, result.rows), result.rows, now)
                 self._record(decision, now - started)
+                self._learn_costs(decision, result)
         self._measure_drain(self._clock() - started)
         self._step_started = None
+
+    def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
+        costs = self._batcher.costs
+        seconds = result.forward_s + result.sample_s
+        costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        if result.swap_bytes:
+            costs.observe_swap(result.swap_bytes, result.swap_s)
 
     def _measure_drain(self, seconds: float) -> None:
         num_ended = self._requests.num_ended

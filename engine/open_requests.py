@@ -163,6 +163,9 @@ class OpenRequests:
         metrics = self._metrics
         metrics.prompt_tokens += request.num_prompt_tokens
         metrics.prompt_tokens_cached += request.num_cached_tokens
+        if request.block_hashes:  # looked for
+            metrics.prefix_cache_queries += request.num_prompt_tokens
+            metrics.prefix_cache_hits += request.num_cached_tokens
         metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
         metrics.request_queue_time.observe(timing.queue_s)
         if timing.time_to_first_token_s is not None:
