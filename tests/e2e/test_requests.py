@@ -119,7 +119,8 @@ async def test_only_the_key_that_made_a_request_may_touch_it() -> None:
 
 
 async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
-    hold, order = Hold(3), []
+    hold = Hold(3)
+    order: list[asyncio.Task[RawReply]] = []
     async with running_engine(ONE_SEAT, before=hold) as harness, server_url(harness.engine) as url:
         first = generate(url, "first", 5)
         await hold.begun()
@@ -127,12 +128,12 @@ async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
         for name in ("second", "third"):
             tasks.append(generate(url, name, 5))
             await wait_for_queue(url, name)
-            tasks[-1].add_done_callback(lambda _, name=name: order.append(name))
+            tasks[-1].add_done_callback(order.append)
         reply = await ask(url, "PATCH", "/v1/requests/third", {"priority": -10})
         assert reply.json()["choices"][0]["position"] == 1
         hold.go()
         await asyncio.gather(first, *tasks)
-    assert order == ["third", "second"]
+    assert order == [tasks[1], tasks[0]]
 
 
 async def test_a_new_deadline_counts_from_arrival() -> None:
@@ -168,7 +169,7 @@ async def test_a_wrong_change_is_400_and_named(patch: object, param: str | None)
 @pytest.mark.parametrize("how", ["field", "header", "timeout"])
 async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -> None:
     hold = Hold(1)
-    fields = {"deadline_ms": 200.5} if how == "field" else {}
+    fields: dict[str, Any] = {"deadline_ms": 200.5} if how == "field" else {}
     headers = {"x-request-deadline-ms": "200"} if how == "header" else {}
     server = {"request_timeout": 0.2} if how == "timeout" else {}
     async with running_engine(before=hold) as harness, server_url(harness.engine, **server) as url:
@@ -218,6 +219,28 @@ async def test_choices_of_one_prompt_compute_it_once() -> None:
         reply = await ask(url, "POST", PATH, body)
     assert len({choice["text"] for choice in reply.json()["choices"]}) == 1
     assert sum(scheduled) < 2 * len(prompt)
+
+
+async def test_a_shared_prefix_is_reported_as_cached_until_it_is_reset() -> None:
+    shape = EngineShape(prefix_caching=True)
+    body = {"prompt": list(range(40)), "max_tokens": 4, "temperature": 0}
+    async with running_engine(shape) as harness, server_url(harness.engine) as url:
+
+        async def cached(**fields: Any) -> int:
+            usage = (await ask(url, "POST", PATH, {**body, **fields})).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached(), await cached(), await cached(cache_salt="mine")] == [0, 36, 0]
+        assert harness.engine.gauges().kv_blocks_cached == 20
+        page = (await ask(url, "GET", "/metrics")).body.decode()
+        assert (await ask(url, "POST", "/reset_prefix_cache")).json() == {"num_freed_blocks": 20}
+        assert await cached() == 0
+    for name, count in (
+        ("prompt_tokens_cached", 36),
+        ("prefix_cache_hits", 36),
+        ("prefix_cache_queries", 120),
+    ):
+        assert f'slipstream_{name}_total{{model_name="test-model"}} {count}.0' in page
 
 
 async def test_a_stream_s_requests_are_forgotten_when_it_ends() -> None:
