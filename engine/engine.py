@@ -274,6 +274,10 @@ class Engine:
         now = self._clock()
         return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
 
+    def tenant_shares(self) -> dict[str, float]:
+        """Each tenant's share of the tokens of late, a bounded number of them by name."""
+        return self._requests.shares.shares()
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no request uses; how many they were. Raises Overloaded (loading)."""
         return self._loaded.batcher.reset_prefix_cache()

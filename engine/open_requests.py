@@ -12,6 +12,7 @@ from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, Request
 from engine.scheduling.batcher import CommittedToken
 from engine.stream import Finish, RequestStream, RequestTiming
+from engine.tenant_shares import TenantShares
 from engine.time_limits import TimeLimits
 
 GRAVITY = (
@@ -65,6 +66,7 @@ class OpenRequests:
         self._metrics = metrics
         self._clock = clock
         self._time_limits = time_limits
+        self.shares = TenantShares(clock)
         self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
@@ -133,6 +135,7 @@ class OpenRequests:
         timing = self._timing(request, stream)
         self._groups.close(request.request_id, reason)
         self._count(request, timing)
+        self.shares.count(request.tenant, request.num_tokens)
         if not self._requests:
             self._none_open.set()
         stream.finish(

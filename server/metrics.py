@@ -75,6 +75,8 @@ class EngineCollector(Collector):
         engine, http = self._context.engine, self._context.http
         metrics, gauges = engine.metrics, engine.gauges()
         yield from self._gauges(gauges)
+        shares = [({"tenant": tenant}, share) for tenant, share in engine.tenant_shares().items()]
+        yield self._gauge("tenant_share_ratio", "Share of the last minute's tokens.", shares)
         for name, text, field in _COUNTERS:
             yield self._counter(name, text, getattr(metrics, field))
         yield self._counter("ignored_parameters", "Unknown request fields.", http.ignored_parameters)
