@@ -36,7 +36,7 @@ class TenantShares:
             del self._tokens[min(self._tokens, key=self._tokens.__getitem__)]
 
     def shares(self) -> dict[str, float]:
-        """Each tenant's share, the largest MAX_SHOWN by name and the rest as OTHERS; they add up to 1, at rest to 0."""
+        """Each tenant's share, the largest MAX_SHOWN by name and the rest as OTHERS; their sum is 1, or 0."""
         total = sum(self._tokens.values())
         if total <= 0:
             return {ANONYMOUS: 0.0}
