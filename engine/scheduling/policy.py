@@ -74,23 +74,24 @@ class SjfPolicy(SchedulingPolicy):
     """Fewest remaining tokens first, with a bound on overtaking, so that long requests do not starve.
 
     Time is counted in work: a request's *turn* is all the work, in tokens, that ever arrived up to and with
-    it, and its *backlog* what waited before it then. The key is its turn plus what it may be put off by,
-    which grows with its remaining tokens, but never exceeds MAX_PUT_OFF backlogs. A request that arrives
-    later has a turn greater by its own work at least, so whoever overtakes arrived within that much work:
-    all overtakers together are at most MAX_PUT_OFF backlogs. First come, first served does one backlog
-    before it, so with the same rate of work nobody waits more than MAX_PUT_OFF + 1 = 10 times as long here.
+    it, and its *backlog* what was unfinished then. The key is its turn plus what it may be put off by, which
+    grows with its remaining tokens, but never exceeds MAX_PUT_OFF backlogs. A request that arrives later has
+    a turn greater by its own work at least, so whoever overtakes arrived within that much work: all
+    overtakers together are at most MAX_PUT_OFF backlogs. First come, first served does one backlog before it,
+    so one request at a time, nobody waits more than MAX_PUT_OFF + 1 = 10 times as long here as there.
     """
 
     name = "sjf"
     ranks_newcomers = False
 
     MAX_PUT_OFF = 9  # backlogs
-    PUT_OFF_PER_TOKEN = 32  # below the bound, one token less outranks this much work having arrived before
+    PUT_OFF_PER_TOKEN = 8  # below the bound, one token less outranks this much work having arrived before
 
     def __init__(self) -> None:
         self._arrived = 0
         self._waiting: dict[str, int] = {}
-        self._backlog = 0  # the sum of `_waiting`
+        self._num_waiting_tokens = 0  # the sum of `_waiting`
+        self._dequeued: dict[str, Request] = {}  # those that run, and some that have ended
 
     def key(self, request: Request) -> PolicyKey:
         """The turn up to which others may overtake, then arrival."""
@@ -100,17 +101,22 @@ class SjfPolicy(SchedulingPolicy):
         return (request.turn_tokens + put_off, request.arrival)
 
     def enqueue(self, request: Request) -> None:
-        """Note a new request's turn and backlog; a preempted one keeps its own."""
+        """Note a new request's turn and backlog; a preempted one keeps its own. O(running)."""
+        self._dequeued.pop(request.request_id, None)
         remaining = request.num_remaining_tokens
         if request.turn_tokens == 0:
             self._arrived += remaining
-            request.turn_tokens, request.backlog_tokens = self._arrived, self._backlog
+            request.turn_tokens = self._arrived
+            self._dequeued = {name: other for name, other in self._dequeued.items() if not other.is_finished}
+            running = sum(other.num_remaining_tokens for other in self._dequeued.values())
+            request.backlog_tokens = self._num_waiting_tokens + running
         self._waiting[request.request_id] = remaining
-        self._backlog += remaining
+        self._num_waiting_tokens += remaining
 
     def dequeue(self, request: Request) -> None:
-        """Its work is no longer waiting."""
-        self._backlog -= self._waiting.pop(request.request_id)
+        """Its work is no longer waiting; it may be running."""
+        self._num_waiting_tokens -= self._waiting.pop(request.request_id)
+        self._dequeued[request.request_id] = request
 
 
 class PriorityPolicy(SchedulingPolicy):

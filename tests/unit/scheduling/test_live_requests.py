@@ -190,3 +190,13 @@ def test_only_those_that_go_first_count(policy: str, can: bool) -> None:
     for i in range(5):
         batcher.add(make_request(f"r{i}", arrival=i, max_tokens=50))
     assert batcher.can_meet(urgent(NEEDED_S * 1.02)) is can
+
+
+def test_a_prefix_is_being_computed_by_another() -> None:
+    batcher = make_batcher(max_num_batched_tokens=4, prefix_caching=True)
+    prompt = range(12)
+    seated(batcher, make_request("a", prompt), make_request("b", prompt, arrival=1))
+    batcher.step()
+    assert waits_because(batcher, "b") == (
+        "It waits until a has computed the prompt tokens that both begin with."
+    )

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import StartRefused
-from engine.request import Priority, Request
+from engine.request import Priority, Request, RequestStatus
 from engine.scheduling.fairness import FairnessWeights
 from engine.scheduling.policy import FairPolicy, SchedulingPolicy, make_policy
 from tests.factories import make_request
@@ -164,3 +164,15 @@ def test_each_policy_goes_by_its_name(name: str) -> None:
 def test_a_policy_has_to_rank() -> None:
     with pytest.raises(NotImplementedError):
         SchedulingPolicy().key(make_request())
+
+
+def test_sjf_counts_what_runs_as_backlog_until_it_ends() -> None:
+    policy = make_policy("sjf", 0.0)
+    running, ended, late = make_request("a"), make_request("b", arrival=1), make_request("c", arrival=2)
+    for request in (running, ended):
+        policy.enqueue(request)
+        policy.dequeue(request)
+    running.num_computed_tokens = 5
+    ended.status = RequestStatus.FINISHED
+    policy.enqueue(late)
+    assert late.backlog_tokens == 7
