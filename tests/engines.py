@@ -74,6 +74,7 @@ def make_parts(
         max_model_len=shape.max_model_len,
         prefix_caching=shape.prefix_caching,
         preemption=shape.preemption,
+        kv_block_bytes=shape.block_size,
     )
     kv = PagedKvManager(
         num_blocks=shape.num_blocks,

@@ -85,7 +85,7 @@ class Draw(random.Random):
         max_model_len = self.choice((16, 40))
         needed = -(-max_model_len // block_size)
         return EngineShape(
-            num_blocks=needed + self.randrange(2 * needed),
+            num_blocks=needed + self.randrange(needed + 1),
             block_size=block_size,
             max_num_seqs=self.randint(1, 8),
             max_num_batched_tokens=self.choice((1, 3, 8, 64)),
@@ -190,7 +190,7 @@ class Run:
 
     async def _reset(self, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        number = self.harness.parts.batcher.reset_prefix_cache()
+        number = self.harness.engine.reset_prefix_cache()
         self._note(f"{number} cached blocks forgotten")
         self.outcome.seen["blocks forgotten"] += number
 
@@ -239,14 +239,21 @@ class Run:
     async def _change(self, job: Job, streams: Sequence[RequestStream]) -> None:
         arrival = self._now()
         for at_s, what, value in job.changes:
-            await asyncio.sleep(arrival + at_s - self._now())
             name = streams[value % len(streams)].request_id
+            await asyncio.sleep(arrival + at_s - self._now())
+            engine = self.harness.engine
+            explanation = engine.explain(name)
             if what == "cancel":
-                done = self.harness.engine.cancel(name)
+                done = engine.cancel(name)
+            elif what == "priority":
+                done = engine.reprioritize(name, priority=value)
             else:
-                continue
+                done = engine.reprioritize(name, deadline_s=max(0, value) / 100)
+            assert done is (explanation is not None), name
+            if explanation is not None:
+                assert (explanation.waits_because is None) is (explanation.status == "running"), name
             self._note(f"{name} {what} {value}: {done}")
-            self.outcome.seen[what] += done
+            self.outcome.seen[f"changed: {what}"] += done
 
     def _check(self, job: Job, name: str, seed: int, result: Collected) -> None:
         """The text is the serial text, up to where the request ended, and it ended for a reason it has."""
