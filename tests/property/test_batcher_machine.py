@@ -55,7 +55,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 8]),
-        spare_blocks=st.integers(0, 40),
+        spare_blocks=st.one_of(st.just(0), st.integers(0, 40)),
         seats=st.integers(1, 6),
         tokens=st.sampled_from([1, 2, 3, 5, 8, 64]),
         prefill=st.sampled_from([1, 4, 64]),
@@ -113,6 +113,12 @@ class BatcherMachine(RuleBasedStateMachine):
         self, prompt: list[int], max_tokens: int, priority: int, tenant: str | None, salt: str | None
     ) -> None:
         self.queue(prompt, max_tokens, tenant=tenant, priority=priority, cache_salt=salt)
+
+    @rule(prompt=PROMPTS, max_tokens=st.lists(st.integers(1, 23), min_size=2, max_size=6))
+    def burst(self, prompt: list[int], max_tokens: list[int]) -> None:
+        """Several with one prompt, cut so that they fit."""
+        for number in max_tokens:
+            self.queue(prompt[: MAX_MODEL_LEN - number], number)
 
     @precondition(lambda self: bool(self.alive))
     @rule(choice=st.integers(0, 1000), max_tokens=st.integers(1, 12), num_choices=st.integers(1, 3))
