@@ -6,13 +6,14 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check bench clean
+.PHONY: help serve test test-all check bench sim clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
+	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -40,6 +41,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+sim: $(STAMP)
+	@$(BIN)/python -m tests.bench.sim $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

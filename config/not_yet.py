@@ -42,10 +42,6 @@ def _only_default(key: str) -> NotYet:
 
 NOT_YET = (
     NotYet("model.compile", exactly("on"), "use auto or off"),
-    NotYet("cache.swap_space", other_than(0), "use 0 or leave it out"),
-    NotYet("cache.prefix_caching", exactly(True), "use --no-prefix-caching or leave it out"),
-    NotYet("scheduler.scheduling_policy", other_than("fcfs", "priority"), "use fcfs or priority"),
-    NotYet("scheduler.preemption", exactly("swap"), "use auto or recompute"),
     NotYet("speculation.speculative_method", other_than("none", "auto"), "use none or auto"),
     *(
         _only_default(f"speculation.{name}")
@@ -63,8 +59,6 @@ NOT_YET = (
     *(
         _only_default(f"server.{name}")
         for name in (
-            "queue_timeout",
-            "request_timeout",
             "stall_timeout",
             "read_timeout",
             "max_connections",

@@ -6,6 +6,7 @@ from engine.engine import Engine
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.errors import (
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     InvalidRequest,
@@ -16,7 +17,7 @@ from engine.errors import (
     UnsupportedModel,
 )
 from engine.host_tuning import prepare_process, settle_memory
-from engine.outputs import TokenLogprobs
+from engine.outputs import RequestExplanation, TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 
@@ -31,13 +32,16 @@ def build_engine(settings: Settings) -> Engine:
         return load_parts(settings)
 
     server = settings.server
-    limits = EngineLimits(server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout)
+    limits = EngineLimits(
+        server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout, server.queue_timeout
+    )
     return Engine(load, limits)
 
 
 __all__ = [
     "BatchMetrics",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "Engine",
     "EngineDead",
     "EngineError",
@@ -52,6 +56,7 @@ __all__ = [
     "OutputDelta",
     "Overloaded",
     "Priority",
+    "RequestExplanation",
     "RequestFailed",
     "RequestRejected",
     "RequestStream",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
@@ -35,12 +36,16 @@ class Admission:
     """Bounds what waits, by requests and by prompt tokens. Loop thread only.
 
     `num_preparing` counts requests between their permit and the queue: being tokenized, mostly.
+    `retry_after_s(n)` says in how many seconds n requests will have ended.
     """
 
-    def __init__(self, max_queued_requests: int, max_queued_tokens: int) -> None:
+    def __init__(
+        self, max_queued_requests: int, max_queued_tokens: int, retry_after_s: Callable[[int], int]
+    ) -> None:
         self.max_queued_requests = max_queued_requests
         self.max_queued_tokens = max_queued_tokens
         self.num_preparing = 0
+        self._retry_after_s = retry_after_s
 
     def admit(self, num_requests: int, num_waiting: int) -> Permit:
         """Take places for `num_requests`, or raise Overloaded naming the limit."""
@@ -49,17 +54,19 @@ class Admission:
             raise Overloaded(
                 f"The queue is full: {queued} requests wait, the limit is {self.max_queued_requests}.",
                 code="queue_full",
+                retry_after_s=self._retry_after_s(queued),
             )
         self.num_preparing += num_requests
         return Permit(self, num_requests)
 
-    def check_tokens(self, num_tokens: int, num_waiting_tokens: int) -> None:
+    def check_tokens(self, num_tokens: int, num_waiting_tokens: int, num_waiting: int) -> None:
         """Raise Overloaded when a prompt of `num_tokens` overfills the queue; an empty queue takes any."""
         if num_waiting_tokens and num_waiting_tokens + num_tokens > self.max_queued_tokens:
             raise Overloaded(
                 f"The queue is full: {num_waiting_tokens} prompt tokens wait, "
                 f"the limit is {self.max_queued_tokens}.",
                 code="queue_full",
+                retry_after_s=self._retry_after_s(num_waiting),
             )
 
 

@@ -68,9 +68,12 @@ class BatchMetrics:
     requests_rejected: Counter[str] = field(default_factory=Counter)  # by the code of Overloaded
     request_aborts: Counter[str] = field(default_factory=Counter)  # disconnect, cancel, drain, timeout
     preemptions: Counter[str] = field(default_factory=Counter)  # recompute, swap
+    deadlines_missed: int = 0  # requests ended by their deadline, or refused because they could not meet it
     engine_errors: Counter[str] = field(default_factory=Counter)  # by stage
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked for
+    prefix_cache_hits: int = 0  # prompt tokens found
     generation_tokens: int = 0
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token_latency: Histogram = field(default_factory=_token_latency)

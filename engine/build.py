@@ -29,7 +29,9 @@ def load_parts(settings: Settings) -> EngineParts:
     block_size = settings.cache.kv_block_size
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)
-    runner = ModelRunner(loaded, num_blocks, block_size, Sampler(loaded.vocab_size, loaded.device))
+    num_host_blocks = count_host_blocks(settings, block_bytes)
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks)
     runner.self_check()
     runner.warm_up()
     info = EngineInfo(
@@ -42,7 +44,9 @@ def load_parts(settings: Settings) -> EngineParts:
         kv_bytes=num_blocks * block_bytes,
         has_chat_template=tokenizer.has_chat_template,
     )
-    return EngineParts(runner, make_batcher(settings, info), tokenizer, loaded.eos_token_ids, info)
+    return EngineParts(
+        runner, make_batcher(settings, info, num_host_blocks), tokenizer, loaded.eos_token_ids, info
+    )
 
 
 def use_compute_threads() -> None:
@@ -87,7 +91,14 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     return num_blocks
 
 
-def make_batcher(settings: Settings, info: EngineInfo) -> ContinuousBatcher:
+def count_host_blocks(settings: Settings, block_bytes: int) -> int:
+    """How many K/V blocks --swap-space holds; none when nothing is ever swapped."""
+    if settings.scheduler.preemption == "recompute":
+        return 0
+    return settings.cache.swap_space // block_bytes
+
+
+def make_batcher(settings: Settings, info: EngineInfo, num_host_blocks: int) -> ContinuousBatcher:
     """The scheduler with its limits, policy and KV accounting."""
     scheduler = settings.scheduler
     config = BatchConfig(
@@ -96,12 +107,16 @@ def make_batcher(settings: Settings, info: EngineInfo) -> ContinuousBatcher:
         max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
         max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
         max_model_len=info.max_model_len,
+        prefix_caching=settings.cache.prefix_caching,
+        preemption=scheduler.preemption,
+        kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
     )
     kv = PagedKvManager(
         num_blocks=info.num_kv_blocks,
         block_size=info.kv_block_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
+        num_host_blocks=num_host_blocks,
     )
     return ContinuousBatcher(
         config, kv, make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)

@@ -7,17 +7,27 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.admission import Admission, Permit, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
 from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.errors import ContextLengthExceeded, EngineDead, Overloaded, RequestFailed
+from engine.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    Overloaded,
+    RequestFailed,
+)
 from engine.open_requests import OpenRequests
+from engine.outputs import RequestExplanation
 from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
 from engine.text.detokenizer import Detokenizer
+from engine.time_limits import TimeLimits, deadline_passed
 
 log = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
@@ -40,10 +50,13 @@ class Engine:
         self._limits = limits or EngineLimits()
         self._clock = clock
         self._executors = executors or Executors.threads()
-        self._admission = Admission(self._limits.max_queued_requests, self._limits.max_queued_tokens)
+        self._admission = Admission(
+            self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
+        )
         self.state = EngineState.LOADING
         self.metrics = BatchMetrics()
-        self._requests = OpenRequests(self.metrics, clock)
+        self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
+        self._requests = OpenRequests(self.metrics, clock, self._time_limits)
         self._num_arrivals = 0
         self._parts: EngineParts | None = None
         self._loop: EngineLoop | None = None
@@ -130,13 +143,14 @@ class Engine:
         if self._parts is None:
             return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
         batcher = self._parts.batcher
+        kv_blocks_cached = batcher.kv.num_cached_blocks
         return EngineGauges(
             num_requests_running=batcher.num_running,
             num_requests_waiting=batcher.num_waiting,
-            num_requests_swapped=0,
+            num_requests_swapped=batcher.num_swapped,
             kv_blocks_used=batcher.kv.num_used_blocks,
-            kv_blocks_cached=0,
-            kv_blocks_free=batcher.kv.num_free_blocks,
+            kv_blocks_cached=kv_blocks_cached,
+            kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
             heartbeat_age_s=self._heartbeat_age_s,
         )
 
@@ -190,17 +204,21 @@ class Engine:
     def submit(self, request: GenerationRequest) -> RequestStream:
         """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
 
-        Raises InvalidRequest (ContextLengthExceeded), Overloaded or EngineDead; nothing is kept then.
+        Raises InvalidRequest (ContextLengthExceeded), Overloaded, DeadlineExceeded or EngineDead; nothing is
+        kept then.
         """
         check_prompt(request, self.info.max_model_len, self.info.vocab_size)
         batcher = self._loaded.batcher
         try:
             self._check_open()
-            self._admission.check_tokens(len(request.prompt_token_ids), batcher.num_waiting_tokens)
+            self._admission.check_tokens(
+                len(request.prompt_token_ids), batcher.num_waiting_tokens, batcher.num_waiting
+            )
         except Overloaded as refusal:
             self.metrics.requests_rejected[refusal.code] += 1
             raise
         record, stream = self._make_record(request), self._make_stream(request)
+        self._check_deadline(record)
         batcher.add(record)
         self._requests.open(record, stream, request.group)
         if self._loop is not None:
@@ -214,11 +232,62 @@ class Engine:
         self._end(request_id, Ending(FinishReason.ABORT, abort=abort))
         return True
 
+    def _retry_after_s(self, num_requests: int) -> int:
+        return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
+
+    def _check_deadline(self, record: Request) -> None:
+        """Refuse, and count, what could not be finished in time even if all goes well."""
+        if record.deadline is None:
+            return
+        if record.deadline <= self._clock():
+            refusal = deadline_passed(record)
+        elif self._loaded.batcher.can_meet(record):
+            return
+        else:
+            limit_s = record.deadline - record.arrival_time
+            refusal = DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")
+        self.metrics.deadlines_missed += 1
+        self.metrics.requests_rejected["deadline_exceeded"] += 1
+        raise refusal
+
+    def reprioritize(
+        self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
+    ) -> bool:
+        """Rank an open request anew from the next step on; False when there is no such request any more.
+
+        `deadline_s` counts from its arrival, like the one it came with; one that has passed ends it at once.
+        None leaves as it is what there is.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        deadline = None if deadline_s is None else request.arrival_time + deadline_s
+        self._loaded.batcher.reprioritize(request_id, priority=priority, deadline=deadline)
+        self._time_limits.watch(request)
+        return True
+
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """How an open request stands, its preemptions dated in seconds ago; None when there is none."""
+        found = self._loaded.batcher.explain(request_id) if request_id in self._requests else None
+        if found is None:
+            return None
+        now = self._clock()
+        return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
+
+    def tenant_shares(self) -> dict[str, float]:
+        """Each tenant's share of the tokens of late, a bounded number of them by name."""
+        return self._requests.shares.shares()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no request uses; how many they were. Raises Overloaded (loading)."""
+        return self._loaded.batcher.reset_prefix_cache()
+
     def _check_open(self) -> None:
         if self.state is EngineState.DEAD:
             raise EngineDead("The engine has stopped after a fault.")
         if self.state is EngineState.DRAINING:
-            raise Overloaded("The server is shutting down.", code="draining")
+            retry_after_s = self._retry_after_s(len(self._requests))
+            raise Overloaded("The server is shutting down.", code="draining", retry_after_s=retry_after_s)
         if self.state is EngineState.LOADING:
             raise Overloaded("The model is still loading.", code="loading")
 
@@ -226,6 +295,7 @@ class Engine:
         sampling = request.sampling
         eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
         self._num_arrivals += 1
+        now = self._clock()
         return Request(
             request_id=request.request_id,
             token_ids=list(request.prompt_token_ids),
@@ -233,9 +303,12 @@ class Engine:
             sampling=sampling,
             stop_token_ids=sampling.stop_token_ids | eos,
             arrival=self._num_arrivals,
-            arrival_time=self._clock(),
+            arrival_time=now,
             priority=request.priority,
             tenant=request.tenant,
+            deadline=None if request.deadline_s is None else now + request.deadline_s,
+            cache_salt=request.cache_salt,
+            fork_of=request.fork_of,
         )
 
     def _make_stream(self, request: GenerationRequest) -> RequestStream:
@@ -257,6 +330,16 @@ class Engine:
         else:
             self.metrics.engine_errors[failure.stage] += 1
             self._end(request_id, Ending(FinishReason.ERROR, failure))
+
+    def _on_due(self, request: Request, error: EngineError) -> None:
+        """A request's time is up, be it the deadline's or the queue's."""
+        assert self._loop is not None
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self._retry_after_s(self._loaded.batcher.num_waiting)
+            self.metrics.requests_rejected[error.code] += 1
+            self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
+        else:
+            self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))
 
     def _end(self, request_id: str, ending: Ending) -> None:
         if self._loop is not None:

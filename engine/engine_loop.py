@@ -20,6 +20,7 @@ from engine.open_requests import OpenRequests
 from engine.outputs import BatchDecision, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
 from engine.scheduling.batcher import CommittedToken
+from engine.scheduling.drain_rate import DrainRate
 
 log = logging.getLogger("slipstream.engine")
 
@@ -40,7 +41,8 @@ class EngineLoop:
     """Drives one batcher and one runner. Every method is for the event-loop thread.
 
     Endings from outside (cancel, disconnect, drain) are noted and carried out between steps, or between a
-    step's result and its commit, because the device may be writing the request's blocks until then.
+    step's result and its commit; only a request whose time is up ends in the middle of a step. Its blocks,
+    which the device may still write, are the batcher's until the step lands.
     """
 
     def __init__(
@@ -63,11 +65,17 @@ class EngineLoop:
         self._failed_passes = 0
         self._empty_steps = 0
         self._step_started: float | None = None  # None while idle
+        self._drain_rate = DrainRate()
+        self._num_ended = 0  # of the requests, when the drain rate was last told
 
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds since the step in flight began; 0 while idle."""
         return 0.0 if self._step_started is None else self._clock() - self._step_started
+
+    def retry_after_s(self, num_requests: int) -> int:
+        """Whole seconds, at least 1, until that many requests will have ended at the measured rate."""
+        return self._drain_rate.retry_after_s(num_requests)
 
     def wake(self) -> None:
         """Say that there may be something to do."""
@@ -77,6 +85,10 @@ class EngineLoop:
         """Note that an open request is to end within a step; the first reason given counts."""
         self._endings.setdefault(request_id, ending)
         self._wake.set()
+
+    def end_now(self, request_id: str, ending: Ending) -> None:
+        """End an open request at once, even in the middle of a step that takes long."""
+        self._carry_out(request_id, self._endings.pop(request_id, ending))
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
@@ -108,7 +120,8 @@ class EngineLoop:
         started = self._step_started = self._clock()
         decision = self._batcher.step()
         if decision.preempted:
-            self._metrics.preemptions["recompute"] += len(decision.preempted)
+            self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
+            self._metrics.preemptions["swap"] += len(decision.swapped)
         if decision.inputs is None:
             self._note_empty_step()
         else:
@@ -119,7 +132,21 @@ class EngineLoop:
                 now = self._clock()
                 self._deliver(self._batcher.commit(decision, result.rows), result.rows, now)
                 self._record(decision, now - started)
+                self._learn_costs(decision, result)
+        self._measure_drain(self._clock() - started)
         self._step_started = None
+
+    def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
+        costs = self._batcher.costs
+        seconds = result.forward_s + result.sample_s
+        costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        if result.swap_bytes:
+            costs.observe_swap(result.swap_bytes, result.swap_s)
+
+    def _measure_drain(self, seconds: float) -> None:
+        num_ended = self._requests.num_ended
+        self._drain_rate.observe(num_ended - self._num_ended, seconds)
+        self._num_ended = num_ended
 
     def _note_empty_step(self) -> None:
         self._empty_steps += 1
@@ -198,10 +225,13 @@ class EngineLoop:
     def _carry_out_endings(self) -> None:
         endings, self._endings = self._endings, {}
         for request_id, ending in endings.items():
-            request = self._requests.get(request_id)
-            if request is None:
-                continue  # it ended by itself first
-            self._batcher.finish(request_id, ending.reason)
-            if ending.abort is not None:
-                self._metrics.request_aborts[ending.abort] += 1
-            self._requests.finish(request, ending.reason, error=ending.error)
+            self._carry_out(request_id, ending)
+
+    def _carry_out(self, request_id: str, ending: Ending) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # it ended by itself first
+        self._batcher.finish(request_id, ending.reason)
+        if ending.abort is not None:
+            self._metrics.request_aborts[ending.abort] += 1
+        self._requests.finish(request, ending.reason, error=ending.error)

@@ -37,11 +37,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine accepts and how long a step may take before it no longer counts as alive."""
+    """What the engine accepts and how long a step may take before it no longer counts as alive.
+
+    `queue_timeout_s` is the longest a request may wait for its first step; 0 is no limit.
+    """
 
     max_queued_requests: int = 256
     max_queued_tokens: int = 1_000_000
     watchdog_timeout_s: float = 60.0
+    queue_timeout_s: float = 0.0
 
 
 class StepRunner(Protocol):

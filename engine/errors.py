@@ -7,6 +7,7 @@ EngineError
 │   ├── InvalidRequest    a value no retry will make right
 │   │   └── ContextLengthExceeded
 │   └── Overloaded        try again later: queue full, queue wait too long, loading, draining
+├── DeadlineExceeded      the time given is up, or too short: refused for it, or ended by it
 ├── OutOfDeviceMemory     a forward pass did not fit; fewer requests may
 ├── RequestFailed         an accepted request ended by a fault of ours; its neighbours go on
 ├── RewindError           state could not be cut back to an earlier position
@@ -62,6 +63,10 @@ class Overloaded(RequestRejected):
         super().__init__(message)
         self.code = code
         self.retry_after_s = max(1, retry_after_s)
+
+
+class DeadlineExceeded(EngineError):
+    """The time a request was given is up, or too short to finish it: trying again as it is is no use."""
 
 
 class OutOfDeviceMemory(EngineError):

@@ -12,6 +12,8 @@ from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, Request
 from engine.scheduling.batcher import CommittedToken
 from engine.stream import Finish, RequestStream, RequestTiming
+from engine.tenant_shares import TenantShares
+from engine.time_limits import TimeLimits
 
 GRAVITY = (
     FinishReason.STOP,
@@ -51,6 +53,7 @@ class RequestGroups:
             return
         del self._num_open[name]
         self._metrics.requests_finished[gravest] += 1
+        self._metrics.deadlines_missed += gravest is FinishReason.DEADLINE
 
 
 class OpenRequests:
@@ -59,9 +62,12 @@ class OpenRequests:
     `finish` is the only place where a stream gets its terminal event.
     """
 
-    def __init__(self, metrics: BatchMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: BatchMetrics, clock: Callable[[], float], time_limits: TimeLimits) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._time_limits = time_limits
+        self.shares = TenantShares(clock)
+        self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
         self._groups = RequestGroups(metrics)
@@ -93,6 +99,7 @@ class OpenRequests:
         self._groups.open(request.request_id, group)
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
+        self._time_limits.watch(request)
         self._none_open.clear()
 
     def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
@@ -127,9 +134,12 @@ class OpenRequests:
         """Close a request: terminal event to its stream, figures to the metrics."""
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
+        self._time_limits.forget(request.request_id)
+        self.num_ended += 1
         timing = self._timing(request, stream)
         self._groups.close(request.request_id, reason)
         self._count(request, timing)
+        self.shares.count(request.tenant, request.num_tokens)
         if not self._requests:
             self._none_open.set()
         stream.finish(
@@ -139,7 +149,7 @@ class OpenRequests:
                 error=error,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=0,
+                num_cached_tokens=request.num_cached_tokens,
                 timing=timing,
             )
         )
@@ -159,6 +169,10 @@ class OpenRequests:
     def _count(self, request: Request, timing: RequestTiming) -> None:
         metrics = self._metrics
         metrics.prompt_tokens += request.num_prompt_tokens
+        metrics.prompt_tokens_cached += request.num_cached_tokens
+        if request.block_hashes:  # looked for
+            metrics.prefix_cache_queries += request.num_prompt_tokens
+            metrics.prefix_cache_hits += request.num_cached_tokens
         metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
         metrics.request_queue_time.observe(timing.queue_s)
         if timing.time_to_first_token_s is not None:

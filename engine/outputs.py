@@ -30,7 +30,10 @@ class ScheduledRequest(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy the whole K/V block `source` onto `target` before the forward pass (copy-on-write)."""
+    """Copy the whole K/V block `source` onto `target` before the forward pass.
+
+    Both are device blocks (copy-on-write), or one of them is a host block (a swap).
+    """
 
     source: int
     target: int
@@ -84,6 +87,10 @@ class StepInputs:
 
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+
+    Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`: a
+    device block that is saved may be scrubbed and reused in the same step, but a host block that `swap_in`
+    reads must not be a target of `swap_out`.
     """
 
     token_ids: Int64  # [N]
@@ -96,6 +103,8 @@ class StepInputs:
     sampling: SamplingInputs
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
+    swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
+    swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,8 @@ class BatchDecision:
     """The scheduler's order for one step; immutable, so the model's thread may read it freely.
 
     `scheduled` lists decodes first, then prefill chunks in policy order; row r of the logits belongs to the
-    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled.
+    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled. Of the
+    `preempted`, those `swapped` keep their KV on the host; the others compute it again.
     """
 
     step_id: int
@@ -112,6 +122,7 @@ class BatchDecision:
     num_decode_tokens: int
     num_prefill_tokens: int
     preempted: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -151,8 +162,32 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the model's thread gives back for one decision, with the seconds it took."""
+    """What the model's thread gives back for one decision, with the seconds it took.
+
+    `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host.
+    """
 
     rows: SampledRows
     forward_s: float
     sample_s: float
+    swap_s: float = 0.0
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """How one live request stands between two steps, and why it waits.
+
+    `waits_because` is one plain sentence, and `position` its place in the queue, 1 for the next; both None
+    while it runs. `preemptions` are (engine clock, "recompute" or "swap"). Blocks are those on the device.
+    """
+
+    request_id: str
+    status: str
+    waits_because: str | None
+    position: int | None
+    preemptions: tuple[tuple[float, str], ...]
+    num_known_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int

@@ -74,7 +74,9 @@ class GenerationRequest:
     """One generation as a caller asks for it, after validation: nobody downstream checks it again.
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` is None for the anonymous tenant.
+    None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
+    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
+    `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
     """
 
     request_id: str
@@ -83,6 +85,9 @@ class GenerationRequest:
     priority: int = Priority.DEFAULT
     group: str | None = None
     tenant: str | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+    fork_of: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +97,9 @@ class Request:
     A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
     `token_ids` is prompt then output, one list. `stop_token_ids` is the caller's set plus the model's EOS set
     unless EOS is ignored. `arrival` is a counter that breaks every tie; `arrival_time` is in seconds of the
-    engine's monotonic clock. `first_scheduled_time` is None until the request first runs.
+    engine's monotonic clock, and so is `deadline`, None without one. `first_scheduled_time` is None until the
+    request first runs. `num_cached_tokens` counts prompt tokens whose KV was found, not computed, when the
+    request first ran. `fork_of` names the request whose prompt KV this one shares; None for no one.
     """
 
     request_id: str
@@ -104,11 +111,20 @@ class Request:
     arrival_time: float
     priority: int = Priority.DEFAULT
     tenant: str | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    fork_of: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    preemptions: list[tuple[float, str]] = field(default_factory=list)
+    turn_tokens: int = 0
+    backlog_tokens: int = 0
+    num_charged_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
     max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +139,18 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated and committed."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to be computed if the request goes on to its `max_tokens`."""
+        return self.max_num_tokens - self.num_computed_tokens
+
+    @property
+    def least_output_tokens(self) -> int:
+        """The fewest output tokens it can end with: all of them, if nothing can stop it sooner."""
+        if self.sampling.stop:
+            return 1
+        return max(1, self.sampling.min_tokens) if self.stop_token_ids else self.sampling.max_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from config import Settings
 from engine import Engine, EngineError
-from server import chat, completions, health, models
+from server import chat, completions, health, models, requests
 from server.auth import AuthMiddleware, KeyRing, read_keys
 from server.client import ClientMiddleware
 from server.context import ServerContext
@@ -20,7 +20,7 @@ from server.http_metrics import HttpMetrics
 from server.metrics import metrics_router
 from server.middleware import ExchangeMiddleware
 from server.openapi import describe_bodies
-from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 
 
 def build_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -34,11 +34,12 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.slipstream = context
-    for router in (completions.router, chat.router, models.router, health.router, metrics_router(context)):
+    routers = (completions.router, chat.router, models.router, requests.router, health.router)
+    for router in (*routers, metrics_router(context)):
         app.include_router(router)
     for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    describe_bodies(app, CompletionRequest, ChatCompletionRequest)
+    describe_bodies(app, CompletionRequest, ChatCompletionRequest, RequestPatch)
     # The last added is the outermost: label and count, then keys, then the body and the client's leaving.
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)

@@ -13,7 +13,8 @@ from server.context import ServerContext, context_of, exchange_of
 from server.errors import ApiError, invalid, shown
 from server.middleware import usable_label
 from server.protocol import GenerationBody
-from server.protocol_refusals import Refusal, check_deadline_header, check_refusals
+from server.protocol_refusals import Refusal, check_refusals
+from server.time_limit import deadline_header, soonest
 
 T = TypeVar("T", bound=GenerationBody)
 
@@ -24,13 +25,14 @@ _MAX_ERRORS_SHOWN = 5
 
 async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
     """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
-    check_deadline_header(request.headers)
+    from_header = deadline_header(request.headers)
     data = parse_json(await request.body())
     check_refusals(data, refusals)
     try:
         body = kind.model_validate(data)
     except ValidationError as error:
         raise describe(error) from None
+    body.deadline_ms = soonest(body.deadline_ms, from_header)
     exchange = exchange_of(request.scope)
     exchange.caller_id = exchange.caller_id or body.request_id
     unknown = [name for name in body.model_extra or () if name not in refusals]

@@ -38,8 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
         return [Prompt(truncated(body, await engine.render_chat(messages), engine.info))]
 
     shape = ChatShape(body, context.engine.token_text)
-    tenant = exchange_of(request.scope).tenant
-    order = Order(fresh_id(shape), body, num_prompts=1, prepare=prepare, tenant=tenant)
+    order = Order(fresh_id(shape), body, 1, prepare, exchange_of(request.scope))
     generation = await open_generation(context, order)
     return await Reply(context, body, shape, order.reply_id).respond(generation)
 

@@ -37,7 +37,7 @@ async def create_completion(request: Request) -> Response:
         body=body,
         num_prompts=len(body.prompt),
         prepare=lambda engine: read_prompts(body, engine),
-        tenant=exchange_of(request.scope).tenant,
+        exchange=exchange_of(request.scope),
     )
     return await answer(context, order, shape)
 

@@ -13,6 +13,7 @@ from starlette.types import Scope
 from config import Settings
 from engine import Engine, EngineInfo, Overloaded
 from server.http_metrics import HttpMetrics
+from server.live_replies import LiveReplies
 
 EXCHANGE_KEY = "slipstream.exchange"
 
@@ -25,6 +26,7 @@ class ServerContext:
     engine: Engine
     http: HttpMetrics
     created: int
+    live: LiveReplies = field(default_factory=LiveReplies)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -60,9 +62,14 @@ class Exchange:
         """The reply's label: the caller's, else ours."""
         return self.caller_id or self.own_id
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request arrived."""
+        return perf_counter() - self.started
+
     def reply_headers(self) -> list[tuple[bytes, bytes]]:
         """What every reply carries; called when its first byte is sent."""
-        elapsed_ms = round((perf_counter() - self.started) * 1000)
+        elapsed_ms = round(self.age_s * 1000)
         return [
             (b"x-request-id", self.request_id.encode("ascii")),
             (b"openai-processing-ms", str(elapsed_ms).encode("ascii")),

@@ -13,7 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded, RequestFailed
+from engine import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+)
 from server.json_reply import json_response
 
 log = logging.getLogger("slipstream.server")
@@ -26,6 +33,7 @@ NOT_FOUND = "not_found_error"
 AUTHENTICATION = "authentication_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"
+TIMEOUT = "timeout_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,12 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(ErrorReply(404, NOT_FOUND, message, "model", "model_not_found"))
 
 
+def request_not_found(name: str) -> ApiError:
+    """A 404 for a request that does not run, or is not the caller's: the two look the same."""
+    message = f"The request '{shown(name)}' does not exist or has ended."
+    return ApiError(ErrorReply(404, NOT_FOUND, message, code="request_not_found"))
+
+
 def shown(text: str) -> str:
     """A client's own text, short enough to be sent back."""
     return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
@@ -90,6 +104,9 @@ def error_reply(error: Exception) -> ErrorReply:
         case Overloaded():
             retry = {"retry-after": str(error.retry_after_s)}
             return ErrorReply(503, OVERLOADED, str(error), code=error.code, headers=retry)
+        case DeadlineExceeded():
+            no_retry = {"x-should-retry": "false"}
+            return ErrorReply(504, TIMEOUT, str(error), code="deadline_exceeded", headers=no_retry)
         case EngineDead():
             return ErrorReply(503, SERVER, str(error), code="engine_dead")
         case RequestFailed():

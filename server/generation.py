@@ -21,10 +21,12 @@ from engine import (
     OutputDelta,
     RequestTiming,
 )
-from server.context import ServerContext
+from server.context import Exchange, ServerContext
 from server.errors import invalid
+from server.live_replies import LiveReply
 from server.protocol import GenerationBody
 from server.sampling import base_seed, check_limits, choice_seed, priority_of, sampling_params
+from server.time_limit import allowed_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ _Pumped: TypeAlias = tuple[Choice, OutputDelta | Exception, asyncio.Event]
 class Generation:
     """All choices of one reply. Holds one delta a choice at most; the rest stays merged in its stream."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[Choice], on_close: Callable[[], None] = lambda: None) -> None:
         self.choices = choices
+        self._on_close = on_close
         self._num_open = len(choices)
         # The common single choice is read directly; several are pumped in here as they come, in turn.
         self._ready: asyncio.Queue[_Pumped] = asyncio.Queue()
@@ -126,6 +129,7 @@ class Generation:
             pump.cancel()
         for choice in self.choices:
             choice.stream.close()
+        self._on_close()
 
 
 @dataclass(slots=True)
@@ -156,14 +160,14 @@ class EmptyStream:
 class Order:
     """What to generate for one reply: `prepare` reads the prompts once queue places are taken for them.
 
-    `reply_id` is fresh; the engine's request ids are derived from it.
+    `reply_id` is fresh; the engine's request ids are derived from it. `exchange` says who asked, and when.
     """
 
     reply_id: str
     body: GenerationBody
     num_prompts: int
     prepare: Callable[[Engine], Awaitable[list[Prompt]]]
-    tenant: str | None = None
+    exchange: Exchange
 
 
 async def open_generation(context: ServerContext, order: Order) -> Generation:
@@ -174,10 +178,17 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
         try:
-            return _submit(engine, _make_requests(order, await order.prepare(engine), engine.info))
+            prompts = await order.prepare(engine)
+            requests = _make_requests(order, prompts, context)
+            choices = _submit(engine, requests)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
             raise
+    request_ids = [request.request_id for _, request in requests]
+    exchange = order.exchange
+    reply = LiveReply(order.reply_id, exchange.caller_id, exchange.tenant, request_ids, exchange.age_s)
+    context.live.open(reply)
+    return Generation(choices, lambda: context.live.close(reply))
 
 
 def _check_queueable(order: Order, num_requests: int, limit: int) -> None:
@@ -200,16 +211,18 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) 
 
 
 def _make_requests(
-    order: Order, prompts: Sequence[Prompt], info: EngineInfo
+    order: Order, prompts: Sequence[Prompt], context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
-    body, seed = order.body, base_seed(order.body)
+    body, seed, info = order.body, base_seed(order.body), context.engine.info
+    limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
     for prompt in prompts:
         if not prompt.token_ids:
             raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
         max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
         sampling = sampling_params(body, info, max_tokens)
+        first_id = f"{order.reply_id}-{len(requests)}"
         for j in range(body.num_choices):
             request = GenerationRequest(
                 request_id=f"{order.reply_id}-{len(requests)}",
@@ -217,7 +230,10 @@ def _make_requests(
                 sampling=replace(sampling, seed=choice_seed(seed, j)),
                 priority=priority_of(body),
                 group=order.reply_id,
-                tenant=order.tenant,
+                tenant=order.exchange.tenant,
+                deadline_s=None if limit_s is None else limit_s - order.exchange.age_s,
+                cache_salt=body.cache_salt,
+                fork_of=first_id if j else None,
             )
             requests.append((prompt, request))
     return requests
@@ -238,7 +254,7 @@ def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int
     return num_tokens
 
 
-def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]) -> Generation:
+def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]) -> list[Choice]:
     """Queue all of them or none."""
     choices: list[Choice] = []
     try:
@@ -253,4 +269,4 @@ def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]
         for choice in choices:
             choice.stream.close()
         raise
-    return Generation(choices)
+    return choices

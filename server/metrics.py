@@ -25,7 +25,7 @@ from server.health import server_version
 PREFIX = "slipstream_"
 
 # Labels that exist before their first count, so that a rate over them never starts from nothing.
-_REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining")
+_REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining", "deadline_exceeded")
 _ABORTS = ("disconnect", "cancel", "drain", "timeout")
 _PREEMPTIONS = ("recompute", "swap")
 _STAGES = ("forward", "sampler", "detokenizer")
@@ -41,6 +41,13 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
     ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", "prompt_tokens_cached"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Prompt tokens found there.", "prefix_cache_hits"),
+    (
+        "deadline_missed",
+        "Requests too late, or refused as such.",
+        "deadlines_missed",
+    ),
 )
 _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", "time_to_first_token"),
@@ -68,6 +75,8 @@ class EngineCollector(Collector):
         engine, http = self._context.engine, self._context.http
         metrics, gauges = engine.metrics, engine.gauges()
         yield from self._gauges(gauges)
+        shares = [({"tenant": tenant}, share) for tenant, share in engine.tenant_shares().items()]
+        yield self._gauge("tenant_share_ratio", "Share of the last minute's tokens.", shares)
         for name, text, field in _COUNTERS:
             yield self._counter(name, text, getattr(metrics, field))
         yield self._counter("ignored_parameters", "Unknown request fields.", http.ignored_parameters)

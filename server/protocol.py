@@ -16,12 +16,14 @@ from server.protocol_values import (
     Int64,
     Label,
     LogitBias,
+    Milliseconds,
     MinP,
     Penalty,
     Positive,
     Prompt,
     RepetitionPenalty,
     Role,
+    Salt,
     ServiceTier,
     Stop,
     Temperature,
@@ -78,6 +80,8 @@ class GenerationBody(BaseModel):
     priority: Int64 | None = None
     service_tier: ServiceTier | None = None
     request_id: Label | None = None
+    deadline_ms: Milliseconds | None = None
+    cache_salt: Salt | None = None
 
     user: Any = None
     metadata: Any = None
@@ -86,8 +90,6 @@ class GenerationBody(BaseModel):
     prompt_cache_key: Any = None
 
     bad_words: Any = None
-    cache_salt: Any = None
-    deadline_ms: Any = None
     prediction: Any = None
     prompt_logprobs: Any = None
     response_format: Any = None
@@ -113,6 +115,15 @@ class GenerationBody(BaseModel):
     def logprobs_param(self) -> str:
         """The field that says how many."""
         raise NotImplementedError
+
+
+class RequestPatch(BaseModel):
+    """PATCH /v1/requests/{id}: what may change while a request lives; None leaves it as it is."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    priority: Int64 | None = None
+    deadline_ms: Milliseconds | None = None
 
 
 class CompletionRequest(GenerationBody):

@@ -32,8 +32,6 @@ _USE_STRUCTURED = ": see 'structured_outputs'"
 ON_BOTH: Mapping[str, Refusal] = dict(
     (
         _not_yet("bad_words", []),
-        _not_yet("cache_salt"),
-        _not_yet("deadline_ms"),
         _not_yet("prediction"),
         _not_yet("prompt_logprobs"),
         _not_yet("response_format", {"type": "text"}),
@@ -80,13 +78,6 @@ def check_refusals(body: Mapping[str, object], refusals: Mapping[str, Refusal]) 
         value = body.get(name)
         if value is not None and not any(_same(value, harmless) for harmless in refusal.harmless):
             raise invalid(refusal.message, name)
-
-
-def check_deadline_header(headers: Mapping[str, str]) -> None:
-    """Raise ApiError when the header twin of `deadline_ms` is sent: it is as little honoured."""
-    name = "x-request-deadline-ms"
-    if name in headers:
-        raise invalid(f"The header '{name}' is not supported yet.", name)
 
 
 def _same(value: object, harmless: object) -> bool:

@@ -16,6 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_LABEL = 128
+MAX_SALT = 1024
 # Penalties multiply and divide logits: beyond these they overflow float32 and mean nothing anyway.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -139,6 +140,8 @@ MinP = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Milliseconds = Annotated[float, Field(gt=0, le=MAX_WHOLE)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 Truncation = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL, pattern=r"^[ -~]+$")]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,19 +92,30 @@ class Reply:
         }
 
     async def respond(self, generation: Generation) -> Response:
-        """The response: at once for a stream, at the end for JSON. Raises what the generation ends with."""
-        if self._streams:
-            return EventStream(self.events(generation), generation.close)
-        try:
-            return json_response(await self._collect(generation))
-        finally:
-            generation.close()
+        """The response: at the first event of a stream, or at the end for JSON.
 
-    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """Every event of the stream; a late error is one as well, and `[DONE]` is always last."""
+        Raises what the generation ends with before that: nothing has been sent, so it can be a status.
+        """
+        if not self._streams:
+            try:
+                return json_response(await self._collect(generation))
+            finally:
+                generation.close()
+        chunks = self._chunks(generation)
         try:
-            async for event in self._chunks(generation):
-                yield event
+            first = await anext(chunks)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(self.events(first, chunks), generation.close)
+
+    async def events(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """Every event of the stream; a late error is one as well, and `[DONE]` is always last."""
+        yield first
+        try:
+            async with aclosing(chunks):
+                async for event in chunks:
+                    yield event
         except Exception as error:
             yield encode_event(error_reply(error).body())
         yield DONE

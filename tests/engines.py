@@ -57,6 +57,9 @@ class EngineShape:
     max_num_batched_tokens: int = 64
     max_model_len: int = 128
     policy: str = "fcfs"
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    num_host_blocks: int = 0
 
 
 def make_parts(
@@ -69,12 +72,16 @@ def make_parts(
         max_prefill_tokens=shape.max_num_batched_tokens,
         max_decode_seqs=shape.max_num_seqs,
         max_model_len=shape.max_model_len,
+        prefix_caching=shape.prefix_caching,
+        preemption=shape.preemption,
+        kv_block_bytes=shape.block_size,
     )
     kv = PagedKvManager(
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
         max_num_seqs=shape.max_num_seqs,
         max_blocks_per_seq=-(-shape.max_model_len // shape.block_size),
+        num_host_blocks=shape.num_host_blocks,
     )
     info = EngineInfo(
         max_model_len=shape.max_model_len,
@@ -117,6 +124,7 @@ class Harness:
         """No request, no block, no row is left behind."""
         gauges = self.engine.gauges()
         assert gauges.kv_blocks_used == 0
+        assert gauges.num_requests_swapped == 0
         assert gauges.num_requests_running == 0
         assert gauges.num_requests_waiting == 0
         self.parts.batcher.kv.check_integrity()
@@ -137,7 +145,9 @@ async def running_engine(
 ) -> AsyncIterator[Harness]:
     """An engine that is started and, on leaving, stopped and found quiet."""
     shape = shape or EngineShape()
-    runner = FakeRunner(shape.num_blocks, shape.block_size, before, row_errors)
+    runner = FakeRunner(
+        shape.num_blocks, shape.block_size, before, row_errors, num_host_blocks=shape.num_host_blocks
+    )
     parts = make_parts(shape, runner, eos_token_ids)
     executors = Executors(InlineExecutor(), InlineExecutor(), InlineExecutor()) if inline else None
     engine = Engine(lambda: parts, limits, clock, executors)

@@ -22,6 +22,8 @@ def make_request(
     priority: int = 0,
     stop_token_ids: frozenset[int] = frozenset(),
     max_tokens: int = 8,
+    fork_of: str | None = None,
+    cache_salt: str | None = None,
     **sampling: Any,
 ) -> Request:
     """A waiting request; a prompt given as a length has the tokens arrival * 10, arrival * 10 + 1, ..."""
@@ -36,14 +38,20 @@ def make_request(
         arrival=arrival,
         arrival_time=float(arrival) if arrival_time is None else arrival_time,
         priority=priority,
+        fork_of=fork_of,
+        cache_salt=cache_salt,
     )
 
 
 def make_kv(
-    num_blocks: int = 8, block_size: int = 4, max_num_seqs: int = 4, max_blocks_per_seq: int = 8
+    num_blocks: int = 8,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_blocks_per_seq: int = 8,
+    num_host_blocks: int = 0,
 ) -> PagedKvManager:
     """A small KV manager."""
-    return PagedKvManager(num_blocks, block_size, max_num_seqs, max_blocks_per_seq)
+    return PagedKvManager(num_blocks, block_size, max_num_seqs, max_blocks_per_seq, num_host_blocks)
 
 
 def make_batcher(
@@ -58,6 +66,8 @@ def make_batcher(
     policy: str = "fcfs",
     aging_s: float = 0.0,
     clock: Callable[[], float] | None = None,
+    num_host_blocks: int = 0,
+    **further: Any,
 ) -> ContinuousBatcher:
     """A batcher over a KV manager of its own; limits not given follow the budget and the seats."""
     config = BatchConfig(
@@ -66,14 +76,16 @@ def make_batcher(
         max_prefill_tokens=max_prefill_tokens or max_num_batched_tokens,
         max_decode_seqs=max_decode_seqs or max_num_seqs,
         max_model_len=max_model_len,
+        **further,
     )
-    kv = make_kv(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size))
+    kv = make_kv(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size), num_host_blocks)
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock())
 
 
 def make_runner(batcher: ContinuousBatcher) -> FakeRunner:
     """The fake model over as many blocks as the batcher accounts for."""
-    return FakeRunner(batcher.kv.num_blocks, batcher.kv.block_size)
+    kv = batcher.kv
+    return FakeRunner(kv.num_blocks, kv.block_size, num_host_blocks=kv.host.num_blocks)
 
 
 def run_step(batcher: ContinuousBatcher, runner: FakeRunner) -> tuple[BatchDecision, list[CommittedToken]]:

@@ -111,6 +111,9 @@ class FakeEngine:
         self.streams.append(stream)
         return stream
 
+    def tenant_shares(self) -> dict[str, float]:
+        return {"tenant-a": 0.75, "other": 0.25}
+
     async def start(self) -> None:
         if self.start_error is not None:
             raise self.start_error

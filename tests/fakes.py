@@ -7,7 +7,7 @@ the block tables, as the real one does: a wrong slot, table, copy or rewind give
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,22 +16,23 @@ from engine.outputs import SampledRows, StepInputs, StepResult
 
 VOCAB_SIZE = 257
 NO_TOKEN = -1
+POISON = -2
 
 
-def next_token(prefix: Sequence[int]) -> int:
-    """The fake model: a polynomial hash of the prefix, scrambled, in [0, VOCAB_SIZE)."""
-    state = 1469598103
+def next_token(prefix: Sequence[int], seed: int = 0) -> int:
+    """The fake model: a polynomial hash of seed and prefix, scrambled, in [0, VOCAB_SIZE)."""
+    state = 1469598103 ^ seed
     for token in prefix:
         state = (state * 1000003 ^ (int(token) + 7)) & 0xFFFFFFFFFFFF
     state ^= state >> 23
     return (state * 0x9E3779B1 >> 11) % VOCAB_SIZE
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
     """What plain serial generation gives."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
 
 
@@ -39,21 +40,31 @@ def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class FakeRunner:
     """A StepRunner over a fake paged KV. `before` is called with each step's inputs and may raise or block.
 
-    `row_errors(step, row)` may name an error for a row. `instant` skips the hashing, to time the host alone.
+    `after` is called when all has been written, and may raise. `row_errors(step, row)` may name an error for
+    a row. What a failed step or row wrote is POISON from then on, which nobody may read, not even behind a
+    mask; a step that ran out of memory wrote good values, perhaps. `seconds(inputs)` is what a step is said
+    to take, and to swap. `instant` skips the hashing, to time the host alone.
     """
 
     num_blocks: int
     block_size: int
     before: Callable[[StepInputs], None] | None = None
     row_errors: Callable[[int, int], str | None] | None = None
+    after: Callable[[StepInputs], None] | None = None
+    seconds: Callable[[StepInputs], tuple[float, float]] | None = None
     instant: bool = False
+    num_host_blocks: int = 0
     num_steps: int = 0
     max_tokens_seen: int = 0
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0
     slots: np.ndarray = field(init=False)
+    host_slots: np.ndarray = field(init=False)
     thread_names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.slots = np.full(self.num_blocks * self.block_size, NO_TOKEN, dtype=np.int64)
+        self.host_slots = np.full((self.num_host_blocks, self.block_size), NO_TOKEN, dtype=np.int64)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """Write the step's tokens, then hash each sampled row's prefix."""
@@ -66,30 +77,63 @@ class FakeRunner:
         self.max_tokens_seen = max(self.max_tokens_seen, len(inputs.token_ids))
         self._prepare(inputs)
         self.slots[inputs.slot_mapping] = inputs.token_ids
+        if self.after is not None:
+            try:
+                self.after(inputs)
+            except RuntimeError:
+                self.slots[inputs.slot_mapping] = POISON
+                raise
+        rows = self._sample(inputs)
+        forward_s, swap_s = self.seconds(inputs) if self.seconds else (0.0, 0.0)
+        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        return StepResult(rows, forward_s, 0.0, swap_s, num_swapped * self.block_size)
+
+    def _sample(self, inputs: StepInputs) -> SampledRows:
         tokens, errors = [], {}
         ends = np.cumsum(inputs.query_lens)
         for row, token_row in enumerate(inputs.logits_rows):
             sequence = int(np.searchsorted(ends, token_row, side="right"))
             length = int(inputs.positions[token_row]) + 1
-            tokens.append(next_token(self._read(inputs.block_tables[sequence], length)))
+            prefix = self._read(inputs.block_tables[sequence], length)
+            seed = int(inputs.sampling.seed[row]) if inputs.sampling.temperature[row] else 0  # greedy
+            tokens.append(next_token(prefix, seed))
             error = self.row_errors(self.num_steps, row) if self.row_errors else None
             if error is not None:
                 errors[row] = error
-        return StepResult(SampledRows(tokens, row_errors=errors or None), 0.0, 0.0)
+                written = slice(ends[sequence] - inputs.query_lens[sequence], ends[sequence])
+                self.slots[inputs.slot_mapping[written]] = POISON
+        return SampledRows(tokens, row_errors=errors or None)
 
     def _prepare(self, inputs: StepInputs) -> None:
         by_block = self.slots.reshape(self.num_blocks, self.block_size)
-        for copy in inputs.block_copies:
-            by_block[copy.target] = by_block[copy.source]
+        saved = _distinct(copy.target for copy in inputs.swap_out)
+        for copy in inputs.swap_out:
+            self.host_slots[copy.target] = by_block[copy.source]
         for block in inputs.scrub_blocks:
             by_block[block] = NO_TOKEN
+        written = _distinct(copy.target for copy in (*inputs.block_copies, *inputs.swap_in))
+        assert not written & {copy.source for copy in inputs.block_copies}, "a copy's source is overwritten"
+        for copy in inputs.block_copies:
+            by_block[copy.target] = by_block[copy.source]
+        assert not saved & {copy.source for copy in inputs.swap_in}, "what is brought back is overwritten"
+        for copy in inputs.swap_in:
+            by_block[copy.target] = self.host_slots[copy.source]
+        self.num_swapped_out += len(inputs.swap_out)
+        self.num_swapped_in += len(inputs.swap_in)
 
     def _read(self, table: Sequence[int], length: int) -> list[int]:
-        positions = np.arange(length)
-        blocks = np.asarray(table)[positions // self.block_size]
-        tokens: list[int] = self.slots[blocks * self.block_size + positions % self.block_size].tolist()
+        num_blocks = -(-length // self.block_size)
+        slots = self.slots.reshape(self.num_blocks, self.block_size)[table[:num_blocks]].ravel()
+        assert POISON not in slots, "the model read a block that another request's fault has spoiled"
+        tokens: list[int] = slots[:length].tolist()
         assert NO_TOKEN not in tokens, "the model read a slot nobody wrote"
         return tokens
+
+
+def _distinct(blocks: Iterable[int]) -> set[int]:
+    listed = list(blocks)
+    assert len(set(listed)) == len(listed), f"blocks {sorted(listed)} are written more than once"
+    return set(listed)
 
 
 class ManualClock:

@@ -9,56 +9,91 @@ from collections.abc import Iterable
 class BlockPool:
     """Hands out block ids and takes them back; every operation is O(1) a block.
 
-    A block is either referenced (count >= 1) or on the free list, never both. The free list is in LRU order:
-    the block released longest ago is taken first. It is a linked map, so that a block may also be taken out
-    of its middle in O(1), as reviving a cached block needs.
+    A block is either referenced (count >= 1) or free, never both. A free block whose contents are *kept* may
+    be referenced again, as it is, until it is taken for something else. Blocks are taken in LRU order, the
+    one released longest ago first, but kept ones only when there are no others. The free lists are linked
+    maps, so that a block may also be taken out of their middle in O(1).
     """
 
-    __slots__ = ("_free", "_ref_counts", "num_blocks")
+    __slots__ = ("_free", "_free_kept", "_kept", "_ref_counts", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free_kept: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody references."""
-        return len(self._free)
+        return len(self._free) + len(self._free_kept)
+
+    @property
+    def num_free_kept(self) -> int:
+        """Those of them whose contents are kept."""
+        return len(self._free_kept)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, least recently used first; None if there are too few."""
-        if count > len(self._free):
+        """`count` blocks with one reference each, in LRU order; None if there are too few. None is kept."""
+        plain = len(self._free)
+        if count > plain + len(self._free_kept):
             return None
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(min(count, plain))]
+        for _ in range(count - plain):
+            block_ids.append(self._free_kept.popitem(last=False)[0])
+            self._kept.remove(block_ids[-1])
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each of these blocks, all referenced already."""
+        """Add a reference to each of these blocks, all referenced already or kept."""
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be shared"
+            if self._ref_counts[block_id] == 0:
+                assert block_id in self._free_kept, f"block {block_id} is free and cannot be shared"
+                del self._free_kept[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each, in order; a block left without any goes to the tail of the free list."""
+        """Drop a reference to each, in order; a block left without any goes to the tail of its free list."""
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released more often than taken"
             self._ref_counts[block_id] = count
             if count == 0:
-                self._free[block_id] = None
+                (self._free_kept if block_id in self._kept else self._free)[block_id] = None
+
+    def keep(self, block_id: int) -> None:
+        """From now on keep the contents of this block, which is referenced."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free: what it holds may be gone"
+        self._kept.add(block_id)
+
+    def drop(self, block_id: int) -> None:
+        """The contents of this kept block are worth nothing any more."""
+        self._kept.remove(block_id)
+        if self._ref_counts[block_id] == 0:
+            del self._free_kept[block_id]
+            self._free[block_id] = None
 
     def ref_count(self, block_id: int) -> int:
         """How many tables hold this block."""
         return self._ref_counts[block_id]
 
     def free_block_ids(self) -> tuple[int, ...]:
-        """The free list, next to be reused first. O(free): for tests and integrity checks."""
-        return tuple(self._free)
+        """The free blocks, next to be taken first. O(free): for tests and integrity checks."""
+        return (*self._free, *self._free_kept)
+
+    def free_kept_block_ids(self) -> tuple[int, ...]:
+        """The free blocks whose contents are kept, next to be taken first. O(free kept)."""
+        return tuple(self._free_kept)
+
+    def kept_block_ids(self) -> frozenset[int]:
+        """All blocks whose contents are kept, free or not. O(kept)."""
+        return frozenset(self._kept)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool. O(blocks)."""
         free = {block_id for block_id, count in enumerate(self._ref_counts) if count == 0}
-        assert free == set(self._free), f"free list {sorted(self._free)} but unreferenced {sorted(free)}"
+        assert free - self._kept == set(self._free), f"free list {sorted(self._free)}, unreferenced {free}"
+        assert free & self._kept == set(self._free_kept), f"{sorted(self._free_kept)} are free and kept"

@@ -6,38 +6,62 @@ Accounting only: it never touches a tensor. Loop thread only.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.errors import RewindError, RewindFault
 from engine.kv.block_pool import BlockPool
+from engine.kv.prefix_cache import PrefixCache
+from engine.kv.swap import SwapSpace
 from engine.outputs import BlockCopy, Int32
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for."""
+    """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for.
+
+    Its first `num_published` blocks, all full, were published, they or their equals.
+    """
 
     row: int
     num_tokens: int
     block_ids: list[int]
+    num_published: int = 0
 
 
 class PagedKvManager:
     """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
 
     A sequence has a *row* from its first blocks until `free`; `block_tables[row]` lists its blocks, with 0
-    behind the last. Blocks may be shared by forks; whoever writes into a shared block calls `copy_on_write`
-    first. "Does not fit" is False or None and changes nothing; an unknown request id is a KeyError.
+    behind the last. Blocks may be shared, by forks and by sequences that begin with the same published
+    blocks; whoever writes into a block that is shared or published calls `copy_on_write` first. "Does not
+    fit" is False or None and changes nothing; an unknown request id is a KeyError.
+
+    Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
+    where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
+    `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
+    found; whoever looks counts.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool)
+        self.host = SwapSpace(num_host_blocks)
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
         self._sequences: dict[str, _Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
@@ -57,6 +81,11 @@ class PagedKvManager:
     def num_used_blocks(self) -> int:
         """Blocks referenced by at least one sequence."""
         return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose contents can still be found by their hash."""
+        return self.pool.num_free_kept
 
     @property
     def usage(self) -> float:
@@ -84,30 +113,43 @@ class PagedKvManager:
         """The sequence's blocks in token order."""
         return tuple(self._sequences[request_id].block_ids)
 
+    def num_published(self, request_id: str) -> int:
+        """How many of the sequence's blocks, from the first on, were published, they or their equals."""
+        return self._sequences[request_id].num_published
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
     # What changes it.
 
+    def start(self, request_id: str, num_tokens: int, found: Sequence[int] = ()) -> bool:
+        """Give a new sequence a row and blocks for `num_tokens`, the first being those `found` published."""
+        assert request_id not in self._sequences, f"{request_id} already holds KV"
+        free_found = sum(1 for block_id in found if self.pool.ref_count(block_id) == 0)
+        missing = self.blocks_for(num_tokens) - len(found)
+        if not self._free_rows or missing > self.num_free_blocks - free_found:
+            return False
+        if missing + len(found) > self.max_blocks_per_seq:
+            return False
+        sequence = _Sequence(self._free_rows.pop(), len(found) * self.block_size, list(found), len(found))
+        self.pool.share(found)
+        self.block_tables[sequence.row, : len(found)] = found
+        self._grow(sequence, num_tokens)
+        self._sequences[request_id] = sequence
+        return True
+
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Grow the sequence to hold `num_tokens` in total, taking a row if it has none. Never shrinks."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
-            if not self._free_rows:
-                return False
-            sequence = _Sequence(self._free_rows[-1], 0, [])
-            if not self._grow(sequence, num_tokens):
-                return False
-            self._free_rows.pop()
-            self._sequences[request_id] = sequence
-            return True
+            return self.start(request_id, num_tokens)
         return num_tokens <= sequence.num_tokens or self._grow(sequence, num_tokens)
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
         held = len(sequence.block_ids)
         if num_tokens > held * self.block_size:
             needed = -(-num_tokens // self.block_size)
-            new = self.pool.take(needed - held) if needed <= self.max_blocks_per_seq else None
+            new = self._take(needed - held) if needed <= self.max_blocks_per_seq else None
             if new is None:
                 return False
             sequence.block_ids += new
@@ -115,13 +157,19 @@ class PagedKvManager:
         sequence.num_tokens = num_tokens
         return True
 
+    def _take(self, count: int) -> list[int] | None:
+        block_ids = self.pool.take(count)
+        if block_ids is not None:
+            self.prefixes.forget_taken(block_ids)
+        return block_ids
+
     def fork(self, parent_id: str, child_id: str) -> bool:
         """Give `child_id` a row of its own over the parent's blocks; False if no row is free."""
         parent = self._sequences[parent_id]
         assert child_id not in self._sequences, f"{child_id} already holds KV"
         if not self._free_rows:
             return False
-        child = _Sequence(self._free_rows.pop(), parent.num_tokens, parent.block_ids.copy())
+        child = replace(parent, row=self._free_rows.pop(), block_ids=parent.block_ids.copy())
         self.pool.share(child.block_ids)
         self.block_tables[child.row] = self.block_tables[parent.row]
         self._sequences[child_id] = child
@@ -130,13 +178,14 @@ class PagedKvManager:
     def copy_on_write(self, request_id: str, first_position: int) -> tuple[BlockCopy, ...] | None:
         """Make the blocks from `first_position` on the sequence's own; the copies to do before writing there.
 
-        Empty when none of them is shared. None when too few blocks are free; nothing has changed then.
+        Empty when none of them is shared. None when too few blocks are free; nothing has changed then. What
+        was published of them is found no more where it is to be written over.
         """
         sequence = self._sequences[request_id]
         first = first_position // self.block_size
         ref_count = self.pool.ref_count
         shared = [i for i in range(first, len(sequence.block_ids)) if ref_count(sequence.block_ids[i]) > 1]
-        own = self.pool.take(len(shared))
+        own = self._take(len(shared))
         if own is None:
             return None
         copies = []
@@ -145,12 +194,16 @@ class PagedKvManager:
             sequence.block_ids[index] = target
             self.block_tables[sequence.row, index] = target
         self.pool.release(copy.source for copy in copies)
+        for block_id in sequence.block_ids[first : sequence.num_published]:
+            self.prefixes.withdraw(block_id)  # its own, and about to be written over
+        sequence.num_published = min(sequence.num_published, first)
         return tuple(copies)
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
-        Nothing is erased: stale slots are overwritten before they are read again. Raises RewindError
+        Nothing is erased: stale slots are overwritten before they are read again. A published block that is
+        cut in its middle can be written to only after `copy_on_write`. Raises RewindError
         (POSITION_BEYOND_END) if the sequence holds fewer tokens.
         """
         sequence = self._sequences[request_id]
@@ -160,6 +213,7 @@ class PagedKvManager:
                 f"cannot rewind to {num_tokens} tokens: the sequence holds {sequence.num_tokens}",
             )
         kept = self.blocks_for(num_tokens)
+        sequence.num_published = min(sequence.num_published, kept)
         self.pool.release(reversed(sequence.block_ids[kept:]))
         del sequence.block_ids[kept:]
         self.block_tables[sequence.row, kept:] = 0
@@ -175,9 +229,28 @@ class PagedKvManager:
         self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
         self._free_rows.append(sequence.row)
 
+    # What others may find.
+
+    def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
+        """Let the sequence's first `num_blocks` blocks be found; all full, computed and known to be good."""
+        sequence = self._sequences[request_id]
+        publish = self.prefixes.publish
+        for index in range(sequence.num_published, num_blocks):
+            publish(sequence.block_ids[index], hashes[index])
+        sequence.num_published = max(sequence.num_published, num_blocks)
+
+    def unpublish(self, request_id: str) -> None:
+        """Let no block of this sequence be found: what it holds may be bad."""
+        sequence = self._sequences[request_id]
+        for block_id in sequence.block_ids:
+            self.prefixes.withdraw(block_id)
+        sequence.num_published = 0
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""
         self.pool.check_integrity()
+        self.prefixes.check_integrity()
+        self.host.check_integrity()
         held = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
         for block_id in range(self.num_blocks):
             count = self.pool.ref_count(block_id)

@@ -48,6 +48,16 @@ class KvTensors:
         self._key_scratch = _Scratch(dtype, device)
         self._value_scratch = _Scratch(dtype, device)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, each [num_blocks, num_kv_heads, block_size, dim]."""
+        return (*self.keys, *self.values)
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block costs in all layers together."""
+        return bytes_per_block(self.layers, self.block_size, self.dtype)
+
     def rows_of(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Where `write` puts the tokens of `slots` in a layer of `num_kv_heads`: [num_tokens * num_kv_heads].
 
@@ -86,7 +96,7 @@ class KvTensors:
             return
         sources = torch.tensor([copy.source for copy in copies], device=self.device)
         targets = torch.tensor([copy.target for copy in copies], device=self.device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
@@ -94,7 +104,7 @@ class KvTensors:
         if not blocks:
             return
         index = torch.tensor(list(blocks), device=self.device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor.index_fill_(0, index, 0.0)
 
     def _zeros(self, num_kv_heads: int, dim: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
 from engine.model.rehearsal import Part, pack_step
 from engine.model.self_check import check_forward
+from engine.model.swap_tensors import SwapTensors
 from engine.outputs import SampledRows, StepInputs, StepResult
 from engine.sampling.sampler import Sampler
 
@@ -19,12 +20,23 @@ _WARM_UP_SEQUENCES = 8
 
 
 class ModelRunner:
-    """Owns the model's paged K/V tensors. Every method runs on the one thread that made it."""
+    """Owns the model's paged K/V tensors and what is swapped out of them into `num_host_blocks`.
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int, sampler: Sampler) -> None:
+    Every method runs on the one thread that made it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        sampler: Sampler,
+        num_host_blocks: int = 0,
+    ) -> None:
         self._forward = PackedForward(loaded)
         self._sampler = sampler
         self.kv = self._forward.make_kv(num_blocks, block_size)
+        self.swap = SwapTensors(self.kv, num_host_blocks)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepResult:
@@ -33,8 +45,12 @@ class ModelRunner:
         A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
         the forward pass come through.
         """
-        begin = self._mark()
+        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
         try:
+            self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
+            start = self._mark()
+            self._move_blocks(inputs)
+            begin = self._mark() if num_swapped else start
             logits = self._forward(inputs, self.kv)
             middle = self._mark()
             rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
@@ -43,7 +59,20 @@ class ModelRunner:
                 raise
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
         end = self._mark()
-        return StepResult(rows, _seconds(begin, middle), _seconds(middle, end))
+        return StepResult(
+            rows,
+            _seconds(begin, middle),
+            _seconds(middle, end),
+            _seconds(start, begin) if num_swapped else 0.0,
+            num_swapped * self.kv.block_bytes,
+        )
+
+    def _move_blocks(self, inputs: StepInputs) -> None:
+        """In this order: save what is to be kept, clean, copy, bring back what was saved."""
+        self.swap.copy_out(inputs.swap_out)
+        self.kv.scrub_blocks(inputs.scrub_blocks)
+        self.kv.copy_blocks(inputs.block_copies)
+        self.swap.copy_in(inputs.swap_in)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -36,10 +36,8 @@ class PackedForward:
     def __call__(self, inputs: StepInputs, kv: KvTensors) -> torch.Tensor:
         """The logits of the R rows asked for, [R, vocab], in the model's dtype. Call under inference mode.
 
-        Scrubs and copies blocks first, as `inputs` say. Errors of the model and of the device come through.
+        Moves no blocks: that is the caller's. Errors of the model and of the device come through.
         """
-        kv.scrub_blocks(inputs.scrub_blocks)
-        kv.copy_blocks(inputs.block_copies)
         device = self.loaded.device
         rows = torch.tensor(inputs.logits_rows, device=device)
         options = {"logits_to_keep": rows} if self._keeps_rows else {}

@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 from engine.errors import ContextLengthExceeded, StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BatchDecision, SampledRows, ScheduledRequest
+from engine.outputs import BatchDecision, RequestExplanation, SampledRows, ScheduledRequest
 from engine.request import FinishReason, Request, RequestStatus
+from engine.scheduling.cost_model import CostModel
+from engine.scheduling.deadlines import Load, earliest_finish_s
+from engine.scheduling.explanation import explain
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
-from engine.scheduling.step_inputs import build_step_inputs
+from engine.scheduling.step_inputs import NO_MOVES, build_step_inputs
 from engine.scheduling.token_budget import TokenBudget
 
 
@@ -25,7 +29,8 @@ from engine.scheduling.token_budget import TokenBudget
 class BatchConfig:
     """The limits of a step and of a sequence, each at least 1; StartRefused otherwise.
 
-    A budget smaller than `max_num_seqs` is allowed: running requests take turns then.
+    A budget smaller than `max_num_seqs` is allowed: running requests take turns then. `preemption` and
+    `max_preemptions` are explained at PreemptionPolicy.
     """
 
     max_num_seqs: int
@@ -33,11 +38,15 @@ class BatchConfig:
     max_prefill_tokens: int
     max_decode_seqs: int
     max_model_len: int
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    max_preemptions: int = 8
+    kv_block_bytes: int = 0  # what swapping a block moves
 
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if value < 1:
+            if limit.name.startswith("max_") and value < 1:
                 raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least 1")
 
 
@@ -65,7 +74,11 @@ class ContinuousBatcher:
     There is no prefill phase and no decode phase. A step schedules `num_tokens - num_computed_tokens` of each
     request within one budget: one token for each request that lacks only its newest, then chunks of the
     others in policy order, seating waiting requests on the way. A preempted request is computed again from
-    its first token, before any request that has not run yet.
+    its first token, or brought back from the host, before any request that has not run yet.
+
+    What two requests have in common is computed once. A waiting request whose next block a running one is
+    computing, or which forks from one that has not computed the prompt yet, is held until that one is done
+    or gone, and does not stand in the way of those behind it.
 
     Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and a
     `preempt_for_memory` that returns True, all of which land it, before the next `step`. `add` and `finish`
@@ -84,12 +97,17 @@ class ContinuousBatcher:
     ) -> None:
         self.config = config
         self.kv = kv
+        self.costs = CostModel()  # whoever runs the steps tells it what they took
         self._policy = policy
+        self._clock = clock
         self._queue = RequestQueue(policy)
-        self._seats = Seats(config.max_num_seqs, kv, policy, clock)
+        cost = MeasuredSwapCost(self.costs, config.kv_block_bytes)
+        preemption = PreemptionPolicy(config.preemption, config.max_preemptions, cost)
+        self._seats = Seats(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
         self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
         self._step_id = 0
-        self._preempted: list[str] = []  # since the last decision
+        self._preempted: list[tuple[Request, bool]] = []  # since the last decision; True if by swap
+        self._moves = NO_MOVES  # those of the flying decision
         self._flying: BatchDecision | None = None
         self._aboard: list[Request] = []  # the requests of the flying decision, in its order
         self._leaving: list[str] = []  # ended in flight: their blocks are released when the step lands
@@ -105,6 +123,11 @@ class ContinuousBatcher:
     def num_waiting(self) -> int:
         """Requests without a seat, preempted ones included."""
         return len(self._queue)
+
+    @property
+    def num_swapped(self) -> int:
+        """Waiting requests whose KV is on the host."""
+        return self.kv.host.num_saved
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -140,11 +163,63 @@ class ContinuousBatcher:
         if request is not None:
             request.status = RequestStatus.FINISHED
             request.finish_reason = reason
+            self._leave_nothing(request_id)
             return request
         request = self._seats.get(request_id)
         if request is not None:
             self._end(request, reason)
         return request
+
+    def reprioritize(
+        self, request_id: str, *, priority: int | None = None, deadline: float | None = None
+    ) -> bool:
+        """Give a request another priority or deadline from the next step on; False if it has ended.
+
+        None leaves as it is what there is.
+        """
+        request = self._find(request_id)
+        if request is None:
+            return False
+        if priority is not None:
+            request.priority = priority
+        if deadline is not None:
+            request.deadline = deadline
+        if request_id in self._queue:
+            self._queue.reprioritize(request_id)
+        return True
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the contents of all blocks that nobody uses; how many they were."""
+        return self.kv.prefixes.reset()
+
+    # What is to be expected.
+
+    def can_meet(self, request: Request) -> bool:
+        """False when a request not added yet cannot end by its deadline even if all goes well from now on.
+
+        Judged by `costs`; nothing is impossible while they are unknown. O(waiting), with a deadline.
+        """
+        if request.deadline is None:
+            return True
+        load = Load(
+            num_to_compute=self._seats.num_to_compute(request),
+            running=list(self._seats),
+            ahead=self._queue.ahead_of(request) if self._policy.ranks_newcomers else (),
+            max_num_seqs=self.config.max_num_seqs,
+            max_prefill_tokens=min(self.config.max_prefill_tokens, self.config.max_num_batched_tokens),
+        )
+        needed = earliest_finish_s(request, load, self.costs)
+        return needed is None or self._clock() + needed <= request.deadline
+
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """How a request stands and why it waits; None if it has ended. O(waiting)."""
+        request = self._find(request_id)
+        if request is None:
+            return None
+        return explain(request, self._queue, self._seats, self.config.max_num_seqs, self._policy.name)
+
+    def _find(self, request_id: str) -> Request | None:
+        return self._queue.get(request_id) or self._seats.get(request_id)
 
     # One step.
 
@@ -159,12 +234,18 @@ class ContinuousBatcher:
         for request in self._seats:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
-        decodes = self._take_turns(decodes, budget.decode_limit(self._reserve(prefills)))
-        preempted = self._seats.make_room(decodes)
+        limit = budget.decode_limit(self._reserve(prefills))
+        chosen = self._take_turns(decodes, limit)
+        preempted, stalled = self._seats.make_room(chosen)
         if preempted:
             self._requeue(preempted)
-            decodes = [request for request in decodes if request.status is RequestStatus.RUNNING]
+            chosen = [request for request in chosen if request.status is RequestStatus.RUNNING]
             prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
+        if stalled is not None:  # all others need no more blocks than they have
+            decodes.remove(stalled)
+            running = [request for request in decodes if request.status is RequestStatus.RUNNING]
+            chosen = self._take_turns(running, limit)
+        decodes = chosen
         budget.take_decodes(len(decodes))
         chunks = self._chunk(prefills, budget)
         return self._decide(decodes, chunks, budget)
@@ -172,25 +253,44 @@ class ContinuousBatcher:
     def _reserve(self, prefills: list[Request]) -> int:
         """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.
 
-        A budget of one token goes to decodes and prefill by turns.
+        A budget of one token goes to decodes and prefill by turns. Nothing, where nobody takes turns.
         """
+        if not self._policy.takes_turns:
+            return 0
         if not prefills and self._next_in_queue() is None:
             return 0
         half = (self._token_limit + self._step_id % 2) // 2
         return min(half, self.kv.block_size, self.config.max_prefill_tokens)
 
     def _take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
-        """The `limit` of `decodes` that were served least recently."""
+        """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
         if len(decodes) <= limit:
             return decodes
+        if not self._policy.takes_turns:
+            return sorted(decodes, key=self._policy.key)[:limit]
         chosen = decodes[:limit]
         self._seats.serve_last(chosen)
         return chosen
 
     def _next_in_queue(self) -> Request | None:
-        """The first in the queue if it can be seated now; nobody overtakes it if it cannot."""
-        request = self._queue.peek()
-        return request if request is not None and self._seats.can_take(request) else None
+        """The first in the queue if it can be seated now; nobody overtakes it if it cannot.
+
+        Those that could, but had better not, are held on the way.
+        """
+        while (request := self._queue.peek()) is not None and self._seats.can_take(request):
+            leader = self._leader(request)
+            if leader is None:
+                return request
+            self._queue.hold(request.request_id, leader)
+        return None
+
+    def _leader(self, request: Request) -> str | None:
+        """Whom a waiting request should be held for, not to compute what that one will."""
+        if request.fork_of is not None and request.status is RequestStatus.WAITING:
+            parent = self._queue.get(request.fork_of)
+            if parent is not None and parent.status is RequestStatus.WAITING:
+                return parent.request_id
+        return self._seats.leader(request)
 
     def _chunk(self, prefills: list[Request], budget: TokenBudget) -> list[_Chunk]:
         """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy."""
@@ -208,6 +308,7 @@ class ContinuousBatcher:
                 break
             missing = len(request.token_ids) - request.num_computed_tokens
             chunks.append(_Chunk(request, budget.take_chunk(missing), missing))
+            self._policy.charge(request, chunks[-1].num_tokens, 0)
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)  # sequences of one token come first
         return chunks
 
@@ -222,15 +323,16 @@ class ContinuousBatcher:
         aboard = decodes + [chunk.request for chunk in chunks]
         inputs = None
         if scheduled:
-            scrub_blocks = self._seats.take_scrub_blocks()
-            inputs = build_step_inputs(scheduled, aboard, self.kv, self._seats.sampling, scrub_blocks)
+            self._moves = self._seats.block_moves()
+            inputs = build_step_inputs(scheduled, aboard, self.kv, self._seats.sampling, self._moves)
         decision = BatchDecision(
             step_id=self._step_id,
             scheduled=tuple(scheduled),
             inputs=inputs,
             num_decode_tokens=budget.num_decode_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
-            preempted=tuple(self._preempted),
+            preempted=tuple(request.request_id for request, _ in self._preempted),
+            swapped=tuple(request.request_id for request, swapped in self._preempted if swapped),
         )
         self._preempted.clear()
         if scheduled:
@@ -245,6 +347,7 @@ class ContinuousBatcher:
         What ends by it is finished on return; a failed row ends its request alone, with ERROR.
         """
         aboard = self._land(decision)
+        self._seats.settle()
         self._token_limit = min(self._token_limit + 1, self.config.max_num_batched_tokens)
         row_errors = rows.row_errors or {}
         committed: list[CommittedToken] = []
@@ -259,10 +362,12 @@ class ContinuousBatcher:
             error = row_errors.get(row)
             token_id = rows.token_ids[row]
             if error is None:
-                self._seats.prove(request_id)
+                if self._seats.prove(request):
+                    self._queue.let_go(request_id)
                 reason = request.append(token_id)
+                self._policy.charge(request, 0, 1)
             else:
-                self._seats.doubt(request_id)
+                self._seats.distrust(request_id)
                 reason = FinishReason.ERROR
             committed.append(CommittedToken(request, token_id, row, reason, error))
             if reason is not None:
@@ -276,13 +381,18 @@ class ContinuousBatcher:
         scheduled again.
         """
         aboard = [request for request in self._land(decision) if request.status is RequestStatus.RUNNING]
-        assert decision.inputs is not None
-        self._seats.scrub(decision.inputs.scrub_blocks)  # nobody knows whether it was done
         for request in aboard:
             self._seats.doubt(request.request_id)
+        for request_id in self._seats.undo_moves(self._moves):
+            lost = self._queue.remove(request_id)
+            assert lost is not None, f"{request_id} is on the host and does not wait"
+            lost.status = RequestStatus.PREEMPTED
+            lost.num_computed_tokens = 0
+            self._queue.add(lost)
         if not fail:
             return []
         for request in aboard:
+            self._seats.distrust(request.request_id)
             self._end(request, FinishReason.ERROR)
         return aboard
 
@@ -297,17 +407,19 @@ class ContinuousBatcher:
         aboard = sorted(self._aboard, key=self._policy.key)
         self.abandon(decision, fail=False)
         self._token_limit = decision.num_tokens // 2
-        lower = [request for request in aboard[(len(aboard) + 1) // 2 :] if not request.is_finished]
-        lower = [request for request in lower if request is not self._seats.oldest()]
+        lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
         for request in lower:
-            self._seats.preempt(request)
+            self._seats.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._requeue(lower)
         return True
 
     def _requeue(self, preempted: list[Request]) -> None:
         for request in preempted:
+            swapped = request.status is RequestStatus.SWAPPED
+            request.preemptions.append((self._clock(), "swap" if swapped else "recompute"))
             self._queue.add(request)
-            self._preempted.append(request.request_id)
+            self._queue.let_go(request.request_id)
+            self._preempted.append((request, swapped))
 
     def _land(self, decision: BatchDecision) -> list[Request]:
         """The flying decision is over: release what ended meanwhile; its requests, in its order."""
@@ -315,6 +427,7 @@ class ContinuousBatcher:
         aboard, self._flying, self._aboard = self._aboard, None, []
         for request_id in self._leaving:
             self._seats.vacate(request_id)
+            self._leave_nothing(request_id)
         self._leaving.clear()
         return aboard
 
@@ -324,6 +437,12 @@ class ContinuousBatcher:
         request.finish_reason = reason
         if self._flying is None:
             self._seats.vacate(request.request_id)
+            self._leave_nothing(request.request_id)
         else:
             self._seats.doubt(request.request_id)
             self._leaving.append(request.request_id)
+
+    def _leave_nothing(self, request_id: str) -> None:
+        """This request has ended: free its host blocks, and let go those that were held for it."""
+        self.kv.host.release(request_id)
+        self._queue.let_go(request_id)

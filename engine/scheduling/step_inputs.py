@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import Int32, Int64, ScheduledRequest, StepInputs
+from engine.outputs import BlockCopy, Int32, Int64, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
+
+
+class BlockMoves(NamedTuple):
+    """What happens to whole blocks before a pass, in this order; see StepInputs."""
+
+    swap_out: tuple[BlockCopy, ...] = ()
+    scrub: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockCopy, ...] = ()
+
+
+NO_MOVES = BlockMoves()
 
 
 def build_step_inputs(
@@ -18,7 +31,7 @@ def build_step_inputs(
     requests: Sequence[Request],
     kv: PagedKvManager,
     sampling: SamplingTable,
-    scrub_blocks: tuple[int, ...] = (),
+    moves: BlockMoves = NO_MOVES,
 ) -> StepInputs:
     """The packed pass over `scheduled`, whose requests are `requests`, one by one; at least one.
 
@@ -44,7 +57,10 @@ def build_step_inputs(
         block_tables=block_tables,
         logits_rows=ends[is_sampled] - 1,
         sampling=sampling.gather(rows[is_sampled], list(compress(requests, samples)), kv_lens[is_sampled]),
-        scrub_blocks=scrub_blocks,
+        block_copies=moves.copies,
+        scrub_blocks=moves.scrub,
+        swap_out=moves.swap_out,
+        swap_in=moves.swap_in,
     )
 
 

@@ -228,6 +228,7 @@ async def test_every_metric_is_there_before_the_first_request() -> None:
         "gauge": [
             *("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_ratio"),
             *("kv_cache_blocks", "engine_heartbeat_age_seconds", "build_info", "cache_config_info"),
+            "tenant_share_ratio",
         ],
         "counter": [
             *("requests", "requests_rejected", "request_aborts", "preemptions", "prompt_tokens"),
@@ -238,6 +239,7 @@ async def test_every_metric_is_there_before_the_first_request() -> None:
                 "http_requests",
                 "ignored_parameters",
             ),
+            *("prefix_cache_queries", "prefix_cache_hits", "deadline_missed"),
         ],
         "histogram": [
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +138,9 @@ class Pool:
     ) -> torch.Tensor:
         """The logits of every token of `parts`."""
         inputs = pack_step(parts, BLOCK_SIZE, every_row=True)
-        return self.forward(replace(inputs, block_copies=copies, scrub_blocks=scrub), self.kv)
+        self.kv.scrub_blocks(scrub)
+        self.kv.copy_blocks(copies)
+        return self.forward(inputs, self.kv)
 
     @torch.inference_mode()
     def poison(self, *blocks: int) -> None:

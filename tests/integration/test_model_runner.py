@@ -15,6 +15,7 @@ from engine.model.attention.query_groups import QueryGroup
 from engine.model.loader import LoadedModel
 from engine.model.model_runner import ModelRunner
 from engine.model.rehearsal import Part, pack_step, plain_sampling
+from engine.outputs import BlockCopy
 from engine.sampling.sampler import Sampler
 from tests.packed import load_tiny, plain_logits, random_tokens
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
@@ -31,9 +32,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_runner(family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 32) -> ModelRunner:
+def make_runner(
+    family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 32, num_host_blocks: int = 0
+) -> ModelRunner:
     loaded = load_tiny(family, dtype)
-    return ModelRunner(loaded, num_blocks, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    return ModelRunner(loaded, num_blocks, BLOCK_SIZE, sampler, num_host_blocks)
 
 
 def greedy(loaded: LoadedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -128,6 +132,65 @@ def test_the_warm_up_and_the_check_touch_no_block(family: str) -> None:
     runner.self_check()
     runner.warm_up()
     assert not any(tensor.any() for tensor in (*runner.kv.keys, *runner.kv.values))
+
+
+# --- moving blocks ---
+
+
+def copies(sources: list[int], targets: list[int]) -> tuple[BlockCopy, ...]:
+    return tuple(BlockCopy(*pair) for pair in zip(sources, targets, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_that_was_swapped_out_goes_on_in_other_blocks(family: str, dtype: torch.dtype) -> None:
+    tokens, other = (random_tokens(np.random.default_rng(seed), 14) for seed in (0, 1))
+    stay, leave = (make_runner(family, dtype, num_host_blocks=8) for _ in range(2))
+    for runner in (stay, leave):
+        runner.run(pack_step([Part(tokens, 0, 11, [3, 1, 8])], BLOCK_SIZE))
+    expected = stay.run(pack_step([Part(tokens, 11, 14, [3, 1, 8, 5])], BLOCK_SIZE)).rows
+    # The very step that swaps the blocks out gives them to somebody else.
+    inputs = pack_step([Part(other, 0, 12, [1, 8, 3])], BLOCK_SIZE)
+    result = leave.run(replace(inputs, swap_out=copies([3, 1, 8], [6, 7, 2]), scrub_blocks=(1,)))
+    assert 0 < result.swap_s < 10
+    assert result.swap_bytes == 3 * leave.kv.block_bytes
+    inputs = pack_step([Part(tokens, 11, 14, [9, 8, 0, 4])], BLOCK_SIZE)
+    result = leave.run(replace(inputs, swap_in=copies([6, 7, 2], [9, 8, 0]), scrub_blocks=(9, 0)))
+    assert result.swap_bytes == 3 * leave.kv.block_bytes
+    assert result.rows == expected
+
+
+def test_nothing_is_measured_and_no_host_memory_taken_without_a_swap() -> None:
+    runner = make_runner("llama", num_host_blocks=1 << 40)
+    result = runner.run(pack_step([Part([5, 6, 7], 0, 3, [0])], BLOCK_SIZE))
+    assert (result.swap_s, result.swap_bytes, runner.swap.reserved_bytes) == (0.0, 0, 0)
+
+
+def test_values_that_are_not_finite_stay_with_their_owner_through_a_swap() -> None:
+    """Swap out, scrub, copy, swap in, in this order: the new owner of a poisoned block reads zeros."""
+    runner = make_runner("llama", num_host_blocks=4)
+    tokens = random_tokens(np.random.default_rng(0), 9)
+    expected = make_runner("llama").run(pack_step([Part(tokens, 0, 5, [0, 1])], BLOCK_SIZE)).rows
+    runner.run(pack_step([Part(tokens, 0, 7, [0, 1])], BLOCK_SIZE))
+    with torch.inference_mode():
+        for tensor in runner.kv.tensors:
+            tensor[[0, 1]] = torch.nan
+    inputs = pack_step([Part(tokens, 0, 5, [0, 1])], BLOCK_SIZE)
+    result = runner.run(replace(inputs, swap_out=copies([0, 1], [2, 3]), scrub_blocks=(0, 1)))
+    assert result.rows == expected
+    inputs = pack_step([Part(tokens, 5, 6, [0, 1]), Part(tokens, 7, 8, [7, 5])], BLOCK_SIZE)
+    result = runner.run(replace(inputs, swap_in=copies([2, 3], [7, 5]), scrub_blocks=(7, 5)))
+    assert result.rows.row_errors is not None and set(result.rows.row_errors) == {1}
+
+
+def test_a_copied_block_may_be_scrubbed_first_and_its_source_swapped_out() -> None:
+    runner = make_runner("llama", num_host_blocks=4)
+    tokens = random_tokens(np.random.default_rng(0), 9)
+    runner.run(pack_step([Part(tokens, 0, 6, [0, 1])], BLOCK_SIZE))
+    expected = runner.run(pack_step([Part(tokens, 6, 7, [0, 1])], BLOCK_SIZE)).rows
+    inputs = pack_step([Part(tokens, 6, 7, [0, 2])], BLOCK_SIZE)
+    moved = replace(inputs, swap_out=copies([2], [3]), scrub_blocks=(2,), block_copies=(BlockCopy(1, 2),))
+    assert runner.run(moved).rows == expected
 
 
 # --- the self-check ---

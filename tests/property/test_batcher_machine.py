@@ -6,6 +6,8 @@ is known.
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -26,7 +28,12 @@ from tests.factories import make_batcher, make_request, make_runner
 from tests.fakes import FakeRunner, ManualClock, expected_output
 
 MAX_MODEL_LEN = 24
-PROMPTS = st.lists(st.integers(0, 9), min_size=1, max_size=MAX_MODEL_LEN)
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 9), min_size=1, max_size=MAX_MODEL_LEN),
+    st.integers(1, MAX_MODEL_LEN).map(lambda length: [1] * length),  # prefixes of one another
+    st.lists(st.integers(0, 1), max_size=4).map(lambda tail: [1] * 12 + tail),
+)
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 
 
 class BatcherMachine(RuleBasedStateMachine):
@@ -42,19 +49,22 @@ class BatcherMachine(RuleBasedStateMachine):
         self.alive: dict[str, Request] = {}
         self.held: dict[str, int] = {}  # tokens known when a request was last given blocks
         self.flying: BatchDecision | None = None
-        self.rows: SampledRows | None = None
         self.last_was_empty = False
         self.num_arrivals = 0
         self.unproven: dict[int, str] = {}  # block -> who wrote there without a good row since
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 8]),
-        spare_blocks=st.integers(0, 40),
+        spare_blocks=st.one_of(st.just(0), st.integers(0, 40)),
         seats=st.integers(1, 6),
         tokens=st.sampled_from([1, 2, 3, 5, 8, 64]),
         prefill=st.sampled_from([1, 4, 64]),
         decodes=st.integers(1, 6),
-        policy=st.sampled_from(["fcfs", "priority", "aging"]),
+        policy=st.sampled_from(["fcfs", "priority", "aging", "sjf", "deadline", "orca", "fair"]),
+        prefix_caching=st.booleans(),
+        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+        host_blocks=st.sampled_from([0, 3, 40]),
+        max_preemptions=st.sampled_from([1, 2, 8]),
     )
     def start(
         self,
@@ -65,6 +75,10 @@ class BatcherMachine(RuleBasedStateMachine):
         prefill: int,
         decodes: int,
         policy: str,
+        prefix_caching: bool,
+        preemption: str,
+        host_blocks: int,
+        max_preemptions: int,
     ) -> None:
         self.batcher = make_batcher(
             num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks // block_size,
@@ -74,17 +88,47 @@ class BatcherMachine(RuleBasedStateMachine):
             max_prefill_tokens=min(prefill, tokens),
             max_decode_seqs=min(decodes, seats),
             max_model_len=MAX_MODEL_LEN,
-            policy="fcfs" if policy == "fcfs" else "priority",
+            policy="priority" if policy == "aging" else policy,
             aging_s=2.0 if policy == "aging" else 0.0,
             clock=self.clock,
+            num_host_blocks=host_blocks,
+            prefix_caching=prefix_caching,
+            preemption=preemption,
+            max_preemptions=max_preemptions,
+            kv_block_bytes=1,
         )
         self.config = self.batcher.config
         self.runner = make_runner(self.batcher)
 
     # What may happen.
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), priority=st.sampled_from([-10, 0, 0, 10]))
-    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        priority=st.sampled_from([-10, 0, 0, 10]),
+        tenant=st.sampled_from([None, "x", "y"]),
+        salt=st.sampled_from([None, None, "salt"]),
+    )
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int, tenant: str | None, salt: str | None
+    ) -> None:
+        self.queue(prompt, max_tokens, tenant=tenant, priority=priority, cache_salt=salt)
+
+    @rule(prompt=PROMPTS, max_tokens=st.lists(st.integers(1, 23), min_size=2, max_size=6))
+    def burst(self, prompt: list[int], max_tokens: list[int]) -> None:
+        """Several with one prompt, cut so that they fit."""
+        for number in max_tokens:
+            self.queue(prompt[: MAX_MODEL_LEN - number], number)
+
+    @precondition(lambda self: bool(self.alive))
+    @rule(choice=st.integers(0, 1000), max_tokens=st.integers(1, 12), num_choices=st.integers(1, 3))
+    def fork(self, choice: int, max_tokens: int, num_choices: int) -> None:
+        parent = list(self.alive.values())[choice % len(self.alive)]
+        prompt = parent.token_ids[: parent.num_prompt_tokens]
+        for _ in range(num_choices):
+            self.queue(prompt, max_tokens, priority=parent.priority, fork_of=parent.request_id)
+
+    def queue(self, prompt: list[int], max_tokens: int, tenant: str | None = None, **how: Any) -> None:
         self.clock.advance(1.0)
         self.num_arrivals += 1
         request = make_request(
@@ -93,7 +137,7 @@ class BatcherMachine(RuleBasedStateMachine):
             arrival=self.num_arrivals,
             arrival_time=self.clock.now,
             max_tokens=max_tokens,
-            priority=priority,
+            **how,
         )
         if request.max_num_tokens > MAX_MODEL_LEN:
             try:
@@ -101,8 +145,23 @@ class BatcherMachine(RuleBasedStateMachine):
             except ContextLengthExceeded:
                 return
             raise AssertionError("accepted what cannot fit")
+        request.tenant = tenant
         self.batcher.add(request)
         self.alive[request.request_id] = request
+
+    @precondition(lambda self: bool(self.alive))
+    @rule(
+        choice=st.integers(0, 1000),
+        priority=st.one_of(st.none(), st.integers(-2, 2)),
+        deadline=st.one_of(st.none(), st.floats(100.0, 200.0)),
+    )
+    def reprioritize(self, choice: int, priority: int | None, deadline: float | None) -> None:
+        request = list(self.alive.values())[choice % len(self.alive)]
+        assert self.batcher.reprioritize(request.request_id, priority=priority, deadline=deadline)
+        explanation = self.batcher.explain(request.request_id)
+        assert explanation is not None
+        runs = request.status is RequestStatus.RUNNING
+        assert runs == (explanation.position is None) == (explanation.waits_because is None)
 
     @precondition(lambda self: self.flying is None)
     @rule()
@@ -116,7 +175,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.last_was_empty = had_work
             return
         self.last_was_empty = False
-        self.flying, self.rows = decision, self.runner.run(decision.inputs).rows
+        self.flying = decision
         self.note_writes(decision, decision.inputs)
 
     def note_writes(self, decision: BatchDecision, inputs: StepInputs) -> None:
@@ -124,10 +183,13 @@ class BatcherMachine(RuleBasedStateMachine):
         block_size = self.batcher.kv.block_size
         for block_id in inputs.scrub_blocks:
             self.unproven.pop(block_id, None)
+        for copy in inputs.block_copies:
+            assert copy.source not in self.unproven
         for entry, table, kv_len in zip(decision.scheduled, inputs.block_tables, inputs.kv_lens, strict=True):
             block_ids = table[: -(-int(kv_len) // block_size)].tolist()
             for block_id in block_ids:
                 assert self.unproven.get(block_id, entry.request_id) == entry.request_id
+            for block_id in block_ids[entry.first_position // block_size :]:
                 self.unproven[block_id] = entry.request_id
 
     def check_decision(self, decision: BatchDecision, were_running: list[Request]) -> None:
@@ -142,6 +204,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if were_running:
             oldest = min(were_running, key=lambda request: request.arrival)
             assert oldest.request_id not in decision.preempted
+        assert set(decision.swapped) <= set(decision.preempted)
         for request_id in decision.preempted:
             self.held.pop(request_id, None)
         for entry in decision.scheduled:
@@ -149,12 +212,13 @@ class BatcherMachine(RuleBasedStateMachine):
             assert request.status is RequestStatus.RUNNING
             assert entry.first_position == request.num_computed_tokens
             assert entry.samples == (entry.first_position + entry.num_tokens == request.num_tokens)
-            self.held[entry.request_id] = request.num_tokens
+            spent = request.num_preemptions >= config.max_preemptions
+            self.held[entry.request_id] = request.max_num_tokens if spent else request.num_tokens
 
     @precondition(lambda self: self.flying is not None)
     @rule(bad_row=st.one_of(st.none(), st.none(), st.integers(0, 3)))
     def commit(self, bad_row: int | None = None) -> None:
-        decision, rows = self.land()
+        decision, rows = self.land(ran=True)
         samplers = [entry.request_id for entry in decision.scheduled if entry.samples]
         errors = {} if bad_row is None else {bad_row: "injected"}
         committed = self.batcher.commit(decision, SampledRows(rows.token_ids, row_errors=errors))
@@ -183,9 +247,9 @@ class BatcherMachine(RuleBasedStateMachine):
             self.each_request_is_in_exactly_one_place()
 
     @precondition(lambda self: self.flying is not None)
-    @rule(fail=st.booleans())
-    def abandon(self, fail: bool) -> None:
-        decision, _ = self.land()
+    @rule(fail=st.booleans(), ran=st.booleans())
+    def abandon(self, fail: bool, ran: bool) -> None:
+        decision, _ = self.land(ran)
         aboard = [entry.request_id for entry in decision.scheduled if entry.request_id in self.alive]
         ended = self.batcher.abandon(decision, fail=fail)
         assert [request.request_id for request in ended] == (aboard if fail else [])
@@ -193,16 +257,16 @@ class BatcherMachine(RuleBasedStateMachine):
             self.expect_ended(request, FinishReason.ERROR)
 
     @precondition(lambda self: self.flying is not None)
-    @rule()
-    def run_out_of_memory(self) -> None:
+    @rule(ran=st.booleans())
+    def run_out_of_memory(self, ran: bool) -> None:
         assert self.flying is not None
         running = [request for request in self.alive.values() if request.status is RequestStatus.RUNNING]
         if self.batcher.preempt_for_memory(self.flying):
-            self.land()
+            self.land(ran)
             if running:
                 assert min(running, key=lambda r: r.arrival).status is RequestStatus.RUNNING
             for request in running:
-                if request.status is RequestStatus.PREEMPTED:
+                if request.status is not RequestStatus.RUNNING:
                     del self.held[request.request_id]
         else:
             assert self.flying.num_tokens == 1
@@ -214,11 +278,19 @@ class BatcherMachine(RuleBasedStateMachine):
         assert self.batcher.finish(request.request_id, FinishReason.ABORT) is request
         self.expect_ended(request, FinishReason.ABORT)
 
-    def land(self) -> tuple[BatchDecision, SampledRows]:
-        assert self.flying is not None and self.rows is not None
-        decision, rows = self.flying, self.rows
-        self.flying = self.rows = None
-        return decision, rows
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        num_cached = self.batcher.kv.num_cached_blocks
+        assert self.batcher.reset_prefix_cache() == num_cached
+        assert self.batcher.kv.num_cached_blocks == 0
+
+    def land(self, ran: bool) -> tuple[BatchDecision, SampledRows]:
+        """The flying step and, if it ran at all, its rows; it runs as late as it can."""
+        assert self.flying is not None and self.flying.inputs is not None
+        decision, inputs = self.flying, self.flying.inputs
+        self.flying = None
+        self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
+        return decision, self.runner.run(inputs).rows if ran else SampledRows([])
 
     def expect_ended(self, request: Request, reason: FinishReason) -> None:
         """Check an ended request's state and text, and forget it."""
@@ -242,6 +314,7 @@ class BatcherMachine(RuleBasedStateMachine):
             kv = self.batcher.kv
             written = set((self.flying.inputs.slot_mapping // kv.block_size).tolist())
             assert all(kv.pool.ref_count(block_id) == 1 for block_id in written)
+            assert not any(block_id in kv.prefixes for block_id in written), "somebody may find it"
 
     @invariant()
     def each_request_is_in_exactly_one_place(self) -> None:
@@ -249,18 +322,22 @@ class BatcherMachine(RuleBasedStateMachine):
         running = 0
         for request in self.alive.values():
             assert 0 <= request.num_computed_tokens < request.num_tokens
+            assert request.num_preemptions <= self.config.max_preemptions
             if request.status is RequestStatus.RUNNING:
                 running += 1
                 assert len(kv.block_ids(request.request_id)) == kv.blocks_for(self.held[request.request_id])
             else:
-                assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                assert request.status in WAITING
                 assert request.request_id not in kv
-                assert request.num_computed_tokens == 0
+                swapped = request.status is RequestStatus.SWAPPED
+                assert (request.request_id in kv.host) == swapped
+                assert (request.num_computed_tokens > 0) == swapped
         assert self.batcher.num_running == running <= self.config.max_num_seqs
         assert self.batcher.num_waiting == len(self.alive) - running
         waiting = [r for r in self.alive.values() if r.status is not RequestStatus.RUNNING]
         assert self.batcher.num_waiting_tokens == sum(request.num_tokens for request in waiting)
         assert self.batcher.has_work == bool(self.alive)
+        assert self.batcher.num_swapped == sum(r.status is RequestStatus.SWAPPED for r in waiting)
         kv.check_integrity()
 
     def teardown(self) -> None:
@@ -279,6 +356,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if self.flying is not None:
             self.commit()
         assert self.batcher.kv.num_used_blocks == 0
+        assert self.batcher.kv.host.num_free == self.batcher.kv.host.num_blocks
         assert not self.batcher.has_work
 
 

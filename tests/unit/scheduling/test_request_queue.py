@@ -107,8 +107,26 @@ def test_dead_places_do_not_pile_up() -> None:
     queue = make_queue(*requests)
     for request in requests[1:]:  # from behind the head, where popping never looks
         queue.remove(request.request_id)
-    assert len(queue._heap) <= 2 * len(queue) + 8
+    assert len(queue._lanes[""].heap) <= 2 * len(queue) + 9
     for _ in range(1000):
         queue.reprioritize("r0")
-    assert len(queue._heap) <= 2 * len(queue) + 8
+    assert len(queue._lanes[""].heap) <= 2 * len(queue) + 9
     assert drain(queue) == ["r0"]
+
+
+def test_a_held_request_is_passed_over_until_it_is_let_go() -> None:
+    a, b, c = (make_request(name, arrival=i) for i, name in enumerate("abc"))
+    queue = make_queue(a, b, c)
+    queue.hold("a", "leader")
+    queue.hold("b", "leader")
+    assert queue.peek() is c
+    assert (len(queue), queue.held_for("a"), queue.held_for("c")) == (3, "leader", None)
+    assert queue.ahead_of(c) == []
+    a.priority = 1
+    queue.reprioritize("a")
+    assert queue.remove("b") is b
+    assert queue.pop() is c
+    assert queue.peek() is None
+    queue.let_go("nobody")
+    queue.let_go("leader")
+    assert drain(queue) == ["a"]

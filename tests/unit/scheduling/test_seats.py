@@ -19,7 +19,7 @@ def seat(seats: Seats, name: str, num_tokens: int, *, arrival: int, priority: in
     request = make_request(name, num_tokens, arrival=arrival, priority=priority)
     seats.take(request)
     request.num_computed_tokens = num_tokens - 1
-    seats.prove(name)
+    seats.prove(request)
     return request
 
 
@@ -77,14 +77,14 @@ def test_a_newcomer_leaves_a_block_for_each_running_request() -> None:
 def test_growth_within_a_block_takes_nothing() -> None:
     seats = make_seats(num_blocks=2)
     a, b = seat(seats, "a", 3, arrival=0), seat(seats, "b", 3, arrival=1)
-    assert seats.make_room([grow(a), grow(b)]) == []
+    assert seats.make_room([grow(a), grow(b)]) == ([], None)
     assert seats.kv.num_free_blocks == 0
 
 
 def test_the_newest_gives_way() -> None:
     seats = make_seats(num_blocks=3)
     a, b, c = (seat(seats, name, 4, arrival=i) for i, name in enumerate("abc"))
-    assert seats.make_room([grow(a), grow(c)]) == [c]
+    assert seats.make_room([grow(a), grow(c)]) == ([c], None)
     assert (c.status, c.num_computed_tokens, c.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert "c" not in seats.kv
     assert list(seats) == [a, b]
@@ -96,7 +96,7 @@ def test_a_request_may_have_to_preempt_itself() -> None:
     seats = make_seats(num_blocks=2)
     seat(seats, "a", 3, arrival=0)
     b = seat(seats, "b", 4, arrival=1)
-    assert seats.make_room([grow(b)]) == [b]
+    assert seats.make_room([grow(b)]) == ([b], None)
     assert b.status is RequestStatus.PREEMPTED
     assert seats.kv.pool.free_block_ids() == (1,)
 
@@ -106,7 +106,7 @@ def test_the_worst_class_gives_way_first() -> None:
     a = seat(seats, "a", 4, arrival=0)
     flex = seat(seats, "flex", 4, arrival=1, priority=10)
     seat(seats, "high", 4, arrival=2, priority=-10)
-    assert seats.make_room([grow(a)]) == [flex]
+    assert seats.make_room([grow(a)]) == ([flex], None)
 
 
 def test_the_oldest_never_gives_way_even_when_its_class_is_the_worst() -> None:
@@ -114,14 +114,14 @@ def test_the_oldest_never_gives_way_even_when_its_class_is_the_worst() -> None:
     old = seat(seats, "old", 4, arrival=0, priority=10)
     high = seat(seats, "high", 4, arrival=1, priority=-10)
     assert seats.oldest() is old
-    assert seats.make_room([grow(high), grow(old)]) == [high]
+    assert seats.make_room([grow(high), grow(old)]) == ([high], None)
     assert seats.kv.block_ids("old") == (0, 1)
 
 
 def test_several_may_have_to_give_way() -> None:
     seats = make_seats(num_blocks=4)
     a, b, c, d = (seat(seats, name, 4, arrival=i) for i, name in enumerate("abcd"))
-    assert seats.make_room([grow(x) for x in (a, b, c, d)]) == [d, c]
+    assert seats.make_room([grow(x) for x in (a, b, c, d)]) == ([d, c], None)
     assert [seats.kv.block_ids(name) for name in "ab"] == [(0, 3), (1, 2)]
 
 
@@ -139,7 +139,7 @@ def leave(seats: Seats, request: Request) -> tuple[int, ...]:
     assert request.request_id in seats.kv, "row and blocks stay until they are vacated"
     seats.vacate(request.request_id)
     assert request.request_id not in seats.kv
-    return seats.take_scrub_blocks()
+    return seats.block_moves().scrub
 
 
 def test_blocks_proven_good_are_not_scrubbed() -> None:
@@ -152,7 +152,7 @@ def test_blocks_of_a_prompt_in_progress_are_scrubbed() -> None:
     request = make_request("a", 8)
     seats.take(request)
     assert leave(seats, request) == (0, 1)
-    assert seats.take_scrub_blocks() == (), "they are handed out once"
+    assert seats.block_moves().scrub == (), "they are handed out once"
 
 
 def test_doubted_blocks_are_scrubbed_but_not_those_another_still_holds() -> None:
@@ -176,7 +176,7 @@ def test_scrubbing_can_be_given_back() -> None:
     seats = make_seats()
     seats.scrub((3, 4))
     seats.scrub((1,))
-    assert seats.take_scrub_blocks() == (3, 4, 1)
+    assert seats.block_moves().scrub == (3, 4, 1)
 
 
 def test_a_row_is_needed_for_each_seat() -> None:

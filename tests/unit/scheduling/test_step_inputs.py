@@ -2,7 +2,7 @@ from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import LogitAdjustment, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
-from engine.scheduling.step_inputs import build_step_inputs
+from engine.scheduling.step_inputs import BlockMoves, build_step_inputs
 from tests.factories import make_kv, make_request
 
 
@@ -14,7 +14,9 @@ def build(kv: PagedKvManager, *work: tuple[Request, int, int]) -> StepInputs:
         table.seat(kv.row(request.request_id), request)
         samples = first + count == request.num_tokens
         scheduled.append(ScheduledRequest(request.request_id, first, count, samples))
-    return build_step_inputs(scheduled, [request for request, _, _ in work], kv, table, (7,))
+    return build_step_inputs(
+        scheduled, [request for request, _, _ in work], kv, table, BlockMoves(scrub=(7,))
+    )
 
 
 def test_a_mixed_step_exactly() -> None:

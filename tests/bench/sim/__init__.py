@@ -1,0 +1,1 @@
+"""A discrete-event simulator around the real batcher and KV manager: hours of serving in seconds."""

@@ -1,0 +1,256 @@
+"""Live requests over HTTP: deadlines, cancel, re-prioritise, explain; each only by the key that made it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engine.engine_parts import EngineLimits
+from engine.outputs import StepInputs
+from tests.e2e.http_server import server_url
+from tests.e2e.wire import RawReply, Wire, ask, events_of
+from tests.engines import EngineShape, running_engine
+
+PATH = "/v1/completions"
+PROMPT = [5, 6, 7, 8, 9]
+ONE_SEAT = EngineShape(max_num_seqs=1, policy="priority")
+
+
+class Hold:
+    """Keeps the given step from ending until `go`; says when it has begun."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._begun, self._go = threading.Event(), threading.Event()
+
+    def __call__(self, inputs: StepInputs) -> None:
+        self._step -= 1
+        if self._step == 0:
+            self._begun.set()
+            assert self._go.wait(20)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, 10)
+
+    def go(self) -> None:
+        self._go.set()
+
+
+def generate(
+    url: str, name: str, max_tokens: int = 100, headers: Mapping[str, str] | None = None, **fields: Any
+) -> asyncio.Task[RawReply]:
+    body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, **fields}
+    return asyncio.create_task(ask(url, "POST", PATH, body, {"x-request-id": name, **(headers or {})}))
+
+
+async def wait_for_queue(url: str, name: str) -> dict[str, Any]:
+    """What the server says of a request once it has it."""
+    async with asyncio.timeout(10):
+        while (reply := await ask(url, "GET", f"/v1/requests/{name}")).status != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return dict(reply.json())
+
+
+def error_of(reply: RawReply) -> tuple[int, str, str]:
+    error = reply.json()["error"]
+    return reply.status, error["type"], error["code"]
+
+
+async def test_a_live_request_says_where_it_stands() -> None:
+    hold = Hold(3)
+    async with running_engine(ONE_SEAT, before=hold) as harness, server_url(harness.engine) as url:
+        running = generate(url, "a/b", 4)
+        await hold.begun()
+        waiting = generate(url, "second", 2, n=2)
+        found = (await wait_for_queue(url, "a%2Fb"))["choices"][0]
+        assert (found["status"], found["waits_because"], found["position"]) == ("running", None, None)
+        assert (found["known_tokens"], found["computed_tokens"], found["kv_blocks"]) == (7, 6, 2)
+        queued = await wait_for_queue(url, "second")
+        assert [each["status"] for each in queued["choices"]] == ["waiting"] * 2
+        assert queued["choices"][0]["waits_because"].endswith(".")
+        hold.go()
+        replies = await asyncio.gather(running, waiting)
+        assert replies[1].json()["id"] == queued["id"]
+        for name in ("second", queued["id"], "nobody"):
+            reply = await ask(url, "GET", f"/v1/requests/{name}")
+            assert error_of(reply) == (404, "not_found_error", "request_not_found")
+
+
+async def test_cancel_ends_every_choice_and_works_once() -> None:
+    hold = Hold(3)
+    async with running_engine(before=hold) as harness, server_url(harness.engine) as url:
+        running = generate(url, "mine", n=3)
+        await hold.begun()
+        reply = await ask(url, "POST", "/v1/requests/mine/cancel")
+        hold.go()
+        ended = (await running).json()
+        assert (reply.status, reply.json()["id"], reply.json()["cancelled"]) == (200, ended["id"], True)
+        assert [choice["finish_reason"] for choice in ended["choices"]] == ["abort"] * 3
+        assert (await ask(url, "POST", "/v1/requests/mine/cancel")).status == 404
+        assert harness.engine.metrics.request_aborts == {"cancel": 3}
+
+
+async def test_only_the_key_that_made_a_request_may_touch_it() -> None:
+    hold = Hold(2)
+    mine, other = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    async with (
+        running_engine(before=hold) as harness,
+        server_url(harness.engine, api_key=("one", "two")) as url,
+    ):
+        running = generate(url, "x", headers=mine)
+        await hold.begun()
+        real_id = (await ask(url, "GET", "/v1/requests/x", None, mine)).json()["id"]
+        for name in ("x", real_id):
+            for method, path, body in (
+                ("GET", f"/v1/requests/{name}", None),
+                ("POST", f"/v1/requests/{name}/cancel", None),
+                ("PATCH", f"/v1/requests/{name}", {"priority": 1}),
+            ):
+                assert (await ask(url, method, path, body, other)).status == 404
+                assert (await ask(url, method, path, body)).status == 401
+        assert (await ask(url, "POST", f"/v1/requests/{real_id}/cancel", None, mine)).status == 200
+        hold.go()
+        await running
+
+
+async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
+    hold = Hold(3)
+    order: list[asyncio.Task[RawReply]] = []
+    async with running_engine(ONE_SEAT, before=hold) as harness, server_url(harness.engine) as url:
+        first = generate(url, "first", 5)
+        await hold.begun()
+        tasks = []
+        for name in ("second", "third"):
+            tasks.append(generate(url, name, 5))
+            await wait_for_queue(url, name)
+            tasks[-1].add_done_callback(order.append)
+        reply = await ask(url, "PATCH", "/v1/requests/third", {"priority": -10})
+        assert reply.json()["choices"][0]["position"] == 1
+        hold.go()
+        await asyncio.gather(first, *tasks)
+    assert order == [tasks[1], tasks[0]]
+
+
+async def test_a_new_deadline_counts_from_arrival() -> None:
+    hold = Hold(2)
+    async with running_engine(before=hold) as harness, server_url(harness.engine) as url:
+        running = generate(url, "x", deadline_ms=60_000)
+        await hold.begun()
+        assert (await ask(url, "PATCH", "/v1/requests/x", {"deadline_ms": 50_000})).status == 200
+        await ask(url, "PATCH", "/v1/requests/x", {"deadline_ms": 1})
+        assert error_of(await running) == (504, "timeout_error", "deadline_exceeded")
+        hold.go()
+
+
+@pytest.mark.parametrize(
+    ("patch", "param"),
+    [
+        ({}, None),
+        ({"priority": None}, None),
+        ({"priority": "1"}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"prioritty": 1}, "prioritty"),
+        ([], None),
+    ],
+)
+async def test_a_wrong_change_is_400_and_named(patch: object, param: str | None) -> None:
+    async with running_engine() as harness, server_url(harness.engine) as url:
+        reply = await ask(url, "PATCH", "/v1/requests/x", patch)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["field", "header", "timeout"])
+async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -> None:
+    hold = Hold(1)
+    fields: dict[str, Any] = {"deadline_ms": 200.5} if how == "field" else {}
+    headers = {"x-request-deadline-ms": "200"} if how == "header" else {}
+    server = {"request_timeout": 0.2} if how == "timeout" else {}
+    async with running_engine(before=hold) as harness, server_url(harness.engine, **server) as url:
+        reply = await generate(url, "x", headers=headers, stream=stream, n=2, **fields)
+        hold.go()
+        page = (await ask(url, "GET", "/metrics")).body.decode()
+    assert error_of(reply) == (504, "timeout_error", "deadline_exceeded")
+    assert reply.headers["x-should-retry"] == "false"
+    assert 'slipstream_requests_total{finish_reason="deadline",model_name="test-model"} 1.0' in page
+    assert 'slipstream_deadline_missed_total{model_name="test-model"} 1.0' in page
+
+
+async def test_a_deadline_after_the_first_byte_is_an_event() -> None:
+    hold = Hold(4)
+    async with running_engine(before=hold) as harness, server_url(harness.engine) as url:
+        reply = await generate(url, "x", stream=True, deadline_ms=400)
+        hold.go()
+    events = events_of(reply.body)
+    assert reply.status == 200
+    assert events[0]["choices"][0]["finish_reason"] is None
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_wait_longer_than_the_queue_timeout_is_503() -> None:
+    hold, limits = Hold(2), EngineLimits(queue_timeout_s=0.2)
+    async with (
+        running_engine(ONE_SEAT, before=hold, limits=limits) as harness,
+        server_url(harness.engine) as url,
+    ):
+        running = generate(url, "a", 3)
+        await hold.begun()
+        reply = await generate(url, "b", 3, stream=True)
+        hold.go()
+        assert (await running).status == 200
+    assert error_of(reply) == (503, "overloaded_error", "queue_timeout")
+    assert int(reply.headers["retry-after"]) >= 1
+
+
+async def test_choices_of_one_prompt_compute_it_once() -> None:
+    scheduled: list[int] = []
+    prompt = list(range(40))
+    async with (
+        running_engine(before=lambda inputs: scheduled.append(len(inputs.token_ids))) as harness,
+        server_url(harness.engine) as url,
+    ):
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "n": 4}
+        reply = await ask(url, "POST", PATH, body)
+    assert len({choice["text"] for choice in reply.json()["choices"]}) == 1
+    assert sum(scheduled) < 2 * len(prompt)
+
+
+async def test_a_shared_prefix_is_reported_as_cached_until_it_is_reset() -> None:
+    shape = EngineShape(prefix_caching=True)
+    body = {"prompt": list(range(40)), "max_tokens": 4, "temperature": 0}
+    async with running_engine(shape) as harness, server_url(harness.engine) as url:
+
+        async def cached(**fields: Any) -> int:
+            usage = (await ask(url, "POST", PATH, {**body, **fields})).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached(), await cached(), await cached(cache_salt="mine")] == [0, 36, 0]
+        assert harness.engine.gauges().kv_blocks_cached == 20
+        page = (await ask(url, "GET", "/metrics")).body.decode()
+        assert (await ask(url, "POST", "/reset_prefix_cache")).json() == {"num_freed_blocks": 20}
+        assert await cached() == 0
+    for name, count in (
+        ("prompt_tokens_cached", 36),
+        ("prefix_cache_hits", 36),
+        ("prefix_cache_queries", 120),
+    ):
+        assert f'slipstream_{name}_total{{model_name="test-model"}} {count}.0' in page
+
+
+async def test_a_stream_s_requests_are_forgotten_when_it_ends() -> None:
+    async with running_engine() as harness, server_url(harness.engine) as url:
+        wire = await Wire.connect(url)
+        body = {"prompt": PROMPT, "max_tokens": 120, "stream": True}
+        await wire.send("POST", PATH, json.dumps(body).encode(), {"x-request-id": "gone"})
+        await wire.head()
+        await wire.close()
+        async with asyncio.timeout(5):
+            while (await ask(url, "GET", "/v1/requests/gone")).status == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await ask(url, "POST", "/reset_prefix_cache")).json() == {"num_freed_blocks": 0}
