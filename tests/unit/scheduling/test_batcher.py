@@ -1,5 +1,7 @@
 """What a step schedules, exactly. Requests' ends and failed steps are in test_batcher_endings.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.errors import ContextLengthExceeded, StartRefused
@@ -275,9 +277,17 @@ def test_a_request_is_added_once() -> None:
         batcher.add(make_request("a"))
 
 
-@pytest.mark.parametrize("position", range(5))
-def test_limits_below_one_stop_the_start(position: int) -> None:
-    limits = [4, 4, 4, 4, 4]
-    limits[position] = 0
-    with pytest.raises(StartRefused, match=r"max-[a-z-]+ is 0: it must be at least 1"):
-        BatchConfig(*limits)
+LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_prefill_tokens",
+    "max_decode_seqs",
+    "max_model_len",
+)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limits_below_one_stop_the_start(limit: str) -> None:
+    config = BatchConfig(4, 4, 4, 4, 4)
+    with pytest.raises(StartRefused, match=f"{limit.replace('_', '-')} is 0: it must be at least 1"):
+        replace(config, **{limit: 0})
