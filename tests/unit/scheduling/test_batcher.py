@@ -1,6 +1,7 @@
 """What a step schedules, exactly. Requests' ends and failed steps are in test_batcher_endings.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -289,5 +290,6 @@ LIMITS = (
 @pytest.mark.parametrize("limit", LIMITS)
 def test_limits_below_one_stop_the_start(limit: str) -> None:
     config = BatchConfig(4, 4, 4, 4, 4)
+    changed: dict[str, Any] = {limit: 0}
     with pytest.raises(StartRefused, match=f"{limit.replace('_', '-')} is 0: it must be at least 1"):
-        replace(config, **{limit: 0})
+        replace(config, **changed)
