@@ -7,7 +7,7 @@ import math
 from engine.request import Request
 
 _MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
-_FIT_EVERY = 8  # steps; before the first fit nothing is known
+_FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
 _SWEEPS = 24
 _MAX_SURPRISE = 4.0  # a step counts as so many times the expected at most: a stall is no cost
 
@@ -32,7 +32,7 @@ class CostModel:
     @property
     def is_known(self) -> bool:
         """True once enough steps were observed for an estimate."""
-        return self._num_steps >= _FIT_EVERY
+        return self._num_steps >= _FIRST_FIT
 
     # What is learnt.
 
@@ -47,7 +47,7 @@ class CostModel:
                 row[column] = _MEMORY * row[column] + value * other
         self._times = [_MEMORY * old + value * seconds for old, value in zip(self._times, step, strict=True)]
         self._num_steps += 1
-        if self._num_steps % _FIT_EVERY == 0:
+        if self._num_steps == _FIRST_FIT or self._num_steps % _FIT_EVERY == 0:
             self._fit()
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
@@ -60,8 +60,8 @@ class CostModel:
         for _ in range(_SWEEPS):
             for i, row in enumerate(self._products):
                 if row[i]:
-                    others = sum(row[j] * costs[j] for j in range(3) if j != i)
-                    costs[i] = max(0.0, (self._times[i] - others) / row[i])
+                    predicted = row[0] * costs[0] + row[1] * costs[1] + row[2] * costs[2]
+                    costs[i] = max(0.0, costs[i] + (self._times[i] - predicted) / row[i])
 
     # What it says.
 

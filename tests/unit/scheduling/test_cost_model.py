@@ -48,7 +48,7 @@ def test_one_stall_counts_for_a_few_steps_at_most() -> None:
     before = model.step_s(0, 1)
     assert before is not None
     model.observe(0, 1, 60.0)
-    for _ in range(7):
+    for _ in range(15):
         model.observe(0, 1, 0.0205)
     after = model.step_s(0, 1)
     assert after is not None
