@@ -120,7 +120,7 @@ def test_a_sequence_starts_on_published_blocks() -> None:
     kv.free("a")
     assert (kv.num_free_blocks, kv.num_cached_blocks) == (3, 0)
     kv.free("b")
-    assert kv.pool.free_block_ids() == (4, 5, 2, 3, 1, 0), "kept blocks are taken last, the prefix last of all"
+    assert kv.pool.free_block_ids() == (4, 5, 2, 3, 1, 0), "kept ones are taken last"
     assert (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks) == (6, 2, 0)
     assert kv.start("c", 8, kv.prefixes.find(HASHES, 2))
     assert kv.block_ids("c") == (0, 1)

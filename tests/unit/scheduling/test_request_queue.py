@@ -132,7 +132,7 @@ def test_a_held_request_is_passed_over_until_it_is_let_go() -> None:
     assert drain(queue) == ["a"]
 
 
-def test_a_held_request_is_passed_over_until_it_is_let_go() -> None:
+def test_a_held_request_waits_like_the_rest() -> None:
     a, b, c = (make_request(name, 2, arrival=i) for i, name in enumerate("abc"))
     queue = make_queue(a, b, c)
     queue.hold("a", "x")

@@ -64,7 +64,7 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
 
 
 def test_who_was_swapped_out_resumes_before_who_never_ran() -> None:
-    batcher, runner, a, b = start()
+    batcher, runner, _, b = start()
     run_step(batcher, runner)
     c = make_request("c", 1, arrival=-1, max_tokens=1)
     batcher.add(c)
@@ -77,7 +77,7 @@ def test_who_was_swapped_out_resumes_before_who_never_ran() -> None:
 
 
 def test_blocks_still_found_on_the_device_are_not_copied_back() -> None:
-    batcher, runner, a, b = start(prefix_caching=True)
+    batcher, runner, _, b = start(prefix_caching=True)
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     decision, _ = run_step(batcher, runner)
@@ -160,7 +160,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
 
 
 def test_who_gives_way_when_memory_runs_out_is_computed_again() -> None:
-    batcher, runner, a, b = start(num_host_blocks=8)
+    batcher, runner, _, b = start(num_host_blocks=8)
     batcher.finish("a", FinishReason.ABORT)
     c = make_request("c", 2, arrival=2, max_tokens=3)
     batcher.add(c)
@@ -170,7 +170,7 @@ def test_who_gives_way_when_memory_runs_out_is_computed_again() -> None:
 
 
 def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None:
-    batcher, runner, a, b = start()
+    batcher, runner, _, b = start()
     a_step = batcher.step()
     batcher.commit(a_step, runner.run(inputs_of(a_step)).rows)
     seats, kv = batcher._seats, batcher.kv
