@@ -15,7 +15,8 @@ from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ModelRunner
 from engine.model.model_source import resolve_model
 from engine.sampling.sampler import Sampler
-from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from engine.text.tokenizer import Tokenizer
 

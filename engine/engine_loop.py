@@ -19,7 +19,7 @@ from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFai
 from engine.open_requests import OpenRequests
 from engine.outputs import BatchDecision, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
-from engine.scheduling.batcher import CommittedToken
+from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.drain_rate import DrainRate
 
 log = logging.getLogger("slipstream.engine")

@@ -10,7 +10,7 @@ from engine.batch_metrics import BatchMetrics
 from engine.errors import EngineError
 from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, Request
-from engine.scheduling.batcher import CommittedToken
+from engine.scheduling.committed_token import CommittedToken
 from engine.stream import Finish, RequestStream, RequestTiming
 from engine.tenant_shares import TenantShares
 from engine.time_limits import TimeLimits

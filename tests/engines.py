@@ -18,7 +18,8 @@ from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, Executors
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import StepInputs
 from engine.request import GenerationRequest, SamplingParams
-from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from engine.stream import Finish, OutputDelta, RequestStream
 from engine.text.tokenizer import Tokenizer

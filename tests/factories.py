@@ -8,7 +8,9 @@ from typing import Any
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import BatchDecision
 from engine.request import Request, SamplingParams
-from engine.scheduling.batcher import BatchConfig, CommittedToken, ContinuousBatcher
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
+from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.policy import make_policy
 from tests.fakes import FakeRunner, ManualClock
 

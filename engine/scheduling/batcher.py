@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NamedTuple
 
-from engine.errors import ContextLengthExceeded, StartRefused
+from engine.errors import ContextLengthExceeded
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import BatchDecision, RequestExplanation, SampledRows, ScheduledRequest
 from engine.request import FinishReason, Request, RequestStatus
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.cost_model import CostModel
 from engine.scheduling.deadlines import Load, earliest_finish_s
 from engine.scheduling.explanation import explain
@@ -24,48 +24,7 @@ from engine.scheduling.seats import Seats
 from engine.scheduling.step_inputs import NO_MOVES, build_step_inputs
 from engine.scheduling.token_budget import TokenBudget
 
-
-@dataclass(frozen=True, slots=True)
-class BatchConfig:
-    """The limits of a step and of a sequence, each at least 1; StartRefused otherwise.
-
-    A budget smaller than `max_num_seqs` is allowed: running requests take turns then. `preemption` and
-    `max_preemptions` are explained at PreemptionPolicy.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_tokens: int
-    max_decode_seqs: int
-    max_model_len: int
-    prefix_caching: bool = False
-    preemption: str = "recompute"
-    max_preemptions: int = 8
-    kv_block_bytes: int = 0  # what swapping a block moves
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if limit.name.startswith("max_") and value < 1:
-                raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least 1")
-
-
-class CommittedToken(NamedTuple):
-    """One sampled row after its commit. `error` is set, and the token meaningless, when that row failed."""
-
-    request: Request
-    token_id: int
-    row: int
-    finish_reason: FinishReason | None
-    error: str | None
-
-
-class _Chunk(NamedTuple):
-    """The part of a request's `missing` tokens that this step computes."""
-
-    request: Request
-    num_tokens: int
-    missing: int
+_Chunk = tuple[Request, int, int]  # with the tokens that this step computes, and those it lacks
 
 
 class ContinuousBatcher:
@@ -235,7 +194,7 @@ class ContinuousBatcher:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
         limit = budget.decode_limit(self._reserve(prefills))
-        chosen = self._take_turns(decodes, limit)
+        chosen = self._seats.take_turns(decodes, limit)
         preempted, stalled = self._seats.make_room(chosen)
         if preempted:
             self._requeue(preempted)
@@ -244,7 +203,7 @@ class ContinuousBatcher:
         if stalled is not None:  # all others need no more blocks than they have
             decodes.remove(stalled)
             running = [request for request in decodes if request.status is RequestStatus.RUNNING]
-            chosen = self._take_turns(running, limit)
+            chosen = self._seats.take_turns(running, limit)
         decodes = chosen
         budget.take_decodes(len(decodes))
         chunks = self._chunk(prefills, budget)
@@ -262,16 +221,6 @@ class ContinuousBatcher:
         half = (self._token_limit + self._step_id % 2) // 2
         return min(half, self.kv.block_size, self.config.max_prefill_tokens)
 
-    def _take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
-        """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
-        if len(decodes) <= limit:
-            return decodes
-        if not self._policy.takes_turns:
-            return sorted(decodes, key=self._policy.key)[:limit]
-        chosen = decodes[:limit]
-        self._seats.serve_last(chosen)
-        return chosen
-
     def _next_in_queue(self) -> Request | None:
         """The first in the queue if it can be seated now; nobody overtakes it if it cannot.
 
@@ -286,10 +235,9 @@ class ContinuousBatcher:
 
     def _leader(self, request: Request) -> str | None:
         """Whom a waiting request should be held for, not to compute what that one will."""
-        if request.fork_of is not None and request.status is RequestStatus.WAITING:
-            parent = self._queue.get(request.fork_of)
-            if parent is not None and parent.status is RequestStatus.WAITING:
-                return parent.request_id
+        parent = self._queue.get(request.fork_of or "")
+        if parent is not None and parent.status is request.status is RequestStatus.WAITING:
+            return request.fork_of
         return self._seats.leader(request)
 
     def _chunk(self, prefills: list[Request], budget: TokenBudget) -> list[_Chunk]:
@@ -307,9 +255,9 @@ class ContinuousBatcher:
             else:
                 break
             missing = len(request.token_ids) - request.num_computed_tokens
-            chunks.append(_Chunk(request, budget.take_chunk(missing), missing))
-            self._policy.charge(request, chunks[-1].num_tokens, 0)
-        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)  # sequences of one token come first
+            chunks.append((request, budget.take_chunk(missing), missing))
+            self._policy.charge(request, chunks[-1][1], 0)
+        chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
         return chunks
 
     def _decide(self, decodes: list[Request], chunks: list[_Chunk], budget: TokenBudget) -> BatchDecision:
@@ -317,10 +265,11 @@ class ContinuousBatcher:
         scheduled = [
             ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True) for request in decodes
         ]
-        for request, count, missing in chunks:
-            first = request.num_computed_tokens
-            scheduled.append(ScheduledRequest(request.request_id, first, count, count == missing))
-        aboard = decodes + [chunk.request for chunk in chunks]
+        scheduled += [
+            ScheduledRequest(request.request_id, request.num_computed_tokens, count, count == missing)
+            for request, count, missing in chunks
+        ]
+        aboard = decodes + [request for request, _, _ in chunks]
         inputs = None
         if scheduled:
             self._moves = self._seats.block_moves()

@@ -103,8 +103,10 @@ class Seats:
     def take(self, request: Request) -> None:
         """Seat a request for which `can_take` is true."""
         parent = self._ready_parent(request)
-        fits = self._start(request) if parent is None else self._fork(parent, request)
-        assert fits, f"{request.request_id} was found to fit and does not"
+        if parent is None:
+            self._start(request)
+        else:
+            self._fork(parent, request)
         self._running[request.request_id] = request
         self._unproven.add(request.request_id)
         self.sampling.seat(self.kv.row(request.request_id), request)
@@ -112,22 +114,21 @@ class Seats:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
 
-    def _start(self, request: Request) -> bool:
+    def _start(self, request: Request) -> None:
         """Begin on what is published or saved of the request's KV."""
         kv, request_id = self.kv, request.request_id
         if request_id in kv.host and not kv.host.is_saved(request_id):
             kv.host.release(request_id)  # no step has run since it gave its blocks up: nothing was copied
             request.num_computed_tokens = 0
         found = self._find(request)
-        if not kv.start(request_id, self._tokens_to_hold(request), found):
-            return False
+        fits = kv.start(request_id, self._tokens_to_hold(request), found)
+        assert fits, f"{request_id} was found to fit and does not"
         if request_id in kv.host:
             kv.host.restore(request_id, kv.block_ids(request_id), len(found))
-            return True
+            return
         request.num_computed_tokens = len(found) * kv.block_size
         if self._caching:
             self._count_and_claim(request, len(found))
-        return True
 
     def _count_and_claim(self, request: Request, num_found: int) -> None:
         kv = self.kv
@@ -138,19 +139,18 @@ class Seats:
         hashes = self._hashes(request, len(request.token_ids) // kv.block_size)
         kv.prefixes.claim(request.request_id, hashes[num_found:])
 
-    def _fork(self, parent: Request, child: Request) -> bool:
+    def _fork(self, parent: Request, child: Request) -> None:
         """Begin on the parent's prompt but for its last token, whose block is copied on write."""
         kv, child_id, last = self.kv, child.request_id, child.num_prompt_tokens - 1
-        if not kv.fork(parent.request_id, child_id):
-            return False
+        fits = kv.fork(parent.request_id, child_id)
         kv.rewind(child_id, last)
         copies = kv.copy_on_write(child_id, last)
-        assert copies is not None, f"{child_id} was found to fit and does not"
+        fits = fits and copies is not None and kv.allocate(child_id, child.num_prompt_tokens)
+        assert fits and copies is not None, f"{child_id} was found to fit and does not"
         self._copies += copies
         self._forked.append(child)
         child.num_computed_tokens = last
         child.num_cached_tokens = parent.num_cached_tokens
-        return kv.allocate(child_id, child.num_prompt_tokens)
 
     def _ready_parent(self, request: Request) -> Request | None:
         """Who this waiting request can be forked from now: its parent's prompt is computed and good."""
@@ -208,10 +208,16 @@ class Seats:
         ref_count = kv.pool.ref_count
         self.scrub(b for b in unproven if ref_count(b) == 0 and b not in kv.prefixes)
 
-    def serve_last(self, requests: Iterable[Request]) -> None:
-        """Send these to the back of the line."""
-        for request in requests:
+    def take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
+        """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
+        if len(decodes) <= limit:
+            return decodes
+        if not self._policy.takes_turns:
+            return sorted(decodes, key=self._policy.key)[:limit]
+        chosen = decodes[:limit]
+        for request in chosen:  # to the back of the line
             self._running[request.request_id] = self._running.pop(request.request_id)
+        return chosen
 
     # Running out of blocks.
 

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from engine.errors import ContextLengthExceeded
 from engine.outputs import BatchDecision, SampledRows, StepInputs
 from engine.request import FinishReason, Request, RequestStatus
-from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
 from tests.factories import make_batcher, make_request, make_runner
 from tests.fakes import FakeRunner, ManualClock, expected_output
 

@@ -28,12 +28,12 @@ EXPERIMENTS: dict[str, Callable[..., Section]] = {
     "static": lambda cost: run_static(3000, cost=cost),
     "memory": lambda cost: run_memory(1500, cost=cost),
     "chunks": lambda cost: run_chunks(600, cost=cost),
-    "sjf": lambda cost: run_sjf(3000, cost=cost),
+    "sjf": lambda cost: run_sjf(5000, cost=cost),
     "deadlines": lambda cost: run_deadlines(1000, cost=cost),
     "fair": lambda cost: run_fairness(2000, cost=cost),
     "prefixes": lambda cost: run_prefixes(cost=cost),
     "queue": lambda cost: run_queue(1000),
-    "sweep": lambda cost: run_sweep(600, cost=cost),
+    "sweep": lambda cost: run_sweep(1000, cost=cost),
 }
 
 

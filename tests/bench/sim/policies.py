@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -24,7 +25,7 @@ from tests.bench.sim.trace import (
 )
 
 POLICIES = ("fcfs", "orca", "sjf", "priority", "deadline", "fair")
-SEATS = 4
+SEATS = 2
 TENANTS = ("quiet", "busy")
 BUSY_FACTOR = 20
 
@@ -32,7 +33,7 @@ BUSY_FACTOR = 20
 def bimodal_trace(num_requests: int, seed: int) -> list[Arrival]:
     """Many short requests and a few long ones; classes, tenants and deadlines for the policies that look."""
     rng = random.Random(seed)
-    lengths = bimodal_lengths((32, 8), (256, 1024), 0.05)
+    lengths = bimodal_lengths((16, 4), (128, 512), 0.05)
     return [
         replace(
             arrival,
@@ -51,30 +52,40 @@ def capacity(trace: Trace, server: Server) -> float:
     return (len(trace) - server.max_num_seqs) / last_seated
 
 
-def run_sjf(num_requests: int, seed: int = 4, cost: StepCost = GPU_LIKE) -> Section:
-    """What the shortest first does to the mean, and to the one it is worst for."""
-    section = Section("sjf", f"sjf against fcfs, bimodal lengths, load 80 %, {SEATS} seats, {cost.name}")
-    server = Server(cost=cost, max_num_seqs=SEATS)
-    trace = bimodal_trace(num_requests, seed)
-    trace = at_rate(trace, 0.8 * capacity(trace, server))
-    fcfs, sjf = (simulate(trace, replace(server, policy=policy)) for policy in ("fcfs", "sjf"))
-    for name, run in (("fcfs", fcfs), ("sjf", sjf)):
-        section.add(name, "mean completion", "s", [run.mean_latency_s])
-        section.add(name, "completion P99", "s", [percentile((o.latency_s for o in run.served), 99)])
-        section.add(name, "longest wait", "s", [max(outcome.wait_s for outcome in run.served)])
+def run_sjf(
+    num_requests: int, seed: int = 4, cost: StepCost = GPU_LIKE, seats: Sequence[int] = (SEATS, 2 * SEATS)
+) -> Section:
+    """What sjf does to the mean, and to whom it is worst for; the bars are for the first of `seats`."""
+    section = Section("sjf", f"sjf against fcfs, bimodal lengths, load 80 %, {cost.name}")
+    requests = bimodal_trace(num_requests, seed)
+    for max_num_seqs in seats:
+        server = Server(cost=cost, max_num_seqs=max_num_seqs)
+        trace = at_rate(requests, 0.8 * capacity(requests, server))
+        fcfs, sjf = (simulate(trace, replace(server, policy=policy)) for policy in ("fcfs", "sjf"))
+        for name, run in (("fcfs", fcfs), ("sjf", sjf)):
+            case = f"{name}, seats: {max_num_seqs}"
+            section.add(case, "mean completion", "s", [run.mean_latency_s])
+            section.add(case, "completion P99", "s", [percentile((o.latency_s for o in run.served), 99)])
+            section.add(case, "longest wait", "s", [max(outcome.wait_s for outcome in run.served)])
+        if max_num_seqs == seats[0]:
+            section.bars += _sjf_bars(fcfs, sjf)
+    section.notes.append(
+        "a wait is the time to the first seat; one below fcfs's mean counts as that mean, since a seat that "
+        f"happened to be free makes any wait infinitely longer; the bars are for {seats[0]} seats: the "
+        "more seats, the less there is to gain at this load"
+    )
+    return section
+
+
+def _sjf_bars(fcfs: Run, sjf: Run) -> list[Bar]:
     mean_wait = fmean(outcome.wait_s for outcome in fcfs.outcomes)
     pairs = zip(sjf.outcomes, fcfs.outcomes, strict=True)
     worst = max(own.wait_s / max(other.wait_s, mean_wait) for own, other in pairs)
     ratio = fcfs.mean_latency_s / sjf.mean_latency_s
-    section.bars += [
+    return [
         Bar("mean completion, fcfs / sjf", 2.0, "x", ratio, at_least=True),
         Bar("longest wait against the same request's with fcfs", 10.0, "x", worst, at_least=False),
     ]
-    section.notes.append(
-        "a wait is the time to the first seat; one below fcfs's mean counts as that mean, since a seat that "
-        "happened to be free makes any wait infinitely longer"
-    )
-    return section
 
 
 @dataclass(slots=True)

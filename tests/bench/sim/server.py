@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import SampledRows
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.scheduling.batcher import BatchConfig, ContinuousBatcher
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.run import Outcome, Run

@@ -130,3 +130,49 @@ def test_a_held_request_is_passed_over_until_it_is_let_go() -> None:
     queue.let_go("nobody")
     queue.let_go("leader")
     assert drain(queue) == ["a"]
+
+
+def test_a_held_request_waits_like_the_rest() -> None:
+    a, b, c = (make_request(name, 2, arrival=i) for i, name in enumerate("abc"))
+    queue = make_queue(a, b, c)
+    queue.hold("a", "x")
+    queue.hold("c", "y")
+    assert queue.peek() is b
+    assert queue.held_for("a") == "x"
+    assert queue.held_for("b") is None
+    assert (len(queue), queue.num_tokens, "a" in queue, queue.get("a")) == (3, 6, True, a)
+    queue.let_go("nobody")
+    queue.let_go("x")
+    assert queue.peek() is a
+    assert queue.held_for("a") is None
+    assert queue.pop() is a
+    assert queue.pop() is b
+    assert queue.peek() is None, "c waits, held"
+    assert len(queue) == 1
+
+
+def test_a_held_request_may_leave_and_be_held_for_another() -> None:
+    a, b = make_request("a", arrival=0), make_request("b", arrival=1)
+    queue = make_queue(a, b)
+    queue.hold("a", "x")
+    assert queue.remove("a") is a
+    queue.add(a)
+    queue.let_go("x")
+    assert queue.peek() is a
+    queue.hold("a", "x")
+    queue.remove("a")
+    queue.add(a)
+    queue.hold("a", "y")
+    queue.let_go("x")
+    assert (queue.peek(), queue.held_for("a")) == (b, "y")
+
+
+def test_a_held_request_is_ranked_when_it_is_let_go() -> None:
+    a, b = make_request("a", arrival=0), make_request("b", arrival=1)
+    queue = make_queue(a, b)
+    queue.hold("b", "x")
+    b.priority = -10
+    queue.reprioritize("b")
+    assert queue.peek() is a
+    queue.let_go("x")
+    assert queue.peek() is b

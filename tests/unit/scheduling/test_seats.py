@@ -128,7 +128,7 @@ def test_several_may_have_to_give_way() -> None:
 def test_who_was_served_goes_to_the_back_of_the_line() -> None:
     seats = make_seats()
     a, b, c = (seat(seats, name, 1, arrival=i) for i, name in enumerate("abc"))
-    seats.serve_last([a, b])
+    assert seats.take_turns([a, b, c], 2) == [a, b]
     assert list(seats) == [c, a, b]
 
 
