@@ -296,3 +296,17 @@ def test_a_choice_of_a_preempted_parent_runs_by_itself() -> None:
     batcher.finish("a", FinishReason.ABORT)
     batcher.commit(decision, SampledRows([1]))
     assert [entry.request_id for entry in batcher.step().scheduled] == ["first", "b"]
+
+
+def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> None:
+    batcher, runner = make(num_blocks=32)
+    batcher.add(make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4))
+    decision = batcher.step()
+    newcomer = make_request("b", [*PREFIX, 91], arrival=1, max_tokens=4)
+    seats = batcher._seats
+    assert seats.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
+    assert decision.inputs is not None
+    batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert seats.num_to_compute(newcomer) == 1, "the prefix is published"
+    assert seats.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
+    run_all(batcher, runner)
