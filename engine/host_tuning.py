@@ -11,7 +11,7 @@ import os
 
 # Rounds an idle OpenMP worker spins before it sleeps. The default spins for milliseconds: on a machine whose
 # cores also serve HTTP, every parallel region then waits for a core that another thread spins on. Fewer
-# rounds than this lose up to a quarter on an idle machine, more lose several times as much beside a busy core.
+# rounds than this lose up to a quarter on an idle machine, more lose several times that beside a busy core.
 SPIN_ROUNDS = 10_000
 
 # Allocations before a young collection, and how many of those before an older one.
