@@ -74,7 +74,7 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     needed = -(-loaded.max_model_len // cache.kv_block_size)
     if cache.num_kv_blocks is not None:
         num_blocks, source = cache.num_kv_blocks, f"--num-kv-blocks {cache.num_kv_blocks}"
-    elif loaded.device.type == "cuda":
+    elif loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
         free, total = torch.cuda.mem_get_info(loaded.device)
         memory = int(free - total * (1 - cache.gpu_memory_utilization))
         num_blocks, source = memory // block_bytes, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
