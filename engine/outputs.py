@@ -129,11 +129,6 @@ class BatchDecision:
         """N."""
         return self.num_decode_tokens + self.num_prefill_tokens
 
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to run."""
-        return not self.scheduled
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

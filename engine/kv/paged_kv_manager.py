@@ -97,10 +97,6 @@ class PagedKvManager:
         """The longest sequence that fits when it is alone."""
         return self.max_blocks_per_seq * self.block_size
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """True if a sequence of `num_tokens` fits when it is alone."""
-        return num_tokens <= self.max_tokens_per_seq
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)

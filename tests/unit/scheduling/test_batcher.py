@@ -33,7 +33,7 @@ def test_an_idle_batcher_decides_nothing() -> None:
     batcher = make_batcher()
     assert not batcher.has_work
     decision = batcher.step()
-    assert decision.is_empty
+    assert not decision.scheduled
     assert decision.inputs is None
     assert (decision.num_tokens, decision.step_id) == (0, 1)
     assert batcher.step().step_id == 2, "an empty decision needs no commit"

@@ -85,7 +85,7 @@ def test_scrubbing_waits_for_a_step_that_runs() -> None:
     batcher = make_batcher()
     batcher.add(make_request("a"))
     batcher.commit(batcher.step(), SampledRows([7], row_errors={0: "not finite"}))
-    assert batcher.step().is_empty
+    assert not batcher.step().scheduled
     batcher.add(make_request("b"))
     decision = batcher.step()
     assert decision.inputs is not None
