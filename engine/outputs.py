@@ -17,16 +17,21 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 
-class ScheduledRequest(NamedTuple):
-    """What one request computes in a step: tokens [first_position, first_position + num_tokens).
+NO_TOKEN = -1  # in a list of token ids: nothing was drawn here
 
-    `samples` is True when the last of them is the newest known token, so that its logits give the next one.
+
+class ScheduledRequest(NamedTuple):
+    """What one request computes in a step: `num_tokens` tokens from `first_position` on.
+
+    `samples` is True when the newest known token is among them, so that its logits give the next one. The
+    last `num_drafts` are drafts that follow the newest token and are verified.
     """
 
     request_id: str
     first_position: int
     num_tokens: int
     samples: bool
+    num_drafts: int = 0
 
 
 class BlockCopy(NamedTuple):
@@ -82,11 +87,34 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """The drafts that a step verifies: V sequences with at least one each, D drafts in all, in packed order.
+
+    Sequence v owns the rows `first_row[v] .. first_row[v] + num_drafts[v]` of the logits: the newest known
+    token's, then one for each draft. `parents` None means that all are chains; else an entry is the index,
+    among its sequence's drafts, of the draft it follows, below its own, and -1 follows the newest token.
+    `probs` has for each draft the float32 [vocab] distribution it was drawn from, None for a certain one;
+    empty when no verification rule needs it.
+    """
+
+    sequence: Int32  # [V] indices into [0, S)
+    first_row: Int64  # [V] indices into [0, R)
+    num_drafts: Int32  # [V]
+    token_ids: Int64  # [D]
+    parents: Int32 | None = None  # [D]
+    probs: tuple[object, ...] = ()  # [D]
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One packed forward pass: sequences one after another, sequence s owning `query_lens[s]` tokens.
 
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+
+    Slots follow a sequence's tokens one by one, drafts included; positions count depth, so the drafts of a
+    tree may share one. `seats` is constant while a request runs and nobody else's: the key of state that is
+    kept outside the blocks, which begins anew where `positions` begin at 0.
 
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`: a
     device block that is saved may be scrubbed and reused in the same step, but a host block that `swap_in`
@@ -101,6 +129,8 @@ class StepInputs:
     block_tables: Int32  # [S, max blocks of any sequence in this step]
     logits_rows: Int64  # [R] indices into [0, N)
     sampling: SamplingInputs
+    drafts: DraftInputs | None = None
+    seats: Int32 | None = None  # [S]
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
@@ -111,8 +141,8 @@ class StepInputs:
 class BatchDecision:
     """The scheduler's order for one step; immutable, so the model's thread may read it freely.
 
-    `scheduled` lists decodes first, then prefill chunks in policy order; row r of the logits belongs to the
-    r-th scheduled request with `samples`. `inputs` is None exactly when nothing is scheduled. Of the
+    `scheduled` lists decodes first, then prefill chunks in policy order, then decodes with drafts; each that
+    `samples` has one row of logits and one more for each of its drafts, in this order. `inputs` is None exactly when nothing is scheduled. Of the
     `preempted`, those `swapped` keep their KV on the host; the others compute it again.
     """
 
@@ -121,13 +151,14 @@ class BatchDecision:
     inputs: StepInputs | None
     num_decode_tokens: int
     num_prefill_tokens: int
+    num_draft_tokens: int = 0
     preempted: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """N."""
-        return self.num_decode_tokens + self.num_prefill_tokens
+        return self.num_decode_tokens + self.num_prefill_tokens + self.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +176,27 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What the sampler drew: `token_ids[r]` for row r, and what went wrong for single rows.
+    """What was drawn: `token_ids[r]` for row r, and what went wrong for single rows.
 
-    `row_errors` maps a row to a one-line reason; its token means nothing. `logprobs` is None when none asked.
+    The rows of a sequence with drafts hold what it commits, in order: the accepted drafts, then the recovered
+    or bonus token, then NO_TOKEN. `row_errors` maps a row to a one-line reason; its token means nothing, and
+    nothing follows it. `spoiled_rows` are rows past a sequence's last token that were not finite either:
+    their K/V must not be read again. `logprobs` is None when none asked.
     """
 
     token_ids: list[int]  # [R]
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     row_errors: dict[int, str] | None = None
+    spoiled_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the model's thread gives back for one decision, with the seconds it took.
 
-    `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host.
+    `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host; `sample_s`
+    includes verification. Where drafts formed a tree, the K/V of the accepted ones lies at their positions.
+    `features` has one row for each sampled sequence, for drafters that read the target; None when none does.
     """
 
     rows: SampledRows
@@ -167,6 +204,7 @@ class StepResult:
     sample_s: float
     swap_s: float = 0.0
     swap_bytes: int = 0
+    features: object | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What one request wants of drafting; None leaves it to the server, whose limits hold anyway.
+
+    `prediction` is the caller's guess of the output, tokenized; empty without one.
+    """
+
+    enabled: bool = True
+    method: str | None = None
+    num_tokens: int | None = None
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation as a caller asks for it, after validation: nobody downstream checks it again.
 
@@ -88,6 +101,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     cache_salt: str | None = None
     fork_of: str | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +128,7 @@ class Request:
     deadline: float | None = None
     cache_salt: str | None = None
     fork_of: str | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0

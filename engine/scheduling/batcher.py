@@ -301,7 +301,7 @@ class ContinuousBatcher:
         row_errors = rows.row_errors or {}
         committed: list[CommittedToken] = []
         row = -1
-        for request, (request_id, first, count, samples) in zip(aboard, decision.scheduled, strict=True):
+        for request, (request_id, first, count, samples, _) in zip(aboard, decision.scheduled, strict=True):
             row += samples
             if request.status is not RequestStatus.RUNNING:
                 continue  # it was ended while the step ran

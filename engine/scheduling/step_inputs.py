@@ -37,7 +37,7 @@ def build_step_inputs(
 
     Blocks for every scheduled token must be allocated. The arrays are new: nothing of `kv` is aliased.
     """
-    _, first_positions, num_tokens, samples = zip(*scheduled, strict=True)
+    _, first_positions, num_tokens, samples, _ = zip(*scheduled, strict=True)
     rows = np.array([kv.row(request.request_id) for request in requests], np.int64)  # [S]
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
@@ -67,7 +67,7 @@ def build_step_inputs(
 def _token_ids(scheduled: Sequence[ScheduledRequest], requests: Sequence[Request]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, _), request in zip(scheduled, requests, strict=True):
+    for (_, first, count, *_), request in zip(scheduled, requests, strict=True):
         if count == 1:
             token_ids.append(request.token_ids[first])
         else:
