@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.outputs import Int64, LogitAdjustment, SamplingInputs
-from engine.request import Request
+from engine.request import Request, SamplingParams
 
 
 class SamplingTable:
@@ -29,7 +29,7 @@ class SamplingTable:
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
-        self._seed[row] = _as_int64(sampling.seed)
+        self._seed[row] = as_int64(sampling.seed)
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._may_adjust[row] = bool(
             sampling.logit_bias
@@ -54,28 +54,42 @@ class SamplingTable:
         )
 
 
-def _as_int64(seed: int) -> int:
+def as_int64(seed: int) -> int:
     """The int64 with the seed's low 64 bits."""
     return ((seed + 2**63) & (2**64 - 1)) - 2**63
 
 
 def _adjustment(index: int, request: Request) -> LogitAdjustment | None:
-    """What this row needs beyond the columns; None if all it ever needed was min_tokens, reached since."""
-    sampling = request.sampling
+    return adjustment_of(
+        index, request.sampling, request.stop_token_ids, request.token_ids, request.num_prompt_tokens
+    )
+
+
+def adjustment_of(
+    row: int,
+    sampling: SamplingParams,
+    stop_token_ids: frozenset[int],
+    token_ids: Sequence[int],
+    num_prompt_tokens: int,
+) -> LogitAdjustment | None:
+    """What the row that draws the token after `token_ids`, prompt and output, needs beyond the columns.
+
+    None if nothing, which includes a row for which only min_tokens was set, once it is reached.
+    """
     banned: tuple[int, ...] = ()
-    if request.num_output_tokens < sampling.min_tokens:
-        banned = tuple(sorted(request.stop_token_ids))
+    if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
+        banned = tuple(sorted(stop_token_ids))
     has_penalties = sampling.has_penalties
     if not (banned or sampling.logit_bias or sampling.allowed_token_ids is not None or has_penalties):
         return None
     return LogitAdjustment(
-        row=index,
+        row=row,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
         banned_token_ids=banned,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]) if has_penalties else (),
-        output_token_ids=tuple(request.output_token_ids) if has_penalties else (),
+        prompt_token_ids=tuple(token_ids[:num_prompt_tokens]) if has_penalties else (),
+        output_token_ids=tuple(token_ids[num_prompt_tokens:]) if has_penalties else (),
     )
