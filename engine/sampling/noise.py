@@ -1,5 +1,8 @@
 """The noise behind every draw: a stateless hash of (request seed, position, token id), made Gumbel noise.
 
+Verification that draws drafts by a law of their own needs more numbers that know nothing of each other; they
+come from streams beside the target's, keyed the same way.
+
 Nothing is stored and nothing advances, so a token's noise is the same alone or in a batch, in any row, after
 a restart, on any device: only integer arithmetic stands between the three numbers and the 32 noise bits.
 """
@@ -7,6 +10,7 @@ a restart, on any device: only integer arithmetic stands between the three numbe
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 import numpy as np
 import torch
@@ -33,10 +37,24 @@ TAIL_BITS = 2**31 - _NUM_VALUES // 64
 GUMBEL_BELOW_TAIL = -math.log(-math.log((TAIL_BITS + 2**31) / _NUM_VALUES))
 
 
-def row_keys(seed: Int64, position: Int64) -> torch.Tensor:
+class Stream(Enum):
+    """What a number is drawn for; the values are salts, and streams are independent of each other.
+
+    TARGET is the noise of every token drawn from the model itself, by plain sampling or under `match`. Under
+    `rejection` and `block`, DRAFT draws the drafts, ACCEPT decides on them, and RECOVER draws the recovered
+    or bonus token.
+    """
+
+    TARGET = 0
+    DRAFT = 0xD6E8FEB86659FD93
+    ACCEPT = 0xA0761D6478BD642F
+    RECOVER = 0xE7037ED1A0B428DB
+
+
+def row_keys(seed: Int64, position: Int64, stream: Stream = Stream.TARGET) -> torch.Tensor:
     """The hash keys of R rows, int32 [R, 2] on the CPU: splitmix64 (Steele, Lea, Flood 2014), twice."""
     key = _finalise64(seed.view(np.uint64) + _GOLDEN)
-    key = _finalise64(key + (position.view(np.uint64) + np.uint64(1)) * _GOLDEN)
+    key = _finalise64(key + (position.view(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(stream.value))
     words = np.stack([key & _WORD, key >> np.uint64(32)], axis=-1)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
@@ -62,6 +80,16 @@ def gumbel_of(bits: torch.Tensor) -> torch.Tensor:
     """
     uniform = (bits.double() + (2**31 + 0.5)) / _NUM_VALUES
     return uniform.log_().neg_().log_().neg_()
+
+
+def uniforms(keys: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers strictly inside (0, 1), float64 [rows, n]: 52 bits each of noise.
+
+    `keys` is [rows, 2]; `labels`, [rows, n] below 2^30, tell the numbers of one key apart.
+    """
+    high = noise_bits(keys, labels * 2).double() + 2**31
+    low = (noise_bits(keys, labels * 2 + 1) >> 12).double() + 2**19
+    return (high + (low + 0.5) / 2**20) / _NUM_VALUES
 
 
 def gumbel(seed: Int64, position: Int64, token_ids: torch.Tensor) -> torch.Tensor:

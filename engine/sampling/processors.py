@@ -74,6 +74,12 @@ class Support:
         """Natural logs of the probabilities the draw follows, float32 [rows, width]."""
         return torch.log_softmax(self.scaled, dim=1)
 
+    def probs(self, vocab_size: int) -> torch.Tensor:
+        """The probabilities the draw follows, spread over the vocabulary, float64 [rows, vocab]."""
+        probs = self.scaled.new_zeros((len(self.scaled), vocab_size), dtype=torch.float64)
+        # Padding repeats id 0 with probability 0, so adding is right where setting would not be.
+        return probs.scatter_add_(1, self.token_ids, torch.softmax(self.scaled.double(), dim=1))
+
     def draw(self, keys: torch.Tensor) -> torch.Tensor:
         """One token a row, [rows], by the Gumbel-max rule under the noise of `keys` [rows, 2].
 
@@ -105,6 +111,17 @@ def process_logits(logits: torch.Tensor, filters: Filters) -> Support:
     scaled = gaps.div_(-filters.temperature)
     kept &= scaled >= filters.log_min_p
     return Support(token_ids, scaled.masked_fill_(~kept, -torch.inf))
+
+
+def whole_rows(logits: torch.Tensor, filters: Filters) -> Support:
+    """What `process_logits` gives for rows that top-k and top-p leave whole, unpadded: every token is listed.
+
+    `logits` is float32 [rows, vocab], each row's maximum finite; it is overwritten.
+    """
+    gaps = logits.sub_(logits.amax(dim=1, keepdim=True)).abs_()  # [rows, vocab]
+    scaled = gaps.div_(-filters.temperature)
+    token_ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    return Support(token_ids, scaled.masked_fill_(scaled < filters.log_min_p, -torch.inf))
 
 
 def compact(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

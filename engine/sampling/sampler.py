@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.outputs import SampledRows, SamplingInputs, TokenLogprobs
+from engine.outputs import NO_TOKEN, Int64, SampledRows, SamplingInputs, TokenLogprobs
 from engine.sampling.adjustments import apply_adjustments
 from engine.sampling.logprobs import raw_logprobs
-from engine.sampling.noise import GUMBEL_BELOW_TAIL, TAIL_BITS, gumbel_of, noise_bits, row_keys
-from engine.sampling.processors import Filters, Support, compact, process_logits
+from engine.sampling.noise import (
+    GUMBEL_BELOW_TAIL,
+    TAIL_BITS,
+    Stream,
+    gumbel_of,
+    noise_bits,
+    row_keys,
+    uniforms,
+)
+from engine.sampling.processors import Filters, Support, compact, process_logits, whole_rows
 
 Rows = NDArray[np.intp]
 
@@ -24,6 +33,29 @@ _MIN_ROW_LOGITS = 4096
 _PRUNE_SLACK = 1e-3
 _NOT_FINITE = "the logits hold NaN or infinity"
 _NOTHING_LEFT = "no token is left after the allowed and banned tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnDrafts:
+    """One draft a row and the law it was drawn from, as verification by `rejection` and `block` needs it.
+
+    `token_ids[r]` is NO_TOKEN where `row_errors` has r, and its row of `probs` means nothing then.
+    """
+
+    token_ids: list[int]  # [R]
+    probs: torch.Tensor  # [R, vocab] float32
+    row_errors: dict[int, str]
+
+
+def draw_tokens(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token a row, [rows], with probability proportional to `weights`; never one of weight 0.
+
+    `weights` is float64 [rows, vocab], each row's sum above 0, `uniform` float64 [rows] inside (0, 1).
+    """
+    sums = weights.cumsum(dim=1)  # [rows, vocab]
+    total = sums[:, -1:].contiguous()
+    token_ids = torch.searchsorted(sums, uniform.unsqueeze(1) * total, right=True)
+    return torch.minimum(token_ids, torch.searchsorted(sums, total)).squeeze(1)
 
 
 class Sampler:
@@ -45,10 +77,7 @@ class Sampler:
         Greedy takes the lowest id among equals. A row with non-finite logits, bad adjustment data or no token
         left ends alone, in `row_errors`. Raises ValueError when the shapes do not fit.
         """
-        expected = (inputs.num_rows, self._vocab_size)
-        if tuple(logits.shape) != expected:
-            raise ValueError(f"logits have shape {tuple(logits.shape)}, expected {expected}")
-        best = logits.max(dim=1)  # NaN wins a maximum: a finite one means a sound row
+        best = self._best(logits, inputs)
         if not (inputs.temperature.any() or inputs.adjustments or (inputs.num_logprobs >= 0).any()):
             token_ids = torch.where(best.values.isfinite(), best.indices, -1).tolist()
             errors = {row: _NOT_FINITE for row, token_id in enumerate(token_ids) if token_id < 0}
@@ -59,11 +88,69 @@ class Sampler:
         token_ids = step.token_ids.tolist()
         return SampledRows(token_ids, _logprobs(step, token_ids), step.errors or None)
 
+    @torch.inference_mode()
+    def probs(self, logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, dict[int, str]]:
+        """The law of each row's token under all its parameters, float64 [R, vocab], and what failed.
+
+        It is exactly the law that `sample` draws by; a greedy row has all on one token. A row with an error
+        is zeros. Raises ValueError when the shapes do not fit.
+        """
+        best = self._best(logits, inputs)
+        step = _Step(logits, inputs, best.values.isfinite().cpu().numpy(), best.indices)
+        step.adjust()
+        probs = torch.zeros(logits.shape, dtype=torch.float64, device=self._device)
+        greedy = np.flatnonzero(step.sound & (inputs.temperature <= 0))
+        if len(greedy):
+            rows = torch.from_numpy(greedy).to(self._device)
+            probs[rows, step.best(greedy)] = 1.0
+        sampled = step.sound & (inputs.temperature > 0)
+        filtered = self._filtered(inputs)
+        for wanted, process in ((sampled & filtered, process_logits), (sampled & ~filtered, whole_rows)):
+            for group in self._groups(wanted):
+                filters = Filters.of_rows(inputs, group, self._vocab_size, self._device)
+                support = process(step.select(group), filters)
+                probs[torch.from_numpy(group).to(self._device)] = support.probs(self._vocab_size)
+        return probs, step.errors
+
+    @torch.inference_mode()
+    def sample_with_probs(
+        self, logits: torch.Tensor, inputs: SamplingInputs, num_committed: Int64
+    ) -> DrawnDrafts:
+        """Drafts for verification by `rejection` or `block`: tokens of the DRAFT stream and their law.
+
+        `num_committed` [R] counts the tokens of each row's sequence that are final where it drafts. `block`
+        has looked at drafts that it then drops: drawing one again at the same position needs fresh noise, and
+        every round of verification commits at least one token. Raises ValueError when the shapes do not fit.
+        """
+        probs, errors = self.probs(logits, inputs)
+        law = probs.float()
+        keys = row_keys(inputs.seed, num_committed, Stream.DRAFT)
+        labels = torch.from_numpy(inputs.position).unsqueeze(1)  # [R, 1]
+        uniform = uniforms(keys, labels).squeeze(1).to(self._device)
+        token_ids = draw_tokens(law.double(), uniform).tolist()
+        for row in errors:
+            token_ids[row] = NO_TOKEN
+        return DrawnDrafts(token_ids, law, errors)
+
+    def _best(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.return_types.max:
+        """The greatest of each row and where it is: NaN wins, so that a finite one means a sound row."""
+        expected = (inputs.num_rows, self._vocab_size)
+        if tuple(logits.shape) != expected:
+            raise ValueError(f"logits have shape {tuple(logits.shape)}, expected {expected}")
+        return logits.max(dim=1)
+
+    def _filtered(self, inputs: SamplingInputs) -> NDArray[np.bool_]:
+        """Which rows have a top-k or a top-p that is on. [R]"""
+        filtered: NDArray[np.bool_] = (inputs.top_p < 1) | (
+            (inputs.top_k > 0) & (inputs.top_k < self._vocab_size)
+        )
+        return filtered
+
     def _draw(self, step: _Step) -> None:
         """Replace the greedy choice of the rows that sample."""
         inputs = step.inputs
         keys = row_keys(inputs.seed, inputs.position)  # [R, 2]
-        filtered = (inputs.top_p < 1) | ((inputs.top_k > 0) & (inputs.top_k < self._vocab_size))
+        filtered = self._filtered(inputs)
         sampled = step.sound & (inputs.temperature > 0)
         for rows in self._groups(sampled & filtered):
             filters = Filters.of_rows(inputs, rows, self._vocab_size, self._device)
