@@ -11,9 +11,11 @@ from config.schema import (
     Settings,
     SpeculationSettings,
 )
+from config.speculative_config import DraftTuning
 
 __all__ = [
     "CacheSettings",
+    "DraftTuning",
     "LoadedSettings",
     "LogSettings",
     "ModelSettings",

@@ -42,20 +42,6 @@ def _only_default(key: str) -> NotYet:
 
 NOT_YET = (
     NotYet("model.compile", exactly("on"), "use auto or off"),
-    NotYet("speculation.speculative_method", other_than("none", "auto"), "use none or auto"),
-    *(
-        _only_default(f"speculation.{name}")
-        for name in (
-            "draft_model",
-            "medusa_heads",
-            "num_speculative_tokens",
-            "speculation_schedule",
-            "draft_verification",
-            "draft_length_policy",
-            "min_acceptance_rate",
-            "speculative_config",
-        )
-    ),
     *(
         _only_default(f"server.{name}")
         for name in (

@@ -7,7 +7,6 @@ by the engine; nothing is ever written back.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -15,6 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from config.errors import SettingsError
+from config.speculative_config import DraftTuning, is_json_object, read_speculative_config
 from config.value_types import (
     Directory,
     DirectoryOrNone,
@@ -49,14 +50,21 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 LogFormat = Annotated[Literal["auto", "text", "json"], BeforeValidator(lower_case)]
 
 
-def keep_json_object(value: object) -> object:
-    """Pass a JSON object on as its text. Raises ValueError when it is anything else."""
-    if isinstance(value, str) and not isinstance(json.loads(value), dict):
-        raise ValueError("not an object")
+def keep_speculative_config(value: object) -> object:
+    """Pass a JSON object on as its text. Raises ValueError when it is anything else or cannot be honoured."""
+    if isinstance(value, str):
+        if not is_json_object(value):
+            raise ValueError("not an object")
+        try:
+            read_speculative_config(value)
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
     return value
 
 
-JsonObjectOrNone = Annotated[str | None, BeforeValidator(keep_json_object), Shape("JSON", "a JSON object")]
+JsonObjectOrNone = Annotated[
+    str | None, BeforeValidator(keep_speculative_config), Shape("JSON", "a JSON object")
+]
 
 
 class Section(BaseModel):
@@ -74,6 +82,13 @@ def _refuse_above(section: Section, name: str, limit_name: str) -> None:
             "at most {limit_flag} ({limit})",
             {"name": name, "value": value, "limit_flag": limit_name.replace("_", "-"), "limit": limit},
         )
+
+
+def _refuse_without(section: Section, name: str, value: str, needed: str) -> None:
+    """Raise when `name` is `value` while `needed`, which that cannot do without, is not given."""
+    if getattr(section, name) == value and getattr(section, needed) is None:
+        flag = needed.replace("_", "-")
+        raise PydanticCustomError("needs", "--{flag} beside it", {"name": name, "value": value, "flag": flag})
 
 
 class ModelSettings(Section):
@@ -141,7 +156,11 @@ class SchedulerSettings(Section):
 
 
 class SpeculationSettings(Section):
-    """Drafting tokens ahead of the target."""
+    """Drafting tokens ahead of the target.
+
+    `load_settings` has spread `speculative_config` over the fields above it; what none of them holds is in
+    `tuning`.
+    """
 
     speculative_method: SpeculativeMethod = Field("auto", description="who drafts; auto = all at hand")
     draft_model: TextOrNone = Field(None, description="a smaller model with the same vocabulary")
@@ -160,6 +179,17 @@ class SpeculationSettings(Section):
     speculative_config: JsonObjectOrNone = Field(
         None, description="the settings above in one JSON object with vLLM's keys"
     )
+
+    @property
+    def tuning(self) -> DraftTuning:
+        """How the model-free drafters search, which only `speculative_config` can say."""
+        return read_speculative_config(self.speculative_config or "{}", self.speculative_method).tuning
+
+    @model_validator(mode="after")
+    def _drafter_is_given(self) -> Self:
+        _refuse_without(self, "speculative_method", "draft-model", "draft_model")
+        _refuse_without(self, "speculative_method", "medusa", "medusa_heads")
+        return self
 
 
 class ServerSettings(Section):

@@ -188,6 +188,9 @@ def test_errors_do_not_echo_the_input() -> None:
         ("speculation", "num_speculative_tokens", 33),
         ("speculation", "speculative_config", "{"),
         ("speculation", "speculative_config", "[1]"),
+        ("speculation", "speculative_config", '{"nonsense": 1}'),
+        ("speculation", "speculative_method", "draft-model"),
+        ("speculation", "speculative_method", "medusa"),
         ("speculation", "min_acceptance_rate", 2),
     ],
 )

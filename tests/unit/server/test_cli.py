@@ -53,7 +53,7 @@ def test_an_interrupt_is_no_traceback(served: list[Settings], monkeypatch: pytes
 
 UNKNOWN_FLAG = "flag --prot: unknown flag; did you mean --port? (see slipstream serve --help)"
 BAD_PORT = "flag --port: server.port = 'x' is not allowed; expected a whole number from 0 to 65535"
-MISSING = "flag --draft-model: speculation.draft_model = 'x' is not available yet; leave it out"
+MISSING = "flag --compile: model.compile = 'on' is not available yet; use auto or off"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ MISSING = "flag --draft-model: speculation.draft_model = 'x' is not available ye
         (["serve", "--prot", "9"], UNKNOWN_FLAG),
         (["serve", "--port", "x"], BAD_PORT),
         (["serve", "a", "b"], "argument MODEL: 'b' is one model too many; argument MODEL already names 'a'"),
-        (["serve", "--draft-model", "x"], MISSING),
+        (["serve", "--compile", "on"], MISSING),
         (["serve", "--config", "/no/file"], "file /no/file: cannot be read (No such file or directory)"),
         (["serv"], "unknown command serv; did you mean serve? (see slipstream --help)"),
         (["--verison"], "unknown command --verison; did you mean --version? (see slipstream --help)"),
