@@ -1,0 +1,289 @@
+"""DraftModelDrafter: a small model that drafts for a large one, with paged KV of its own.
+
+Knows nothing of verification but whether it must say what its drafts were drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.model.loader import LoadedModel
+from engine.model.packed_forward import PackedForward
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import Int64, SamplingInputs, StepInputs
+from engine.sampling.sampler import Sampler
+from engine.scheduling.sampling_table import adjustment_of, as_int64
+from engine.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
+from engine.speculation.drafters.draft_kv import DraftKv
+from engine.speculation.speculation_config import Verification
+
+# Small enough that those who only wait for their next token are not held up for long by somebody's prompt.
+DEFAULT_READ_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What a draft model may use. `vocab_size` is the target's; at most `max_read_tokens` are read a call."""
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_read_tokens: int = DEFAULT_READ_TOKENS
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the drafter knows of one sequence: committed tokens, drafts of others and its own.
+
+    `is_broken` once its row failed or it held a token that the model cannot read: nothing is drafted then.
+    """
+
+    request: DraftRequest
+    token_ids: list[int]
+    is_broken: bool = False
+
+
+class _Turn(NamedTuple):
+    """Tokens [first, stop) of one sequence are computed in a call, and if these are all, one is drawn."""
+
+    job: DraftJob
+    known: _Known
+    first: int
+    stop: int
+
+    @property
+    def draws(self) -> bool:
+        """True when nothing is left to read."""
+        return self.stop == len(self.known.token_ids)
+
+
+class _Drawn(NamedTuple):
+    """The token of one turn that draws; `probs` is the float32 [vocab] law it was drawn from, if needed."""
+
+    token_id: int
+    probs: torch.Tensor | None = None
+
+
+class DraftModelDrafter:
+    """One call is one forward pass: whoever has known tokens left to read reads, whoever has none draws one.
+
+    Drafts go through the whole pipeline of the target's rows: the request's own parameters, with the tokens
+    drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
+    same token wherever their distributions allow (Daliri, Musco, Suresh 2024); under the other rules it is a
+    stream of its own and every draft comes with its distribution.
+
+    A sequence that does not fit, beside those that are drafted for in the same call, gets no answer and holds
+    nothing; so does one beyond the draft model's context. One whose row fails gets none until it is closed.
+    """
+
+    method = "draft_model"
+    is_cheap = False
+    is_stepwise = True
+    reads_features = False
+
+    def __init__(self, loaded: LoadedModel, sizes: DraftSizes, verification: Verification = "match") -> None:
+        self._forward = PackedForward(loaded)
+        self._sizes = sizes
+        self._verification = verification
+        self._sampler = Sampler(sizes.vocab_size, loaded.device)
+        self._kv = DraftKv(self._forward, sizes.num_blocks, sizes.block_size, sizes.max_num_seqs)
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self._kv.manager.num_used_blocks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and sequences agree. O(blocks): for tests."""
+        self._kv.manager.check_integrity()
+
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
+        """One token for each job that has no more to read. Whatever the forward pass raises comes through."""
+        begin = perf_counter()
+        for job in jobs:
+            self._take_note(job)
+        behind: set[str] = set()
+        turns = self._plan(jobs, behind)
+        drawn = self._compute(turns) if turns else {}
+        drafts = tuple(self._answer(job, drawn, behind) for job in jobs)
+        return DraftResult(drafts, perf_counter() - begin)
+
+    @torch.inference_mode()
+    def close(self, request_ids: Sequence[str]) -> None:
+        """See Drafter."""
+        for request_id in request_ids:
+            self._known.pop(request_id, None)
+            self._kv.drop(request_id)
+
+    def _take_note(self, job: DraftJob) -> None:
+        """Make the job's tokens the known ones; KV stays valid as far as they agree with those before."""
+        request_id = job.request.request_id
+        known = self._known.get(request_id)
+        if known is None:
+            known = self._known[request_id] = _Known(job.request, [])
+        old = known.token_ids
+        assert job.first <= len(old), f"{request_id}: tokens from {job.first} on, {len(old)} known"
+        num_equal = job.first
+        for before, after in zip(old[job.first :], job.token_ids, strict=False):
+            if before != after:
+                break
+            num_equal += 1
+        old[job.first :] = job.token_ids
+        # Only padding of the target's embeddings can lie outside a vocabulary that is the same.
+        known.is_broken |= max(job.token_ids, default=0) >= self._forward.loaded.vocab_size
+        # The newest token is always fed (again), for its logits are wanted.
+        valid = min(num_equal, len(old) - 1)
+        if valid < self._kv.num_computed(request_id):
+            self._kv.cut(request_id, valid)
+
+    # Who computes what.
+
+    def _plan(self, jobs: Sequence[DraftJob], behind: set[str]) -> list[_Turn]:
+        """The turns of this call, single tokens first; `behind` gets those who need another call to read."""
+        current = {job.request.request_id for job in jobs}
+        asked = [(job, known) for job in jobs if self._can_go_on(job, known := self._known_of(job))]
+        asked.sort(key=lambda entry: self._num_unread(entry[1]) > 1)
+        turns: list[_Turn] = []
+        budget = max(self._sizes.max_read_tokens, self._sizes.block_size)
+        for job, known in asked:
+            request_id, num_tokens = job.request.request_id, len(known.token_ids)
+            first = self._kv.num_computed(request_id)
+            count = min(num_tokens - first, budget)
+            if count == 0:
+                behind.add(request_id)
+                continue
+            # Room for all that is known at once: a reader that cannot finish must not begin.
+            if not self._kv.make_room(request_id, num_tokens, current):
+                continue
+            turn = _Turn(job, known, first, first + count)
+            budget -= count if count > 1 else 0
+            if not turn.draws:
+                behind.add(request_id)
+            turns.append(turn)
+        return turns
+
+    def _can_go_on(self, job: DraftJob, known: _Known) -> bool:
+        """True if a token is wanted and the model may draw one."""
+        token_ids = known.token_ids
+        if job.num_wanted <= 0 or known.is_broken or not token_ids:
+            return False
+        return len(token_ids) <= self._forward.loaded.max_model_len and not has_ended(
+            known.request, token_ids
+        )
+
+    def _known_of(self, job: DraftJob) -> _Known:
+        return self._known[job.request.request_id]
+
+    def _num_unread(self, known: _Known) -> int:
+        return len(known.token_ids) - self._kv.num_computed(known.request.request_id)
+
+    # The pass.
+
+    def _compute(self, turns: Sequence[_Turn]) -> Mapping[str, _Drawn]:
+        """Run the turns; what was drawn, by request."""
+        try:
+            drawing = [turn for turn in turns if turn.draws]
+            logits = self._forward(self._step_inputs(turns), self._kv.tensors)  # [drawing, draft vocab]
+            drawn = self._draw(drawing, fit_vocabulary(logits, self._sizes.vocab_size)) if drawing else []
+        except Exception:
+            for turn in turns:  # nobody knows what was written
+                self._kv.distrust(turn.job.request.request_id)
+            raise
+        for turn in turns:
+            self._kv.advance(turn.job.request.request_id, turn.stop, is_proven=turn.draws)
+        found: dict[str, _Drawn] = {}
+        for turn, result in zip(drawing, drawn, strict=True):
+            request_id = turn.job.request.request_id
+            if result is None:
+                turn.known.is_broken = True
+                self._kv.distrust(request_id)
+            else:
+                turn.known.token_ids.append(result.token_id)
+                found[request_id] = result
+        return found
+
+    def _step_inputs(self, turns: Sequence[_Turn]) -> StepInputs:
+        parts = [
+            Part(
+                turn.known.token_ids,
+                turn.first,
+                turn.stop,
+                self._kv.blocks(turn.job.request.request_id, turn.stop),
+            )
+            for turn in turns
+        ]
+        inputs = pack_step(parts, self._sizes.block_size)
+        return replace(inputs, logits_rows=inputs.logits_rows[[turn.draws for turn in turns]])
+
+    def _draw(self, turns: Sequence[_Turn], logits: torch.Tensor) -> list[_Drawn | None]:
+        """One token a turn, None for a row that failed; `logits` is [turns, vocab]."""
+        inputs = sampling_inputs([turn.known for turn in turns])
+        if self._verification == "match":
+            rows = self._sampler.sample(logits, inputs)
+            errors = rows.row_errors or {}
+            return [None if row in errors else _Drawn(token) for row, token in enumerate(rows.token_ids)]
+        committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
+        drafts = self._sampler.sample_with_probs(logits, inputs, committed)
+        return [
+            None if row in drafts.row_errors else _Drawn(token, drafts.probs[row])
+            for row, token in enumerate(drafts.token_ids)
+        ]
+
+    def _answer(self, job: DraftJob, drawn: Mapping[str, _Drawn], behind: set[str]) -> Draft:
+        request_id = job.request.request_id
+        found = drawn.get(request_id)
+        return Draft(
+            request_id,
+            job.epoch,
+            job.next_position,
+            token_ids=() if found is None else (found.token_id,),
+            probs=() if found is None or found.probs is None else (found.probs,),
+            is_behind=request_id in behind,
+        )
+
+
+def has_ended(request: DraftRequest, token_ids: Sequence[int]) -> bool:
+    """True if the newest token ends the request, so that nothing can follow it."""
+    num_output = len(token_ids) - request.num_prompt_tokens
+    return num_output > max(0, request.sampling.min_tokens) and token_ids[-1] in request.stop_token_ids
+
+
+def sampling_inputs(sequences: Sequence[_Known]) -> SamplingInputs:
+    """The parameters of the rows that draw the token after each of these sequences."""
+    params = [known.request.sampling for known in sequences]
+    adjustments = (
+        adjustment_of(
+            row,
+            known.request.sampling,
+            known.request.stop_token_ids,
+            known.token_ids,
+            known.request.num_prompt_tokens,
+        )
+        for row, known in enumerate(sequences)
+    )
+    return SamplingInputs(
+        temperature=np.array([sampling.temperature for sampling in params], np.float32),
+        top_k=np.array([sampling.top_k for sampling in params], np.int32),
+        top_p=np.array([sampling.top_p for sampling in params], np.float32),
+        min_p=np.array([sampling.min_p for sampling in params], np.float32),
+        seed=np.array([as_int64(sampling.seed) for sampling in params], np.int64),
+        position=np.array([len(known.token_ids) for known in sequences], np.int64),
+        num_logprobs=np.full(len(params), -1, np.int32),
+        adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
+    )
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [rows, vocab_size] from those of a model whose embeddings are padded to another size."""
+    missing = vocab_size - logits.shape[1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
