@@ -72,7 +72,7 @@ class Engine:
         """
         parts = await self._in_thread(self._executors.target, self._load)
         self._parts = parts
-        self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors.target, self._clock)
+        self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors, self._clock)
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
             self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
@@ -309,6 +309,7 @@ class Engine:
             deadline=None if request.deadline_s is None else now + request.deadline_s,
             cache_salt=request.cache_salt,
             fork_of=request.fork_of,
+            speculation=request.speculation,
         )
 
     def _make_stream(self, request: GenerationRequest) -> RequestStream:

@@ -14,11 +14,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from engine.batch_metrics import BatchMetrics
-from engine.engine_parts import EngineParts
+from engine.engine_parts import EngineParts, Executors
 from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed
 from engine.open_requests import OpenRequests
 from engine.outputs import BatchDecision, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
+from engine.run_ahead import RunAhead
 from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.drain_rate import DrainRate
 
@@ -50,15 +51,18 @@ class EngineLoop:
         parts: EngineParts,
         requests: OpenRequests,
         metrics: BatchMetrics,
-        target: Executor,
+        executors: Executors,
         clock: Callable[[], float],
     ) -> None:
         self._batcher = parts.batcher
         self._runner = parts.runner
         self._requests = requests
         self._metrics = metrics
-        self._target = target
+        self._target = executors.target
         self._clock = clock
+        decoder = parts.batcher.decoder
+        self._decoder = decoder
+        self._run_ahead = None if decoder is None else RunAhead(decoder, executors.draft, metrics, clock)
         self._endings: dict[str, Ending] = {}
         self._wake = asyncio.Event()
         self._stopping = False
@@ -106,9 +110,13 @@ class EngineLoop:
             if self._batcher.has_work:
                 await self._step()
             else:
+                if self._run_ahead is not None:
+                    self._run_ahead.rest()
                 self._wake.clear()
                 await self._wake.wait()
         self._carry_out_endings()
+        if self._run_ahead is not None:
+            self._run_ahead.stop()
 
     def fail_all(self, error: EngineError) -> None:
         """End every open request with `error`: the loop is over."""
@@ -118,6 +126,7 @@ class EngineLoop:
 
     async def _step(self) -> None:
         started = self._step_started = self._clock()
+        await self._draft()
         decision = self._batcher.step()
         if decision.preempted:
             self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
@@ -130,16 +139,42 @@ class EngineLoop:
             self._carry_out_endings()
             if result is not None:
                 now = self._clock()
-                self._deliver(self._batcher.commit(decision, result.rows), result.rows, now)
-                self._record(decision, now - started)
+                committed = self._batcher.commit(decision, result.rows)
+                self._keep_features(decision, result)
                 self._learn_costs(decision, result)
+                if self._run_ahead is not None:
+                    num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
+                    self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
+                self._deliver(committed, result.rows, now)
+                self._record(decision, now - started)
         self._measure_drain(self._clock() - started)
         self._step_started = None
+
+    async def _draft(self) -> None:
+        """Have drafts made, where they are made before a step; endings are carried out in between."""
+        if self._run_ahead is None:
+            return
+        self._run_ahead.choose_arm(self._batcher.num_running)
+        while await self._run_ahead.draft_once():
+            self._carry_out_endings()
+
+    def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
+        if result.features is None or self._decoder is None:
+            return
+        sampled = [request.request_id for request in decision.scheduled if request.samples]
+        for request_id, features in zip(sampled, result.features, strict=True):
+            self._decoder.keep_features(request_id, features)
 
     def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
         costs = self._batcher.costs
         seconds = result.forward_s + result.sample_s
-        costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        if decision.num_draft_tokens == 0:
+            costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        else:
+            self._metrics.verify_duration.observe(seconds)
+        if self._decoder is not None and decision.num_prefill_tokens == 0:
+            num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
+            self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, seconds)
         if result.swap_bytes:
             costs.observe_swap(result.swap_bytes, result.swap_s)
 
@@ -157,7 +192,10 @@ class EngineLoop:
         """The result of the pass; None when it failed and its requests were dealt with."""
         loop = asyncio.get_running_loop()
         try:
-            result = await loop.run_in_executor(self._target, self._runner.run, inputs)
+            flying = loop.run_in_executor(self._target, self._runner.run, inputs)
+            if self._run_ahead is not None:
+                self._run_ahead.beside_step()
+            result = await flying
         except Exception as error:
             log.exception("a forward pass failed")
             self._metrics.engine_errors["forward"] += 1
@@ -183,7 +221,11 @@ class EngineLoop:
     def _deliver(self, committed: list[CommittedToken], rows: SampledRows, now: float) -> None:
         """Hand each token to its stream; end what has ended. One request's fault stays with that request."""
         logprobs = rows.logprobs
+        num_delivered = 0
         for token in committed:
+            if token.request.request_id not in self._requests:
+                continue  # an earlier token of this step ended it
+            num_delivered += 1
             if token.error is not None:
                 self._fail(token.request, "sampler", token.error)
                 continue
@@ -196,13 +238,14 @@ class EngineLoop:
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)
         self._requests.end_step(now)
-        self._metrics.generation_tokens += len(committed)
+        self._metrics.generation_tokens += num_delivered
 
     def _finish(self, token: CommittedToken, stop: str | None) -> None:
         """End a request by its own terms: a stop string, a stop token, or its length."""
         request, reason = token.request, token.finish_reason
         if reason is None:
             self._batcher.finish(request.request_id, FinishReason.STOP)
+            del request.token_ids[token.num_tokens :]  # of this step, after the stop string
         if stop is not None:
             self._requests.finish(request, FinishReason.STOP, stop_reason=stop)
         elif reason is not None:

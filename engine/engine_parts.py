@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from engine.daemon_executor import DaemonExecutor
 from engine.outputs import StepInputs, StepResult
 from engine.scheduling.batcher import ContinuousBatcher
 from engine.text.tokenizer import Tokenizer
@@ -23,7 +24,11 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors."""
+    """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors.
+
+    `draft_methods` are the draft sources at hand, and `max_draft_tokens` the most drafts a step verifies of
+    one request; 0 without speculation.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -33,6 +38,8 @@ class EngineInfo:
     kv_block_size: int
     kv_bytes: int
     has_chat_template: bool
+    draft_methods: tuple[str, ...] = ()
+    max_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,10 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS."""
+    """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
+
+    The batcher's decoder names the drafters; without one nothing is drafted.
+    """
 
     runner: StepRunner
     batcher: ContinuousBatcher
@@ -78,9 +88,16 @@ class Executors:
     @classmethod
     def threads(cls) -> Executors:
         """One named thread each, started when first used."""
-        return cls(*(ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("target", "draft", "text")))
+        return cls(
+            target=ThreadPoolExecutor(1, thread_name_prefix="target"),
+            draft=DaemonExecutor("draft"),
+            text=ThreadPoolExecutor(1, thread_name_prefix="text"),
+        )
 
     def shutdown(self, *, wait: bool) -> None:
-        """Take no more work and drop what has not begun; `wait` joins the threads."""
+        """Take no more work and drop what has not begun; `wait` joins the threads.
+
+        A drafter that hangs is waited for a moment only.
+        """
         for executor in (self.text, self.draft, self.target):
             executor.shutdown(wait=wait, cancel_futures=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from engine.speculation.spec_stats import SpecStats
+
 
 class Priority(IntEnum):
     """Named points on the priority scale; any int is allowed, a lower one runs first."""
@@ -114,6 +116,7 @@ class Request:
     engine's monotonic clock, and so is `deadline`, None without one. `first_scheduled_time` is None until the
     request first runs. `num_cached_tokens` counts prompt tokens whose KV was found, not computed, when the
     request first ran. `fork_of` names the request whose prompt KV this one shares; None for no one.
+    `spec_stats` is None while nothing has been drafted for it.
     """
 
     request_id: str
@@ -139,6 +142,7 @@ class Request:
     turn_tokens: int = 0
     backlog_tokens: int = 0
     num_charged_tokens: int = 0
+    spec_stats: SpecStats | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
     max_num_tokens: int = field(init=False)
 

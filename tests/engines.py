@@ -21,6 +21,11 @@ from engine.request import GenerationRequest, SamplingParams
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
+from engine.speculation.controller import make_length_policy
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculation_config import LengthPolicyName, Schedule, SpeculationConfig
+from engine.speculation.speculative_decoder import SpeculativeDecoder
+from engine.speculation.step_costs import StepCosts
 from engine.stream import Finish, OutputDelta, RequestStream
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import VOCAB_SIZE, FakeRunner
@@ -61,10 +66,34 @@ class EngineShape:
     prefix_caching: bool = False
     preemption: str = "recompute"
     num_host_blocks: int = 0
+    schedule: Schedule = "auto"
+    length_policy: LengthPolicyName = "fixed"
+    max_draft_tokens: int = 4
+    min_acceptance_rate: float = 0.0
+
+
+def make_decoder(
+    shape: EngineShape, drafters: Sequence[Drafter], *, can_rewind: bool = True
+) -> SpeculativeDecoder:
+    """What drafts and judges, for these drafters."""
+    config = SpeculationConfig(
+        vocab_size=VOCAB_SIZE,
+        max_draft_tokens=shape.max_draft_tokens,
+        schedule=shape.schedule,
+        length_policy=shape.length_policy,
+        min_acceptance_rate=shape.min_acceptance_rate,
+    )
+    costs = StepCosts()
+    return SpeculativeDecoder(
+        config, drafters, make_length_policy(config, costs), costs, can_rewind=can_rewind
+    )
 
 
 def make_parts(
-    shape: EngineShape, runner: FakeRunner, eos_token_ids: frozenset[int] = frozenset()
+    shape: EngineShape,
+    runner: FakeRunner,
+    eos_token_ids: frozenset[int] = frozenset(),
+    drafters: Sequence[Drafter] = (),
 ) -> EngineParts:
     """The engine's parts around a fake runner."""
     config = BatchConfig(
@@ -94,7 +123,8 @@ def make_parts(
         kv_bytes=0,
         has_chat_template=True,
     )
-    batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0))
+    decoder = make_decoder(shape, drafters) if drafters else None
+    batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), decoder=decoder)
     return EngineParts(runner, batcher, text_tokenizer(), eos_token_ids, info)
 
 
@@ -143,13 +173,14 @@ async def running_engine(
     limits: EngineLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
     inline: bool = False,
+    drafters: Sequence[Drafter] = (),
 ) -> AsyncIterator[Harness]:
     """An engine that is started and, on leaving, stopped and found quiet."""
     shape = shape or EngineShape()
     runner = FakeRunner(
         shape.num_blocks, shape.block_size, before, row_errors, num_host_blocks=shape.num_host_blocks
     )
-    parts = make_parts(shape, runner, eos_token_ids)
+    parts = make_parts(shape, runner, eos_token_ids, drafters)
     executors = Executors(InlineExecutor(), InlineExecutor(), InlineExecutor()) if inline else None
     engine = Engine(lambda: parts, limits, clock, executors)
     await engine.start()

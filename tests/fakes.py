@@ -17,6 +17,8 @@ from engine.outputs import SampledRows, StepInputs, StepResult
 VOCAB_SIZE = 257
 NO_TOKEN = -1
 POISON = -2
+STALE = -3  # a rejected draft's
+NO_TOKEN_DRAWN = -1
 
 
 def next_token(prefix: Sequence[int], seed: int = 0) -> int:
@@ -89,20 +91,74 @@ class FakeRunner:
         return StepResult(rows, forward_s, 0.0, swap_s, num_swapped * self.block_size)
 
     def _sample(self, inputs: StepInputs) -> SampledRows:
-        tokens, errors = [], {}
+        drawn: list[int] = []
+        errors: dict[int, str] = {}
         ends = np.cumsum(inputs.query_lens)
         for row, token_row in enumerate(inputs.logits_rows):
             sequence = int(np.searchsorted(ends, token_row, side="right"))
-            length = int(inputs.positions[token_row]) + 1
-            prefix = self._read(inputs.block_tables[sequence], length)
+            prefix = self._prefix(inputs, sequence, int(token_row - ends[sequence] + inputs.query_lens[sequence]))
+            assert len(prefix) == inputs.sampling.position[row], "a row's position is not its depth"
             seed = int(inputs.sampling.seed[row]) if inputs.sampling.temperature[row] else 0  # greedy
-            tokens.append(next_token(prefix, seed))
+            drawn.append(next_token(prefix, seed))
             error = self.row_errors(self.num_steps, row) if self.row_errors else None
             if error is not None:
                 errors[row] = error
                 written = slice(ends[sequence] - inputs.query_lens[sequence], ends[sequence])
                 self.slots[inputs.slot_mapping[written]] = POISON
-        return SampledRows(tokens, row_errors=errors or None)
+        return self._verify(inputs, drawn, errors)
+
+    def _prefix(self, inputs: StepInputs, sequence: int, index: int) -> list[int]:
+        """The tokens that the sequence's query token of this index sees, itself included."""
+        num_known = int(inputs.kv_lens[sequence] - inputs.query_lens[sequence])
+        table = inputs.block_tables[sequence]
+        drafts = inputs.drafts
+        if drafts is None or drafts.parents is None or sequence not in drafts.sequence:
+            return self._read(table, num_known + index + 1)
+        tokens = self._read(table, int(inputs.kv_lens[sequence]))
+        parents = _split(drafts.parents, drafts.num_drafts)[drafts.sequence.tolist().index(sequence)]
+        path: list[int] = []
+        node = index - 1
+        while node >= 0:
+            path.append(node)
+            node = int(parents[node])
+        return tokens[: num_known + 1] + [tokens[num_known + 1 + node] for node in reversed(path)]
+
+    def _verify(self, inputs: StepInputs, drawn: list[int], errors: dict[int, str]) -> SampledRows:
+        """What a verifier gives: each sequence's tokens in order, then NO_TOKEN; K/V of a path laid straight."""
+        drafts = inputs.drafts
+        if drafts is None:
+            return SampledRows(drawn, row_errors=errors or None)
+        token_ids, row_errors = list(drawn), dict(errors)
+        spoiled: list[int] = []
+        all_parents = drafts.parents if drafts.parents is not None else None
+        ends = np.cumsum(inputs.query_lens)
+        for v, sequence in enumerate(drafts.sequence.tolist()):
+            first, count = int(drafts.first_row[v]), int(drafts.num_drafts[v])
+            own = _split(drafts.token_ids, drafts.num_drafts)[v].tolist()
+            parents = list(range(-1, count - 1))
+            if all_parents is not None:
+                parents = _split(all_parents, drafts.num_drafts)[v].tolist()
+            path = [-1]
+            while first + path[-1] + 1 not in errors:
+                token = drawn[first + path[-1] + 1]
+                child = [i for i in range(count) if parents[i] == path[-1] and own[i] == token]
+                if not child:
+                    break
+                path.append(child[0])
+            rows = [first + node + 1 for node in path]
+            spoiled += [row for row in range(first, first + count + 1) if row in errors and row not in rows]
+            for place, row in enumerate(range(first, first + count + 1)):
+                row_errors.pop(row, None)
+                token_ids[row] = NO_TOKEN_DRAWN
+                if place < len(rows):
+                    token_ids[row] = drawn[rows[place]]
+                    if rows[place] in errors:
+                        row_errors[row] = errors[rows[place]]
+            slots = inputs.slot_mapping[ends[sequence] - inputs.query_lens[sequence] : ends[sequence]]
+            accepted = self.slots[slots[[node + 1 for node in path]]]
+            self.slots[slots[: len(path)]] = accepted
+            self.slots[slots[len(path) :]] = STALE
+        return SampledRows(token_ids, row_errors=row_errors or None, spoiled_rows=tuple(spoiled))
 
     def _prepare(self, inputs: StepInputs) -> None:
         by_block = self.slots.reshape(self.num_blocks, self.block_size)
@@ -127,7 +183,12 @@ class FakeRunner:
         assert POISON not in slots, "the model read a block that another request's fault has spoiled"
         tokens: list[int] = slots[:length].tolist()
         assert NO_TOKEN not in tokens, "the model read a slot nobody wrote"
+        assert STALE not in tokens, "the model read what a rejected draft has left"
         return tokens
+
+
+def _split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(counts)[:-1])
 
 
 def _distinct(blocks: Iterable[int]) -> set[int]:

@@ -12,13 +12,15 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import EngineError, OutOfDeviceMemory, Overloaded
 from engine.outputs import StepInputs
 from engine.request import FinishReason, GenerationRequest, SamplingParams
+from engine.speculation.drafter import Draft, DraftJob
 from engine.stream import RequestStream
 from tests.engines import Collected, EngineShape, Harness, collect, running_engine
+from tests.fake_drafters import FakeDrafter
 from tests.fakes import VOCAB_SIZE, expected_output
 from tests.virtual_time import run_in_virtual_time
 
@@ -55,6 +57,7 @@ class Scenario:
     resets_s: tuple[float, ...]  # when the prefix cache is reset
     token_s: float
     swap_s: float  # a block
+    drafters: tuple[FakeDrafter, ...] = ()
 
     def seconds(self, inputs: StepInputs) -> tuple[float, float]:
         """What a step takes, and its swapping."""
@@ -77,6 +80,25 @@ class Draw(random.Random):
             resets_s=tuple(self.uniform(0, span_s + 0.05) for _ in range(self.choice((0, 0, 2)))),
             token_s=self.choice((0.0001, 0.001)),
             swap_s=self.choice((0.00001, 0.003)),
+            drafters=self.drafters(),
+        )
+
+    def drafters(self) -> tuple[FakeDrafter, ...]:
+        """None, one or two, of all kinds."""
+        methods = self.sample(("ngram", "draft_model", "medusa"), self.choice((0, 1, 1, 1, 2)))
+        return tuple(self.drafter(method) for method in methods)
+
+    def drafter(self, method: str) -> FakeDrafter:
+        """Quick or slow, right or wrong."""
+        return FakeDrafter(
+            method=method,
+            alpha=self.choice((0.0, 0.5, 0.9, 1.0)),
+            is_cheap=method == "ngram",
+            is_stepwise=method != "ngram",
+            step_s=self.choice((0.0, 0.0003, 0.002, 0.02)),
+            reads=self.choice((3, 10, 10_000)),
+            tree=self.choice((1, 3)) if method == "medusa" else 0,
+            is_shy=self.random() < 0.3,
         )
 
     def shape(self) -> EngineShape:
@@ -94,6 +116,10 @@ class Draw(random.Random):
             prefix_caching=self.choice((True, False)),
             preemption=self.choice(PREEMPTIONS),
             num_host_blocks=self.choice((0, needed, 4 * needed)),
+            schedule=self.choice(("async", "sync", "auto")),
+            length_policy=self.choice(("fixed", "threshold", "goodput")),
+            max_draft_tokens=self.choice((1, 3, 8)),
+            min_acceptance_rate=self.choice((0.0, 0.3)),
         )
 
     def tokens(self, number: int) -> list[int]:
@@ -154,6 +180,28 @@ class Faults:
     def row_errors(self, step: int, row: int) -> str | None:
         """Fail a row now and then."""
         return "injected" if self.draw.random() < self.rate / 4 else None
+
+    def before_draft(self, jobs: Sequence[DraftJob]) -> None:
+        """Fail a micro-step now and then."""
+        if self.draw.random() < 2 * self.rate:
+            raise RuntimeError("injected")
+
+    def spoil(self, job: DraftJob, draft: Draft) -> Draft:
+        """Answer with nonsense now and then."""
+        if self.draw.random() >= 2 * self.rate:
+            return draft
+        nonsense = self.draw.choice(
+            (
+                {"token_ids": (VOCAB_SIZE,), "parents": None},
+                {"token_ids": (0,) * (job.num_wanted + 1), "parents": None},
+                {"first": draft.first + 1, "token_ids": (1,), "parents": None},
+                {"epoch": draft.epoch - 1},
+                {"request_id": "nobody"},
+                {"token_ids": (2,), "parents": (0,)},
+                {"token_ids": (self.draw.randrange(VOCAB_SIZE),), "parents": None},
+            )
+        )
+        return replace(draft, **nonsense)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +356,14 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         outcome.trace.append((loop.time(), inputs))
         faults.before(inputs)
 
+    for drafter in scenario.drafters:
+        drafter.before, drafter.spoil = faults.before_draft, faults.spoil
     async with running_engine(
-        scenario.shape, before=before, row_errors=faults.row_errors, clock=loop.time
+        scenario.shape,
+        before=before,
+        row_errors=faults.row_errors,
+        clock=loop.time,
+        drafters=scenario.drafters,
     ) as harness:
         harness.runner.after = faults.after
         harness.runner.seconds = scenario.seconds
@@ -319,6 +373,20 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         outcome.seen.update({f"preempted by {how}": number for how, number in metrics.preemptions.items()})
         outcome.seen["blocks swapped in"] += harness.runner.num_swapped_in
         outcome.seen["cached"] += metrics.prompt_tokens_cached
+        outcome.seen.update(_of_drafts(harness))
+
+
+def _of_drafts(harness: Harness) -> dict[str, int]:
+    decoder = harness.parts.batcher.decoder
+    if decoder is None:
+        return {}
+    stats = decoder.stats
+    return {
+        "drafts accepted": stats.num_accepted,
+        "drafts rejected": stats.num_rejected,
+        **{f"drafts dropped: {reason}": number for reason, number in stats.dropped.items()},
+        **{f"ahead: {result}": number for result, number in stats.run_ahead.items()},
+    }
 
 
 def replay_command(seed: int, *, faulty: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from engine.outputs import StepResult
+from engine.speculation.drafter import DraftResult
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Jumps to the next timer when nothing else is left to do. Nothing outside can wake it.
 
     Executors are not used: a call handed to one runs at once and is answered after the seconds that its
-    result, if it is a step's, says it took. AssertionError when everybody waits and nothing will ever come.
+    result, if it is a step's or a drafter's, says it took. AssertionError when everybody waits and nothing will ever come.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         except Exception as error:
             self.call_soon(_settle, future.set_exception, future, error)
         else:
-            seconds = result.forward_s + result.swap_s if isinstance(result, StepResult) else 0.0
-            self.call_later(seconds, _settle, future.set_result, future, result)
+            self.call_later(_seconds(result), _settle, future.set_result, future, result)
         return future
 
 
@@ -57,6 +57,12 @@ class _JumpingSelector(selectors.SelectSelector):
         assert timeout is not None, "everybody waits and nothing will ever come"
         self._loop.now += max(0.0, timeout)
         return []
+
+
+def _seconds(result: object) -> float:
+    if isinstance(result, StepResult):
+        return result.forward_s + result.swap_s
+    return result.draft_s if isinstance(result, DraftResult) else 0.0
 
 
 def _settle(settle: Callable[[Any], None], future: asyncio.Future[Any], value: object) -> None:

@@ -42,7 +42,8 @@ class PagedKvManager:
     Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
     where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
     `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
-    found; whoever looks counts.
+    found; whoever looks counts. `can_rewind` False is for models that keep state outside the blocks, which
+    has no earlier self: their sequences can be neither cut nor forked.
     """
 
     def __init__(
@@ -52,8 +53,11 @@ class PagedKvManager:
         max_num_seqs: int,
         max_blocks_per_seq: int,
         num_host_blocks: int = 0,
+        *,
+        can_rewind: bool = True,
     ) -> None:
         self.block_size = block_size
+        self.can_rewind = can_rewind
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
@@ -199,10 +203,14 @@ class PagedKvManager:
         """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
         Nothing is erased: stale slots are overwritten before they are read again. A published block that is
-        cut in its middle can be written to only after `copy_on_write`. Raises RewindError
-        (POSITION_BEYOND_END) if the sequence holds fewer tokens.
+        cut in its middle can be written to only after `copy_on_write`. Raises RewindError: NOT_SUPPORTED
+        unless `can_rewind`, POSITION_BEYOND_END if the sequence holds fewer tokens.
         """
         sequence = self._sequences[request_id]
+        if not self.can_rewind:
+            raise RewindError(
+                RewindFault.NOT_SUPPORTED, "this model keeps state that cannot be cut back to an earlier token"
+            )
         if num_tokens > sequence.num_tokens:
             raise RewindError(
                 RewindFault.POSITION_BEYOND_END,

@@ -6,11 +6,11 @@ Owns every request from `add` to its end, and the KV accounting. Loop thread onl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.errors import ContextLengthExceeded
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BatchDecision, RequestExplanation, SampledRows, ScheduledRequest
+from engine.outputs import NO_TOKEN, BatchDecision, RequestExplanation, SampledRows, ScheduledRequest
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.committed_token import CommittedToken
@@ -21,8 +21,11 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
-from engine.scheduling.step_inputs import NO_MOVES, build_step_inputs
+from engine.scheduling.step_inputs import NO_MOVES, Cargo, build_step_inputs
 from engine.scheduling.token_budget import TokenBudget
+from engine.speculation.controller import StepLoad
+from engine.speculation.draft_tape import DraftedToken
+from engine.speculation.speculative_decoder import SpeculativeDecoder
 
 _Chunk = tuple[Request, int, int]  # with the tokens that this step computes, and those it lacks
 
@@ -53,9 +56,11 @@ class ContinuousBatcher:
         kv: PagedKvManager,
         policy: SchedulingPolicy,
         clock: Callable[[], float] = time.monotonic,
+        decoder: SpeculativeDecoder | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
+        self.decoder = decoder
         self.costs = CostModel()  # whoever runs the steps tells it what they took
         self._policy = policy
         self._clock = clock
@@ -68,7 +73,7 @@ class ContinuousBatcher:
         self._preempted: list[tuple[Request, bool]] = []  # since the last decision; True if by swap
         self._moves = NO_MOVES  # those of the flying decision
         self._flying: BatchDecision | None = None
-        self._aboard: list[Request] = []  # the requests of the flying decision, in its order
+        self._aboard: list[Cargo] = []  # what the flying decision carries, in its order
         self._leaving: list[str] = []  # ended in flight: their blocks are released when the step lands
 
     # What there is.
@@ -250,6 +255,8 @@ class ContinuousBatcher:
             if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
                 request = self._queue.pop()
                 self._seats.take(request)
+                if self.decoder is not None:
+                    self.decoder.open(request)
             elif seated:
                 request = seated.pop()
             else:
@@ -260,32 +267,66 @@ class ContinuousBatcher:
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
         return chunks
 
+    def _draft(self, decodes: list[Request], budget: TokenBudget) -> list[Cargo]:
+        """Spend what is left of the budget on drafts, best first; those that get any leave `decodes`."""
+        decoder = self.decoder
+        if decoder is None or not decodes:
+            return []
+        verified: list[Cargo] = []
+        load = StepLoad(
+            num_seqs=len(decodes),
+            num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
+            num_prefill_tokens=budget.num_prefill_tokens,
+            max_draft_tokens=budget.drafts_left,
+        )
+        for request, drafted in decoder.choose(decodes, load):
+            num_known = len(request.token_ids)
+            count = self._seats.make_room_for_drafts(request, len(drafted))
+            if count == 0:
+                continue
+            budget.take_drafts(count)
+            scheduled = ScheduledRequest(
+                request.request_id, request.num_computed_tokens, 1 + count, True, count
+            )
+            verified.append(Cargo(scheduled, request, drafted[:count]))
+            assert num_known == request.num_computed_tokens + 1, "only decodes have drafts verified"
+        having_drafts = {cargo.scheduled.request_id for cargo in verified}
+        if having_drafts:
+            decodes[:] = [request for request in decodes if request.request_id not in having_drafts]
+        return verified
+
     def _decide(self, decodes: list[Request], chunks: list[_Chunk], budget: TokenBudget) -> BatchDecision:
         """Write the order for this step and let it fly, unless it is empty."""
-        scheduled = [
-            ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True) for request in decodes
+        verified = self._draft(decodes, budget)
+        cargo = [
+            Cargo(ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True), request)
+            for request in decodes
         ]
-        scheduled += [
-            ScheduledRequest(request.request_id, request.num_computed_tokens, count, count == missing)
+        cargo += [
+            Cargo(
+                ScheduledRequest(request.request_id, request.num_computed_tokens, count, count == missing),
+                request,
+            )
             for request, count, missing in chunks
         ]
-        aboard = decodes + [request for request, _, _ in chunks]
+        cargo += verified
         inputs = None
-        if scheduled:
+        if cargo:
             self._moves = self._seats.block_moves()
-            inputs = build_step_inputs(scheduled, aboard, self.kv, self._seats.sampling, self._moves)
+            inputs = build_step_inputs(cargo, self.kv, self._seats.sampling, self._moves)
         decision = BatchDecision(
             step_id=self._step_id,
-            scheduled=tuple(scheduled),
+            scheduled=tuple(item.scheduled for item in cargo),
             inputs=inputs,
             num_decode_tokens=budget.num_decode_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
+            num_draft_tokens=budget.num_draft_tokens,
             preempted=tuple(request.request_id for request, _ in self._preempted),
             swapped=tuple(request.request_id for request, swapped in self._preempted if swapped),
         )
         self._preempted.clear()
-        if scheduled:
-            self._flying, self._aboard = decision, aboard
+        if cargo:
+            self._flying, self._aboard = decision, cargo
         return decision
 
     # What came of it.
@@ -298,30 +339,62 @@ class ContinuousBatcher:
         aboard = self._land(decision)
         self._seats.settle()
         self._token_limit = min(self._token_limit + 1, self.config.max_num_batched_tokens)
+        committed: list[CommittedToken] = []
+        row = 0
+        for (_, first, count, samples, num_drafts), request, drafted in aboard:
+            if request.status is RequestStatus.RUNNING:  # else it was ended while the step ran
+                request.num_computed_tokens = first + count - num_drafts
+                if samples:
+                    committed += self._take_rows(request, range(row, row + num_drafts + 1), rows, drafted)
+            row += (num_drafts + 1) * samples
+        return committed
+
+    def _take_rows(
+        self, request: Request, own: range, rows: SampledRows, drafted: Sequence[DraftedToken]
+    ) -> list[CommittedToken]:
+        """Commit what a request's own rows hold: tokens up to its end, an error, or NO_TOKEN."""
         row_errors = rows.row_errors or {}
         committed: list[CommittedToken] = []
-        row = -1
-        for request, (request_id, first, count, samples, _) in zip(aboard, decision.scheduled, strict=True):
-            row += samples
-            if request.status is not RequestStatus.RUNNING:
-                continue  # it was ended while the step ran
-            request.num_computed_tokens = first + count
-            if not samples:
-                continue
-            error = row_errors.get(row)
-            token_id = rows.token_ids[row]
-            if error is None:
-                if self._seats.prove(request):
-                    self._queue.let_go(request_id)
-                reason = request.append(token_id)
-                self._policy.charge(request, 0, 1)
-            else:
-                self._seats.distrust(request_id)
+        reason: FinishReason | None = None
+        for row in own:
+            token_id, error = rows.token_ids[row], row_errors.get(row)
+            if error is None and token_id == NO_TOKEN:
+                break
+            if error is not None:
+                self._seats.distrust(request.request_id)
                 reason = FinishReason.ERROR
-            committed.append(CommittedToken(request, token_id, row, reason, error))
+            else:
+                reason = request.append(token_id)
+            committed.append(CommittedToken(request, token_id, row, len(request.token_ids), reason, error))
             if reason is not None:
-                self._end(request, reason)
+                break
+        num_tokens = len(committed) - (reason is FinishReason.ERROR)
+        if num_tokens:
+            request.num_computed_tokens += num_tokens - 1
+            if self._seats.prove(request):
+                self._queue.let_go(request.request_id)
+            self._policy.charge(request, 0, num_tokens)
+        if self.decoder is not None:
+            self.decoder.settle(request, drafted, num_tokens)
+        if reason is not None:
+            self._end(request, reason)
+        elif len(own) > 1:
+            self._cut(request, any(row in own for row in rows.spoiled_rows))
         return committed
+
+    def _cut(self, request: Request, spoiled: bool) -> None:
+        """Drop what rejected drafts left behind a request's tokens.
+
+        Slots are written before they are read again, but a spoiled one may hold NaN, which spoils a sum even
+        at weight zero: the request is computed again then, and drafts for it no more.
+        """
+        self.kv.rewind(request.request_id, request.num_computed_tokens)
+        if spoiled:
+            assert self.decoder is not None
+            self.decoder.give_up(request.request_id)
+            self._seats.doubt(request.request_id)
+            self._seats.preempt(request, may_swap=False)
+            self._requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
         """Drop a step that gave no result; nothing counts as computed.
@@ -329,7 +402,8 @@ class ContinuousBatcher:
         `fail` ends, with ERROR, all its requests that still run, and returns them; otherwise they are
         scheduled again.
         """
-        aboard = [request for request in self._land(decision) if request.status is RequestStatus.RUNNING]
+        aboard = [cargo.request for cargo in self._land(decision)]
+        aboard = [request for request in aboard if request.status is RequestStatus.RUNNING]
         for request in aboard:
             self._seats.doubt(request.request_id)
         for request_id in self._seats.undo_moves(self._moves):
@@ -353,7 +427,7 @@ class ContinuousBatcher:
         """
         if decision.num_tokens == 1:
             return False
-        aboard = sorted(self._aboard, key=self._policy.key)
+        aboard = sorted((cargo.request for cargo in self._aboard), key=self._policy.key)
         self.abandon(decision, fail=False)
         self._token_limit = decision.num_tokens // 2
         lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
@@ -364,14 +438,16 @@ class ContinuousBatcher:
 
     def _requeue(self, preempted: list[Request]) -> None:
         for request in preempted:
+            if self.decoder is not None:
+                self.decoder.pause(request.request_id)
             swapped = request.status is RequestStatus.SWAPPED
             request.preemptions.append((self._clock(), "swap" if swapped else "recompute"))
             self._queue.add(request)
             self._queue.let_go(request.request_id)
             self._preempted.append((request, swapped))
 
-    def _land(self, decision: BatchDecision) -> list[Request]:
-        """The flying decision is over: release what ended meanwhile; its requests, in its order."""
+    def _land(self, decision: BatchDecision) -> list[Cargo]:
+        """The flying decision is over: release what ended meanwhile; what it carried, in its order."""
         assert decision is self._flying, "this decision is not the one in flight"
         aboard, self._flying, self._aboard = self._aboard, None, []
         for request_id in self._leaving:
@@ -393,5 +469,7 @@ class ContinuousBatcher:
 
     def _leave_nothing(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and let go those that were held for it."""
+        if self.decoder is not None:
+            self.decoder.close(request_id)
         self.kv.host.release(request_id)
         self._queue.let_go(request_id)

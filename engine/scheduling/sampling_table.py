@@ -38,10 +38,19 @@ class SamplingTable:
             or request.num_output_tokens < sampling.min_tokens
         )
 
-    def gather(self, rows: Int64, requests: Sequence[Request], positions: Int64) -> SamplingInputs:
-        """The columns for these rows in this order; `requests` and `positions` belong to them one by one."""
+    def gather(
+        self,
+        rows: Int64,
+        requests: Sequence[Request],
+        positions: Int64,
+        paths: Sequence[tuple[int, ...]] | None = None,
+    ) -> SamplingInputs:
+        """The columns for these rows in this order, to which the other arguments belong one by one.
+
+        `paths` are the drafts that a row takes for given beside its request's tokens; None is none anywhere.
+        """
         flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
-        adjustments = [_adjustment(index, requests[index]) for index in flagged]
+        adjustments = [_adjustment(index, requests[index], paths[index] if paths else ()) for index in flagged]
         return SamplingInputs(
             temperature=self._temperature[rows],  # [R]
             top_k=self._top_k[rows],  # [R]
@@ -59,9 +68,10 @@ def as_int64(seed: int) -> int:
     return ((seed + 2**63) & (2**64 - 1)) - 2**63
 
 
-def _adjustment(index: int, request: Request) -> LogitAdjustment | None:
+def _adjustment(index: int, request: Request, path: tuple[int, ...]) -> LogitAdjustment | None:
+    token_ids = [*request.token_ids, *path] if path else request.token_ids
     return adjustment_of(
-        index, request.sampling, request.stop_token_ids, request.token_ids, request.num_prompt_tokens
+        index, request.sampling, request.stop_token_ids, token_ids, request.num_prompt_tokens
     )
 
 

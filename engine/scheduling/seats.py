@@ -240,6 +240,18 @@ class Seats:
                 preempted.append(victim)
         return preempted, stalled
 
+    def make_room_for_drafts(self, request: Request, num_drafts: int) -> int:
+        """Get slots for so many drafts after the newest token, or for fewer; how many. Preempts nobody.
+
+        What every running request may need next, one block, is left free.
+        """
+        kv = self.kv
+        num_tokens = len(request.token_ids)
+        spare = max(0, kv.num_free_blocks - len(self._running))
+        room = (kv.blocks_for(num_tokens) + spare) * kv.block_size - num_tokens
+        count = min(num_drafts, room)
+        return count if kv.allocate(request.request_id, num_tokens + count) else 0
+
     def preempt(self, request: Request, *, may_swap: bool = True) -> None:
         """Take a running request's seat, and move its KV to the host or drop it. The caller queues it."""
         request_id, host = request.request_id, self.kv.host
@@ -276,7 +288,9 @@ class Seats:
                 self._publish(request)
                 self.kv.prefixes.unclaim(request_id)
             return True
-        if self._caching and request.num_computed_tokens % self.kv.block_size == 0:
+        if self._caching and request.num_computed_tokens // self.kv.block_size > self.kv.num_published(
+            request_id
+        ):
             self._publish(request)
         return False
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BlockCopy, Int32, Int64, ScheduledRequest, StepInputs
+from engine.outputs import BlockCopy, DraftInputs, Int32, Int64, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
+from engine.speculation.draft_tape import DraftedToken
 
 
 class BlockMoves(NamedTuple):
@@ -26,37 +27,51 @@ class BlockMoves(NamedTuple):
 NO_MOVES = BlockMoves()
 
 
+class Cargo(NamedTuple):
+    """One scheduled request with what it brings: itself, and the drafts after its newest token."""
+
+    scheduled: ScheduledRequest
+    request: Request
+    drafted: Sequence[DraftedToken] = ()
+
+
 def build_step_inputs(
-    scheduled: Sequence[ScheduledRequest],
-    requests: Sequence[Request],
-    kv: PagedKvManager,
-    sampling: SamplingTable,
-    moves: BlockMoves = NO_MOVES,
+    cargo: Sequence[Cargo], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
 ) -> StepInputs:
-    """The packed pass over `scheduled`, whose requests are `requests`, one by one; at least one.
+    """The packed pass over `cargo`, at least one.
 
     Blocks for every scheduled token must be allocated. The arrays are new: nothing of `kv` is aliased.
     """
-    _, first_positions, num_tokens, samples, _ = zip(*scheduled, strict=True)
+    scheduled, requests, drafted = zip(*cargo, strict=True)
+    _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
     rows = np.array([kv.row(request.request_id) for request in requests], np.int64)  # [S]
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
     kv_lens = first + query_lens  # [S]
     ends = np.cumsum(query_lens, dtype=np.int64)  # [S]
     sequence = np.repeat(np.arange(len(rows)), query_lens)  # [N]
-    positions = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N]
+    indices = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
-    block, offset = np.divmod(positions, kv.block_size)
-    is_sampled = np.array(samples, np.bool_)  # [S]
+    block, offset = np.divmod(indices, kv.block_size)
+    has_drafts = any(num_drafts)
+    positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
+    sampled = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
-        token_ids=_token_ids(scheduled, requests),
+        token_ids=_token_ids(cargo),
         positions=positions,
         slot_mapping=block_tables[sequence, block].astype(np.int64) * kv.block_size + offset,
         query_lens=query_lens,
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
-        logits_rows=ends[is_sampled] - 1,
-        sampling=sampling.gather(rows[is_sampled], list(compress(requests, samples)), kv_lens[is_sampled]),
+        logits_rows=sampled.tokens,
+        sampling=sampling.gather(
+            rows[sampled.sequences],
+            [requests[s] for s in sampled.sequences.tolist()],
+            positions[sampled.tokens] + 1,
+            _paths(drafted, samples) if has_drafts else None,
+        ),
+        drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
+        seats=rows.astype(np.int32),
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,
@@ -64,15 +79,82 @@ def build_step_inputs(
     )
 
 
-def _token_ids(scheduled: Sequence[ScheduledRequest], requests: Sequence[Request]) -> Int64:
+class _Sampled(NamedTuple):
+    """The R rows of logits: whose they are, and which token each belongs to."""
+
+    sequences: Int64  # [R] indices into [0, S)
+    tokens: Int64  # [R] indices into [0, N)
+
+
+def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> _Sampled:
+    """The newest token of each sequence that samples, and its drafts."""
+    counts = (num_drafts + 1) * samples  # [S]
+    sequences = np.repeat(np.arange(len(ends)), counts)  # [R]
+    behind = np.cumsum(counts)[sequences] - np.arange(len(sequences))  # [R] rows to its sequence's last, +1
+    return _Sampled(sequences, ends[sequences] - behind)
+
+
+def _token_ids(cargo: Sequence[Cargo]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, *_), request in zip(scheduled, requests, strict=True):
-        if count == 1:
+    for (_, first, count, _, num_drafts), request, drafted in cargo:
+        num_known = count - num_drafts
+        if num_known == 1:
             token_ids.append(request.token_ids[first])
         else:
-            token_ids += request.token_ids[first : first + count]
+            token_ids += request.token_ids[first : first + num_known]
+        if num_drafts:
+            token_ids += [draft.token_id for draft in drafted]
     return np.array(token_ids, np.int64)
+
+
+def _positions(indices: Int64, ends: Int64, drafted: Sequence[Sequence[DraftedToken]]) -> Int64:
+    """Each token's absolute position: its index, but a draft of a tree stands one behind its parent. [N]"""
+    positions = indices.copy()
+    for s, drafts in enumerate(drafted):
+        if drafts and drafts[0].parent is not None:
+            newest = int(ends[s]) - len(drafts) - 1
+            for i, draft in enumerate(drafts):
+                assert draft.parent is not None
+                positions[newest + 1 + i] = positions[newest + 1 + draft.parent] + 1
+    return positions
+
+
+def _paths(drafted: Sequence[Sequence[DraftedToken]], samples: Sequence[bool]) -> list[tuple[int, ...]]:
+    """The drafts between the known tokens and each sampled row, that row's own included. [R]"""
+    paths: list[tuple[int, ...]] = []
+    for drafts, is_sampled in zip(drafted, samples, strict=True):
+        if not is_sampled:
+            continue
+        base = len(paths)
+        paths.append(())
+        for i, draft in enumerate(drafts):
+            parent = i - 1 if draft.parent is None else draft.parent
+            paths.append((*paths[base + 1 + parent], draft.token_id))
+    return paths
+
+
+def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -> DraftInputs:
+    """What verification needs to know, where at least one sequence has drafts."""
+    verified = [s for s, drafts in enumerate(drafted) if drafts]
+    drafts = [draft for s in verified for draft in drafted[s]]
+    parents = None
+    if any(draft.parent is not None for draft in drafts):
+        parents = np.array([p for s in verified for p in _parents(drafted[s])], np.int32)
+    needs_probs = any(draft.probs is not None for draft in drafts)
+    return DraftInputs(
+        sequence=np.array(verified, np.int32),
+        first_row=np.searchsorted(sequences, verified).astype(np.int64),
+        num_drafts=np.array([len(drafted[s]) for s in verified], np.int32),
+        token_ids=np.array([draft.token_id for draft in drafts], np.int64),
+        parents=parents,
+        probs=tuple(draft.probs for draft in drafts) if needs_probs else (),
+    )
+
+
+def _parents(drafts: Sequence[DraftedToken]) -> list[int]:
+    """The parents, a chain's spelled out."""
+    return [i - 1 if draft.parent is None else draft.parent for i, draft in enumerate(drafts)]
 
 
 def _block_tables(kv: PagedKvManager, rows: Int64, kv_lens: Int64) -> Int32:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 
 class TokenBudget:
-    """Counts down one step's tokens: in all, for prefill, and for decoding sequences (one token each)."""
+    """Counts down one step's tokens: in all, for prefill, for decoding sequences (one token each), for drafts."""
 
-    __slots__ = ("_max_decodes", "_max_prefill", "_max_tokens", "num_decode_tokens", "num_prefill_tokens")
+    __slots__ = (
+        "_max_decodes",
+        "_max_prefill",
+        "_max_tokens",
+        "num_decode_tokens",
+        "num_draft_tokens",
+        "num_prefill_tokens",
+    )
 
     def __init__(self, max_tokens: int, max_prefill: int, max_decodes: int) -> None:
         self._max_tokens = max_tokens
@@ -14,6 +21,7 @@ class TokenBudget:
         self._max_decodes = max_decodes
         self.num_decode_tokens = 0
         self.num_prefill_tokens = 0
+        self.num_draft_tokens = 0
 
     @property
     def prefill_left(self) -> int:
@@ -34,3 +42,12 @@ class TokenBudget:
         granted = min(wanted, self.prefill_left)
         self.num_prefill_tokens += granted
         return granted
+
+    @property
+    def drafts_left(self) -> int:
+        """Tokens that drafts may still take, once decodes and prefill have theirs."""
+        return self._max_tokens - self.num_decode_tokens - self.num_prefill_tokens - self.num_draft_tokens
+
+    def take_drafts(self, num_tokens: int) -> None:
+        """Spend that many on drafts, within `drafts_left`."""
+        self.num_draft_tokens += num_tokens

@@ -21,7 +21,7 @@ def test_the_last_token_ends_a_request_and_frees_its_blocks() -> None:
     batcher.add(request)
     decision = batcher.step()
     (token,) = batcher.commit(decision, SampledRows([9]))
-    assert token == (request, 9, 0, FinishReason.LENGTH, None)
+    assert token == (request, 9, 0, 6, FinishReason.LENGTH, None)
     assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, FinishReason.LENGTH)
     assert request.output_token_ids == [9]
     assert_empty(batcher)
@@ -57,10 +57,10 @@ def test_a_failed_row_ends_its_request_alone_and_its_blocks_are_scrubbed() -> No
     batcher.add(b)
     decision = batcher.step()
     first, second = batcher.commit(decision, SampledRows([7, 8], row_errors={0: "not finite"}))
-    assert first == (a, 7, 0, FinishReason.ERROR, "not finite")
+    assert first == (a, 7, 0, 5, FinishReason.ERROR, "not finite")
     assert (a.status, a.finish_reason) == (RequestStatus.FINISHED, FinishReason.ERROR)
     assert a.output_token_ids == [], "its token was never committed"
-    assert second == (b, 8, 1, None, None)
+    assert second == (b, 8, 1, 6, None, None)
     decision = batcher.step()
     assert decision.inputs is not None
     assert decision.inputs.scrub_blocks == (0, 1)

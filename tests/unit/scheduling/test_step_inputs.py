@@ -2,21 +2,34 @@ from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import LogitAdjustment, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
-from engine.scheduling.step_inputs import BlockMoves, build_step_inputs
+from engine.scheduling.step_inputs import BlockMoves, Cargo, build_step_inputs
+from engine.speculation.draft_tape import DraftedToken
 from tests.factories import make_kv, make_request
 
 
 def build(kv: PagedKvManager, *work: tuple[Request, int, int]) -> StepInputs:
     """Seat and schedule (request, first position, number of tokens)."""
     table = SamplingTable(kv.max_num_seqs)
-    scheduled = []
+    cargo = []
     for request, first, count in work:
         table.seat(kv.row(request.request_id), request)
         samples = first + count == request.num_tokens
-        scheduled.append(ScheduledRequest(request.request_id, first, count, samples))
-    return build_step_inputs(
-        scheduled, [request for request, _, _ in work], kv, table, BlockMoves(scrub=(7,))
-    )
+        cargo.append(Cargo(ScheduledRequest(request.request_id, first, count, samples), request))
+    return build_step_inputs(cargo, kv, table, BlockMoves(scrub=(7,)))
+
+
+def build_verify(kv: PagedKvManager, *work: tuple[Request, tuple[DraftedToken, ...]]) -> StepInputs:
+    """Seat and schedule decodes with drafts."""
+    table = SamplingTable(kv.max_num_seqs)
+    cargo = []
+    for request, drafted in work:
+        table.seat(kv.row(request.request_id), request)
+        count = 1 + len(drafted)
+        scheduled = ScheduledRequest(
+            request.request_id, request.num_tokens - 1, count, True, num_drafts=len(drafted)
+        )
+        cargo.append(Cargo(scheduled, request, drafted))
+    return build_step_inputs(cargo, kv, table)
 
 
 def test_a_mixed_step_exactly() -> None:
@@ -86,3 +99,79 @@ def test_inputs_do_not_follow_the_table() -> None:
     kv.free("a")
     kv.allocate("c", 4)
     assert inputs.block_tables.tolist() == [[0]]
+
+
+def test_chains_of_drafts_exactly() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    plain, one, two = (
+        make_request("plain", [1, 2], seed=1),
+        make_request("one", [10, 11, 12], seed=2),
+        make_request("two", [20, 21, 22, 23], seed=3, presence_penalty=0.5),
+    )
+    kv.allocate("plain", 2)
+    kv.allocate("one", 5)
+    kv.allocate("two", 6)
+    probs = object()
+    drafts = (DraftedToken(13, probs=probs), DraftedToken(14))
+    inputs = build_verify(kv, (plain, ()), (one, drafts), (two, (DraftedToken(24), DraftedToken(25))))
+    assert inputs.token_ids.tolist() == [2, 12, 13, 14, 23, 24, 25]
+    assert inputs.positions.tolist() == [1, 2, 3, 4, 3, 4, 5]
+    assert inputs.slot_mapping.tolist() == [1, 6, 7, 8, 15, 16, 17]
+    assert inputs.query_lens.tolist() == [1, 3, 3]
+    assert inputs.kv_lens.tolist() == [2, 5, 6]
+    assert inputs.logits_rows.tolist() == list(range(7)), "each draft's row is wanted"
+    assert inputs.sampling.position.tolist() == [2, 3, 4, 5, 4, 5, 6]
+    assert inputs.sampling.seed.tolist() == [1, 2, 2, 2, 3, 3, 3]
+    histories = [(a.row, a.prompt_token_ids, a.output_token_ids) for a in inputs.sampling.adjustments]
+    prompt = (20, 21, 22, 23)
+    assert histories == [(4, prompt, ()), (5, prompt, (24,)), (6, prompt, (24, 25))]
+    found = inputs.drafts
+    assert found is not None
+    assert found.sequence.tolist() == [1, 2]
+    assert found.first_row.tolist() == [1, 4]
+    assert found.num_drafts.tolist() == [2, 2]
+    assert found.token_ids.tolist() == [13, 14, 24, 25]
+    assert found.parents is None
+    assert found.probs == (probs, None, None, None)
+
+
+def test_a_tree_of_drafts_exactly() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    chain, tree = (
+        make_request("chain", [1, 2]),
+        make_request("tree", [10, 11], min_tokens=2, stop_token_ids=frozenset({9})),
+    )
+    kv.allocate("chain", 3)
+    kv.allocate("tree", 6)
+    nodes = (DraftedToken(20, -1), DraftedToken(21, -1), DraftedToken(22, 1), DraftedToken(23, 2))
+    inputs = build_verify(kv, (chain, (DraftedToken(3),)), (tree, nodes))
+    assert inputs.token_ids.tolist() == [2, 3, 11, 20, 21, 22, 23]
+    assert inputs.positions.tolist() == [1, 2, 1, 2, 2, 3, 4], "siblings share a position"
+    assert inputs.slot_mapping.tolist() == [1, 2, 5, 6, 7, 8, 9], "and have slots of their own"
+    assert inputs.sampling.position.tolist() == [2, 3, 2, 3, 3, 4, 5]
+    banned = [a.row for a in inputs.sampling.adjustments if a.banned_token_ids]
+    assert banned == [2, 3, 4], "min_tokens is counted along the branch"
+    assert inputs.drafts is not None
+    assert inputs.drafts.parents is not None
+    assert inputs.drafts.parents.tolist() == [-1, -1, -1, 1, 2]
+
+
+def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    chunk, decode = make_request("chunk", [1, 2, 3, 4, 5]), make_request("decode", [7, 8])
+    kv.allocate("chunk", 5)
+    kv.allocate("decode", 4)
+    table = SamplingTable(kv.max_num_seqs)
+    for request in (chunk, decode):
+        table.seat(kv.row(request.request_id), request)
+    cargo = [
+        Cargo(ScheduledRequest("chunk", 0, 3, False), chunk),
+        Cargo(ScheduledRequest("decode", 1, 3, True, 2), decode, (DraftedToken(9), DraftedToken(10))),
+    ]
+    inputs = build_step_inputs(cargo, kv, table)
+    assert inputs.logits_rows.tolist() == [3, 4, 5]
+    assert inputs.drafts is not None
+    assert inputs.drafts.first_row.tolist() == [0]
+    assert inputs.drafts.sequence.tolist() == [1]
+    assert inputs.seats is not None
+    assert inputs.seats.tolist() == [kv.row("chunk"), kv.row("decode")]
