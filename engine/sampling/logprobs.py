@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from engine.outputs import TokenLogprobs
+from engine.outputs import Int32, Int64, TokenLogprobs
 from engine.sampling.processors import compact
+
+
+def logprob_records(
+    logits: torch.Tensor, num_logprobs: Int32, token_ids: list[int], source: Int64
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """A record for each token that asks and was drawn; None when none asks.
+
+    `source[r]` is the row of `logits` [R, vocab] that `token_ids[r]` came from, negative for no token;
+    `num_logprobs[r]` is -1 for not asking.
+    """
+    if not (num_logprobs >= 0).any():
+        return None
+    records: list[TokenLogprobs | None] = [None] * len(token_ids)
+    asking = np.flatnonzero((num_logprobs >= 0) & (source >= 0))
+    if len(asking):
+        rows = logits[torch.from_numpy(source[asking]).to(logits.device)].float()
+        found = raw_logprobs(rows, [token_ids[row] for row in asking], num_logprobs[asking].tolist())
+        for row, record in zip(asking.tolist(), found, strict=True):
+            records[row] = record
+    return tuple(records)
 
 
 def raw_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:

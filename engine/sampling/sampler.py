@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.outputs import NO_TOKEN, Int64, SampledRows, SamplingInputs, TokenLogprobs
+from engine.outputs import NO_TOKEN, Int64, SampledRows, SamplingInputs
 from engine.sampling.adjustments import apply_adjustments
-from engine.sampling.logprobs import raw_logprobs
+from engine.sampling.logprobs import logprob_records
 from engine.sampling.noise import (
     GUMBEL_BELOW_TAIL,
     TAIL_BITS,
@@ -45,6 +45,25 @@ class DrawnDrafts:
     token_ids: list[int]  # [R]
     probs: torch.Tensor  # [R, vocab] float32
     row_errors: dict[int, str]
+
+
+def select_rows(inputs: SamplingInputs, rows: NDArray[np.signedinteger]) -> SamplingInputs:
+    """The inputs of some rows, which need not be in order, numbered from 0 on."""
+    place = {int(row): index for index, row in enumerate(rows)}
+    return SamplingInputs(
+        temperature=inputs.temperature[rows],
+        top_k=inputs.top_k[rows],
+        top_p=inputs.top_p[rows],
+        min_p=inputs.min_p[rows],
+        seed=inputs.seed[rows],
+        position=inputs.position[rows],
+        num_logprobs=inputs.num_logprobs[rows],
+        adjustments=tuple(
+            replace(adjustment, row=place[adjustment.row])
+            for adjustment in inputs.adjustments
+            if adjustment.row in place
+        ),
+    )
 
 
 def draw_tokens(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -86,7 +105,9 @@ class Sampler:
         step.adjust()
         self._draw(step)
         token_ids = step.token_ids.tolist()
-        return SampledRows(token_ids, _logprobs(step, token_ids), step.errors or None)
+        source = np.where(step.sound, np.arange(len(token_ids)), -1)
+        logprobs = logprob_records(logits, inputs.num_logprobs, token_ids, source)
+        return SampledRows(token_ids, logprobs, step.errors or None)
 
     @torch.inference_mode()
     def probs(self, logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, dict[int, str]]:
@@ -245,18 +266,3 @@ def prune(logits: torch.Tensor, best: torch.Tensor, filters: Filters, bits: torc
     token_ids, valid = compact((bits >= TAIL_BITS) | (gaps <= (reach * filters.temperature).float()))
     scaled = gaps.gather(1, token_ids) / -filters.temperature  # [rows, width]
     return Support(token_ids, scaled.masked_fill_(~valid | (scaled < filters.log_min_p), -torch.inf))
-
-
-def _logprobs(step: _Step, token_ids: list[int]) -> tuple[TokenLogprobs | None, ...] | None:
-    """A record for each sound row that asks; None when no row asks."""
-    num_top = step.inputs.num_logprobs
-    if not (num_top >= 0).any():
-        return None
-    records: list[TokenLogprobs | None] = [None] * len(token_ids)
-    rows = np.flatnonzero(step.sound & (num_top >= 0))
-    if len(rows):
-        logits = step.logits[torch.from_numpy(rows).to(step.logits.device)].float()
-        found = raw_logprobs(logits, [token_ids[row] for row in rows], num_top[rows].tolist())
-        for row, record in zip(rows.tolist(), found, strict=True):
-            records[row] = record
-    return tuple(records)
