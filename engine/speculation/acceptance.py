@@ -1,0 +1,200 @@
+"""Acceptance: how likely the target is to agree with the drafts of one request, by place in the draft.
+
+Estimates with exponential forgetting, drawn towards what the method did for all requests (a Beta prior).
+Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
+_METHOD_KEEP = 0.5 ** (1 / 1024)
+_ROUND_KEEP = 0.5 ** (1 / 8)
+_PRIOR_WEIGHT = 4.0  # observations that what is believed beforehand counts for
+_FIRST_GUESS = 0.75  # of a method that nothing is known of: high, since trying it is how it gets known
+_CARRY = 0.7  # of how the place before differs from what was believed of it
+_REFRESH = 64  # observations between two looks at a method's rates
+
+
+class _Tally:
+    """Accepted and judged drafts by place, with forgetting."""
+
+    __slots__ = ("accepted", "judged", "keep")
+
+    def __init__(self, keep: float) -> None:
+        self.keep = keep
+        self.accepted: list[float] = []
+        self.judged: list[float] = []
+
+    def add(self, place: int, is_accepted: bool) -> None:
+        while place >= len(self.judged):
+            self.accepted.append(0.0)
+            self.judged.append(0.0)
+        self.judged[place] = self.keep * self.judged[place] + 1
+        self.accepted[place] = self.keep * self.accepted[place] + is_accepted
+
+    def rate(self, place: int, belief: float) -> float:
+        """Accepted over judged, where `belief` counts as a few more observations."""
+        if place >= len(self.judged):
+            return belief
+        return (self.accepted[place] + _PRIOR_WEIGHT * belief) / (self.judged[place] + _PRIOR_WEIGHT)
+
+
+class MethodPrior:
+    """What one way of drafting did over all requests: where the estimates of a new request start.
+
+    `is_tree` is what its last drafts were.
+    """
+
+    def __init__(self) -> None:
+        self.is_tree = False
+        self._chain = _Tally(_METHOD_KEEP)
+        self._tree = _Tally(_METHOD_KEEP)
+        self._rates: list[float] = []
+        self._num_unseen = 0  # observations that are not in the rates yet
+
+    def observe(self, place: int, is_accepted: bool, *, is_tree: bool) -> None:
+        """Learn from one draft that was judged."""
+        (self._tree if is_tree else self._chain).add(place, is_accepted)
+        self._num_unseen += 1
+        if self._num_unseen == _REFRESH or is_tree != self.is_tree:
+            self.is_tree = is_tree
+            self._rates.clear()
+
+    def rates(self, count: int) -> list[float]:
+        """The chance of each of the first `count` places, at least: not to be changed.
+
+        In a chain, that of a draft all of whose predecessors were accepted; in a tree, that of the node.
+        """
+        rates = self._rates
+        if not rates:
+            self._num_unseen = 0
+        while len(rates) < count:
+            place = len(rates)
+            if self.is_tree:
+                rates.append(self._tree.rate(place, _FIRST_GUESS / (place + 1)))
+            else:
+                rates.append(self._chain.rate(place, rates[-1] if rates else _FIRST_GUESS))
+        return rates
+
+
+@dataclass(slots=True)
+class Pacing:
+    """What a length policy remembers of one request; nobody else reads or writes it.
+
+    `num_refused` counts the steps in a row in which no draft was worth verifying, `num_waited` how often
+    the request was told to wait since its last drafts.
+    """
+
+    length: int = 0
+    num_refused: int = 0
+    refused_price: float = 0.0  # of a draft, in tokens, at the last refusal
+    num_waited: int = 0
+    is_probing: bool = False
+    probe_length: int = 1
+    is_off: bool = False
+    most_taken: int | None = None  # how many drafts were worth verifying when there were more
+
+
+class Acceptance:
+    """One request's chances with one way of drafting.
+
+    `num_rounds` and `num_proposed` count all there was. `rate` is the chance of a draft all of whose
+    predecessors were accepted, whatever its place; `round_rate` the share of proposed drafts that were
+    accepted in the last rounds, which sinks as drafts get longer.
+    """
+
+    def __init__(self, prior: MethodPrior) -> None:
+        self.num_rounds = 0
+        self.num_proposed = 0
+        self.pacing = Pacing()
+        self._prior = prior
+        self._chain = _Tally(_KEEP)
+        self._tree = _Tally(_KEEP)
+        self._is_tree = prior.is_tree
+        self._accepted = self._judged = 0.0  # with forgetting, by draft
+        self._round_accepted = self._round_proposed = 0.0  # with forgetting, by round
+        self._survival: list[float] = []  # of the first places, until the next observation
+        self._last_rate = 0.0
+
+    @property
+    def rate(self) -> float:
+        """The chance of the next draft, drawn a little towards the method's."""
+        belief = self._prior.rates(1)[0]
+        return (self._accepted + _PRIOR_WEIGHT * belief) / (self._judged + _PRIOR_WEIGHT)
+
+    @property
+    def round_rate(self) -> float:
+        """Accepted over proposed in the last rounds; 0 before the first."""
+        return self._round_accepted / self._round_proposed if self._round_proposed else 0.0
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        """Learn from one verified chain. Drafts behind the first rejected one were not judged."""
+        if num_proposed == 0:
+            return
+        num_judged = min(num_proposed, num_accepted + 1)
+        for place in range(num_judged):
+            self._chain.add(place, place < num_accepted)
+            self._prior.observe(place, place < num_accepted, is_tree=False)
+        self._count(num_proposed, num_judged, num_accepted, is_tree=False)
+
+    def observe_tree(self, num_proposed: int, accepted: Sequence[int]) -> None:
+        """Learn from one verified tree of so many drafts; `accepted` are the indices of the accepted path."""
+        if num_proposed == 0:
+            return
+        path = frozenset(accepted)
+        for node in range(num_proposed):
+            self._tree.add(node, node in path)
+            self._prior.observe(node, node in path, is_tree=True)
+        self._count(num_proposed, len(accepted) + 1, len(accepted), is_tree=True)
+
+    def _count(self, num_proposed: int, num_judged: int, num_accepted: int, *, is_tree: bool) -> None:
+        self.num_rounds += 1
+        self.num_proposed += num_proposed
+        kept = _KEEP**num_judged
+        self._judged = kept * self._judged + num_judged
+        self._accepted = kept * self._accepted + num_accepted
+        self._round_proposed = _ROUND_KEEP * self._round_proposed + num_proposed
+        self._round_accepted = _ROUND_KEEP * self._round_accepted + num_accepted
+        self._is_tree = is_tree
+        self._survival.clear()
+
+    def survival(self, count: int) -> list[float]:
+        """The chance of each of the first `count` drafts to be committed; never increasing.
+
+        Of a tree, the nodes' own chances, evened out where a later one has the better: sums over leading
+        nodes come out right where it matters.
+        """
+        if len(self._survival) < count:
+            if self._is_tree:
+                beliefs = self._prior.rates(count)
+                chances = [self._tree.rate(node, beliefs[node]) for node in range(count)]
+                self._survival = _evened(chances)
+            else:
+                self._extend_chain(count)
+        return self._survival[:count]
+
+    def _extend_chain(self, count: int) -> None:
+        survival, rate = self._survival, self._last_rate
+        beliefs = self._prior.rates(count)
+        for place in range(len(survival), count):
+            belief = beliefs[place]
+            if place:
+                belief += _CARRY * (rate - beliefs[place - 1])
+            rate = self._chain.rate(place, min(1.0, max(0.0, belief)))
+            survival.append(survival[-1] * rate if place else rate)
+        self._last_rate = rate
+
+
+def _evened(chances: Sequence[float]) -> list[float]:
+    """The nearest values that never increase, by pooling neighbours (Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # sum, length
+    for chance in chances:
+        total, length = chance, 1
+        while pools and pools[-1][0] * length < total * pools[-1][1]:
+            before, more = pools.pop()
+            total, length = total + before, length + more
+        pools.append((total, length))
+    return [total / length for total, length in pools for _ in range(length)]

@@ -1,0 +1,337 @@
+"""LengthPolicy: how many drafts to make for a request, and how many of them a step verifies.
+
+Drafts are worth it while what they bring, in tokens, outruns the time they add. Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.speculation_config import SpeculationConfig
+from engine.speculation.step_costs import StepCosts
+
+_WARM_UP_LENGTH = 4  # drafts of a request in a step while costs are unknown
+_JUDGED_PROPOSALS, _JUDGED_ROUNDS = 32, 8  # before these nobody is turned off
+_PROBE_EVERY = 50  # steps
+_SURPRISING = 0.7  # below this rate, a probe that succeeds is followed up at once
+_HYSTERESIS = 1.03
+_PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
+_RELIEF = 0.8  # of the price at which drafting stopped, to start again
+_LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
+_PRICED_SLOTS = 16  # drafts that the price of one is an average over
+_SMOOTHING = 0.2  # of the newest step in the going rate
+_LONGER_ABOVE, _FIRST_LENGTH = 0.8, 4  # of the threshold rule
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request with `num_available` drafts on its tape; `weight` is what a token of it is worth."""
+
+    acceptance: Acceptance
+    num_available: int
+    weight: float = 1.0
+    is_tree: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step computes beside drafts: `num_seqs` decoding sequences, `num_tokens` with their own.
+
+    `max_draft_tokens` is the room for drafts in all; `draft_s` the seconds that this step already waited
+    for them.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    num_prefill_tokens: int
+    max_draft_tokens: int
+    draft_s: float = 0.0
+
+
+class LengthPolicy(Protocol):
+    """Decides lengths. Told what came of them by `observe` or `observe_tree`, which tell the acceptance too."""
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        """How many leading drafts of each to verify: within its available ones, in all within the room.
+
+        Asked once a step that has decodes; without candidates too, to follow the load.
+        """
+        ...
+
+    def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
+        """How many drafts, up to `limit`, are worth having next; 0: do not draft now.
+
+        Asked once a step of the request, since it counts them to try again what does not pay. `draft_s` is
+        how long the target waits for one draft: a micro-step's seconds over its sequences, 0 where drafting
+        costs nothing or runs beside the target.
+        """
+        ...
+
+    def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
+        """A chain was verified."""
+        ...
+
+    def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
+        """A tree was verified; `accepted` are the indices of the accepted path."""
+        ...
+
+
+def make_length_policy(config: SpeculationConfig, costs: StepCosts) -> LengthPolicy:
+    """The policy that the configuration names. `costs` is read, and fed by whoever runs the steps."""
+    if config.length_policy == "fixed":
+        return FixedPolicy(config)
+    if config.length_policy == "threshold":
+        return ThresholdPolicy(config)
+    return GoodputPolicy(config, costs)
+
+
+class _Brake:
+    """Turns off what is hardly ever accepted, and lets it be tried one step in 50.
+
+    Off is a rate below `min_rate` over at least 32 proposals in at least 8 rounds. The rate is that of
+    drafts that could be accepted, because all before them were: a long draft with an early miss is no proof
+    against a shorter one.
+    """
+
+    def __init__(self, min_rate: float) -> None:
+        self._min_rate = min_rate
+
+    def cap(self, acceptance: Acceptance, count: int) -> int:
+        """How many of `count` drafts may be verified."""
+        pacing = acceptance.pacing
+        return min(count, pacing.probe_length) if pacing.is_off else count
+
+    def probe(self, acceptance: Acceptance, limit: int) -> int:
+        """How many drafts to make of a request for which none is worth it; asked once a step."""
+        pacing = acceptance.pacing
+        pacing.num_waited += 1
+        pacing.is_probing = pacing.num_waited >= _PROBE_EVERY
+        return min(limit, pacing.probe_length) if pacing.is_probing else 0
+
+    def observe(self, acceptance: Acceptance, num_accepted: int) -> None:
+        """The acceptance has just learnt of a round."""
+        pacing, rate = acceptance.pacing, acceptance.rate
+        is_judged = acceptance.num_proposed >= _JUDGED_PROPOSALS and acceptance.num_rounds >= _JUDGED_ROUNDS
+        pacing.is_off = is_judged and rate < self._min_rate
+        if pacing.is_probing and num_accepted and rate < _SURPRISING:
+            pacing.probe_length *= 2
+            pacing.num_waited = _PROBE_EVERY
+        else:
+            pacing.probe_length = 1
+            pacing.num_waited = 0
+        pacing.is_probing = False
+
+
+class FixedPolicy:
+    """Always the configured length, of whatever is there."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._length = config.max_draft_tokens
+        self._brake = _Brake(config.min_acceptance_rate)
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        """See LengthPolicy."""
+        wishes = [
+            self._brake.cap(c.acceptance, min(c.num_available, self._length)) for c in candidates
+        ]  # fmt: skip
+        return _fit(wishes, load.max_draft_tokens)
+
+    def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
+        """See LengthPolicy."""
+        if acceptance.pacing.is_off:
+            return self._brake.probe(acceptance, limit)
+        return min(limit, self._length)
+
+    def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
+        """See LengthPolicy."""
+        acceptance.observe(num_proposed, num_accepted)
+        self._brake.observe(acceptance, num_accepted)
+
+    def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
+        """See LengthPolicy."""
+        acceptance.observe_tree(num_proposed, accepted)
+        self._brake.observe(acceptance, len(accepted))
+
+
+class ThresholdPolicy:
+    """One longer while more than 0.8 of the drafts were accepted of late, one shorter below the least rate.
+
+    It knows no cost and no load. Trees are verified whole: their length is no choice.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._max_length = config.max_draft_tokens
+        self._min_rate = config.min_acceptance_rate
+        self._brake = _Brake(config.min_acceptance_rate)
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        """See LengthPolicy."""
+        wishes = []
+        for c in candidates:
+            length = self._max_length if c.is_tree else self._length(c.acceptance)
+            wishes.append(self._brake.cap(c.acceptance, min(c.num_available, length)))
+        return _fit(wishes, load.max_draft_tokens)
+
+    def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
+        """See LengthPolicy."""
+        if acceptance.pacing.is_off:
+            return self._brake.probe(acceptance, limit)
+        return min(limit, self._length(acceptance))
+
+    def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
+        """See LengthPolicy."""
+        acceptance.observe(num_proposed, num_accepted)
+        self._brake.observe(acceptance, num_accepted)
+        length = self._length(acceptance)
+        if acceptance.round_rate > _LONGER_ABOVE:
+            length += 1
+        elif acceptance.round_rate < self._min_rate:
+            length -= 1
+        acceptance.pacing.length = min(self._max_length, max(1, length))
+
+    def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
+        """See LengthPolicy."""
+        acceptance.observe_tree(num_proposed, accepted)
+        self._brake.observe(acceptance, len(accepted))
+
+    def _length(self, acceptance: Acceptance) -> int:
+        return acceptance.pacing.length or min(_FIRST_LENGTH, self._max_length)
+
+
+class GoodputPolicy:
+    """The drafts that make for the most expected tokens per second, taken greedily over all requests.
+
+    After TurboSpec (Liu et al. 2024, "Optimizing speculative decoding for serving large language models
+    using goodput"). Drafts are ranked by their chance to be committed; since that never increases along a
+    draft, the best k of all are leading drafts of each, and only k is to be found.
+    """
+
+    def __init__(self, config: SpeculationConfig, costs: StepCosts) -> None:
+        self._length = config.max_draft_tokens
+        self._brake = _Brake(config.min_acceptance_rate)
+        self._costs = costs
+        self._is_verifying = True  # the last step with a choice verified drafts
+        self._rate = 0.0  # expected tokens per second of late
+        self._slot_s = 0.0  # what one more draft adds to a step
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        """See LengthPolicy. Unknown costs verify a few drafts of each."""
+        caps = [self._brake.cap(c.acceptance, min(c.num_available, self._length)) for c in candidates]
+        num_slots = min(sum(caps), load.max_draft_tokens)
+        step_s = self._costs.run(load.num_seqs, load.num_tokens, max(num_slots, _PRICED_SLOTS))
+        if step_s is None:
+            return _fit([min(cap, _WARM_UP_LENGTH) for cap in caps], load.max_draft_tokens)
+        if load.num_prefill_tokens:
+            # Drafts are held against a step of decodes alone: beside a long prefill all would look cheap.
+            alone_s = self._costs.seconds(load.num_seqs, load.num_seqs) or 0.0
+            longer = alone_s - step_s[0]
+            step_s = [seconds + longer for seconds in step_s]
+        elif num_slots and self._costs.needs_plain(load.num_seqs):
+            return [0] * len(candidates)
+        chosen = self._best(candidates, caps, load, step_s)
+        if num_slots:
+            self._note(candidates, caps, chosen)
+            self._add_probes(candidates, chosen, load.max_draft_tokens)
+        return chosen
+
+    def _best(
+        self, candidates: Sequence[Candidate], caps: Sequence[int], load: StepLoad, step_s: Sequence[float]
+    ) -> list[int]:
+        """The number of drafts of each that brings the most tokens per second."""
+        slots = []
+        for i, (candidate, cap) in enumerate(zip(candidates, caps, strict=True)):
+            for survival in candidate.acceptance.survival(cap):
+                if survival < _LEAST_SURVIVAL:
+                    break
+                slots.append((survival * candidate.weight, i))
+        slots.sort(reverse=True)
+        del slots[load.max_draft_tokens :]
+        tokens = float(load.num_seqs)
+        plain_rate = best_rate = tokens / (step_s[0] + load.draft_s)
+        if not self._is_verifying:
+            best_rate *= _HYSTERESIS
+        best = 0
+        for count, (value, _) in enumerate(slots, 1):
+            tokens += value
+            rate = tokens / (step_s[count] + load.draft_s)
+            if rate > best_rate:
+                best_rate, best = rate, count
+        if slots:
+            self._is_verifying = best > 0
+        self._follow(best_rate if best else plain_rate, step_s)
+        chosen = [0] * len(candidates)
+        for _, i in slots[:best]:
+            chosen[i] += 1
+        return chosen
+
+    def _follow(self, rate: float, step_s: Sequence[float]) -> None:
+        """Keep the price of a draft: what a second brings, and what a draft adds where it adds least."""
+        self._rate += (_SMOOTHING if self._rate else 1.0) * (rate - self._rate)
+        self._slot_s = min((step_s[n] - step_s[0]) / n for n in range(1, _PRICED_SLOTS + 1))
+
+    def _note(self, candidates: Sequence[Candidate], caps: Sequence[int], chosen: Sequence[int]) -> None:
+        """Remember who got none, and who got less than there was."""
+        for candidate, cap, count in zip(candidates, caps, chosen, strict=True):
+            pacing = candidate.acceptance.pacing
+            if count:
+                pacing.num_refused = 0
+                pacing.most_taken = count if count < cap else None
+            elif cap:
+                pacing.num_refused += 1
+                pacing.refused_price = self._rate * self._slot_s
+
+    def _add_probes(self, candidates: Sequence[Candidate], chosen: list[int], room: int) -> None:
+        """Verify what was drafted as a probe, though it is not worth it by what is known."""
+        left = room - sum(chosen)
+        for i, candidate in enumerate(candidates):
+            pacing = candidate.acceptance.pacing
+            if pacing.is_probing and chosen[i] == 0:
+                chosen[i] = min(left, candidate.num_available, pacing.probe_length)
+                left -= chosen[i]
+
+    def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
+        """See LengthPolicy."""
+        pacing = acceptance.pacing
+        limit = min(limit, self._length)
+        if pacing.is_off:
+            return self._brake.probe(acceptance, limit)
+        price = self._rate * self._slot_s
+        if pacing.num_refused >= _PATIENCE and price > _RELIEF * pacing.refused_price:
+            return self._brake.probe(acceptance, limit)
+        least = max(price + self._rate * draft_s, _LEAST_SURVIVAL)
+        count = 0
+        for survival in acceptance.survival(limit):
+            if survival < least:
+                break
+            count += 1
+        if count == 0:
+            return self._brake.probe(acceptance, limit)
+        pacing.is_probing = False
+        if draft_s and pacing.most_taken is not None:
+            return min(count, pacing.most_taken + 1)
+        return count
+
+    def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
+        """See LengthPolicy."""
+        acceptance.observe(num_proposed, num_accepted)
+        self._brake.observe(acceptance, num_accepted)
+
+    def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
+        """See LengthPolicy."""
+        acceptance.observe_tree(num_proposed, accepted)
+        self._brake.observe(acceptance, len(accepted))
+
+
+def _fit(wishes: Sequence[int], room: int) -> list[int]:
+    """The wishes, cut so that they sum to at most `room` and nobody has less so that another has more."""
+    if sum(wishes) <= room:
+        return list(wishes)
+    granted = [0] * len(wishes)
+    order = sorted(range(len(wishes)), key=wishes.__getitem__)
+    for place, i in enumerate(order):
+        granted[i] = min(wishes[i], room // (len(order) - place))
+        room -= granted[i]
+    return granted

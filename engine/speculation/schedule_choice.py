@@ -1,0 +1,157 @@
+"""ScheduleChooser: whether to speculate, and whether to wait for drafts, by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+_WINDOW = 12  # steps that an arm is tried for at a time, with those that do not count
+_RETRIAL = 8  # of them in a later trial
+_SETTLING = 2  # steps after a change of arm that do not count: they carry what the other left
+_MOST_WINDOWS = 6  # for each arm in one trial
+_RETRY_EVERY = 450  # steps between two trials: they take 8 of them when the arm has not become better
+_MARGIN = 1.03  # by which an arm must be better to replace the one in use
+_DOUBT = 1.5  # standard errors that two arms must differ by to be told apart
+_KEEP = 0.5 ** (1 / 128)  # half of a step's weight in the arm's figures is gone 128 of its steps later
+_BUCKET_PATIENCE = 4  # steps that a batch must have another size until it counts as such
+
+
+class _Arm:
+    """Tokens per second of one arm, with forgetting: a ratio of sums, and how far it can be trusted."""
+
+    __slots__ = ("_squares", "num_steps", "seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_steps = 0
+        self.tokens = self.seconds = 0.0
+        self._squares = (0.0, 0.0, 0.0)  # tokens squared, tokens by seconds, seconds squared
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self.num_steps += 1
+        self.tokens = _KEEP * self.tokens + tokens
+        self.seconds = _KEEP * self.seconds + seconds
+        tt, ts, ss = self._squares
+        self._squares = (
+            _KEEP * tt + tokens * tokens,
+            _KEEP * ts + tokens * seconds,
+            _KEEP * ss + seconds * seconds,
+        )
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def error(self) -> float:
+        """The standard error of the rate (the delta method); infinite before two steps."""
+        if self.num_steps < 2:
+            return float("inf")
+        tt, ts, ss = self._squares
+        return sqrt(max(0.0, tt - 2 * self.rate * ts + self.rate**2 * ss)) / self.seconds
+
+
+class _Contest:
+    """The arms at one size of batch: the one in use, and now and then another that is held against it.
+
+    `on_trial` is the challenger, None between trials; `running` the arm of the current window.
+    """
+
+    def __init__(self, num_arms: int) -> None:
+        self.arms = [_Arm() for _ in range(num_arms)]
+        self.in_use = 0
+        self.on_trial: int | None = None
+        self.running = 0
+        self._queue = list(range(1, num_arms))  # still to be tried for the first time
+        self._num_windows = 0
+        self._next = 0
+        self._left = _WINDOW  # steps of the window, or until the next trial
+
+    def step(self) -> None:
+        """One more step was decided on."""
+        self._left -= 1
+        if self._left > 0:
+            return
+        if self.on_trial is None:
+            self._start_trial()
+        else:
+            self._judge(self.on_trial)
+
+    def _start_trial(self) -> None:
+        if len(self.arms) == 1:
+            self._left = _RETRY_EVERY
+            return
+        if self._queue:
+            challenger = self._queue.pop(0)
+            self._left = _WINDOW
+        else:
+            self._next = (self._next + 1) % len(self.arms)
+            if self._next == self.in_use:
+                self._next = (self._next + 1) % len(self.arms)
+            challenger = self._next
+            self._left = _RETRIAL
+        self.arms[challenger].clear()
+        self.on_trial = self.running = challenger
+        self._num_windows = 1
+
+    def _judge(self, challenger: int) -> None:
+        """A window of a trial is over: decide, or have another."""
+        used, other = self.arms[self.in_use], self.arms[challenger]
+        doubt = _DOUBT * sqrt(used.error**2 + other.error**2)
+        difference = other.rate - used.rate
+        is_last = self._num_windows >= 2 * _MOST_WINDOWS
+        is_clear = abs(difference) > doubt
+        if (is_clear or is_last) and other.rate > _MARGIN * used.rate:
+            self.in_use = challenger
+            self._end_trial()
+        elif is_last or (is_clear and difference < 0):
+            self._end_trial()
+        else:
+            self._num_windows += 1
+            self.running = challenger if other.error >= used.error else self.in_use
+            self._left = _WINDOW
+
+    def _end_trial(self) -> None:
+        self.on_trial = None
+        self.running = self.in_use
+        self._left = 1 if self._queue else _RETRY_EVERY
+
+
+class ScheduleChooser:
+    """Names the arm for each step: the best by committed tokens per second, at each size of batch.
+
+    `arms` are tried in short windows first, in their order; then the best is used, and each of the others
+    tried again now and then, briefly unless it has become better. Sizes are kept apart by doublings.
+    Deterministic in what it is told; it has no clock. Loop thread only.
+    """
+
+    def __init__(self, arms: Sequence[str]) -> None:
+        self._arms = tuple(arms)
+        self._contests: dict[int, _Contest] = {}
+        self._size = 0  # the batch's, as a bit length
+        self._num_elsewhere = 0
+        self._running = -1
+        self._num_settled = 0
+
+    def arm(self, num_seqs: int) -> str:
+        """The arm for the step that comes next; to be asked once for each."""
+        size = max(0, num_seqs - 1).bit_length()
+        self._num_elsewhere = self._num_elsewhere + 1 if size != self._size else 0
+        if self._num_elsewhere >= _BUCKET_PATIENCE or not self._contests:
+            self._size, self._num_elsewhere = size, 0
+        contest = self._contests.get(self._size)
+        if contest is None:
+            contest = self._contests[self._size] = _Contest(len(self._arms))
+        contest.step()
+        self._num_settled = self._num_settled + 1 if contest.running == self._running else 0
+        self._running = contest.running
+        return self._arms[contest.running]
+
+    def observe(self, num_seqs: int, num_committed: int, seconds: float) -> None:
+        """What the step that `arm` was last asked for came to. Steps with prefill are not to be told."""
+        if self._num_settled < _SETTLING or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
+            return
+        contest = self._contests[self._size]
+        contest.arms[self._running].observe(num_committed / num_seqs, seconds)

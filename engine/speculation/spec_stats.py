@@ -1,0 +1,173 @@
+"""SpecStats: what speculation did and what it gained, as plain numbers.
+
+One for each request and one for the server, written on the loop thread. Knows no Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+_RECENT = 0.5 ** (1 / 32)  # half of a round's weight in the recent acceptance is gone 32 rounds later
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Running totals; never reset. A round is one verification of at least one draft of one request.
+
+    Drafts and tokens are counted in tokens, times in seconds. `accepted_per_position[i]` counts the rounds
+    that accepted draft i + 1 of a chain, or depth i + 1 of a tree; `acceptance_histogram[i]` the rounds that
+    accepted exactly i. `num_late` and `num_stale` count a drafter's answers, `dropped` the tokens in them.
+    """
+
+    num_rounds: int = 0
+    proposed: Counter[str] = field(default_factory=Counter)  # by method
+    accepted: Counter[str] = field(default_factory=Counter)  # by method
+    num_committed: int = 0  # by rounds: accepted, recovered and bonus tokens
+    num_bonus: int = 0  # rounds that accepted all and went one further
+    num_recovered: int = 0  # rounds in which the target put its own token for a rejected one
+    accepted_per_position: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # stale, cancelled, error, late
+    run_ahead: Counter[str] = field(default_factory=Counter)  # hit, miss
+    num_fallbacks: int = 0  # steps of one token because the target cannot rewind
+    num_late: int = 0
+    num_stale: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    recent_proposed: float = 0.0  # with exponential forgetting
+    recent_accepted: float = 0.0
+
+    def observe_round(self, method: str, num_proposed: int, num_accepted: int, num_committed: int) -> None:
+        """Count one round. `num_committed` is what the request got of it, less than it could if it ended."""
+        self.num_rounds += 1
+        self.proposed[method] += num_proposed
+        self.accepted[method] += num_accepted
+        self.num_committed += num_committed
+        if num_committed > num_accepted:
+            if num_accepted == num_proposed:
+                self.num_bonus += 1
+            else:
+                self.num_recovered += 1
+        _lengthen(self.accepted_per_position, num_accepted)
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+        _lengthen(self.acceptance_histogram, num_accepted + 1)
+        self.acceptance_histogram[num_accepted] += 1
+        self.recent_proposed = _RECENT * self.recent_proposed + num_proposed
+        self.recent_accepted = _RECENT * self.recent_accepted + num_accepted
+
+    @property
+    def num_proposed(self) -> int:
+        """Drafts that were verified, by all methods."""
+        return self.proposed.total()
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that the target agreed with, by all methods."""
+        return self.accepted.total()
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were verified for nothing."""
+        return self.num_proposed - self.num_accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed; 0 when nothing was proposed."""
+        return _ratio(self.num_accepted, self.num_proposed)
+
+    @property
+    def ema_acceptance(self) -> float:
+        """Accepted over proposed of late: a round counts half as much 32 rounds later. 0 before the first."""
+        return _ratio(self.recent_accepted, self.recent_proposed)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a round commits; 1 is what a step without drafts does. 0 before the first round."""
+        return _ratio(self.num_committed, self.num_rounds)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted drafts a round, the figure vLLM reports; 0 before the first round."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 0.0
+
+    def add(self, other: SpecStats) -> None:
+        """Count all of `other` here too. `other` is left as it is."""
+        for counter, more in (
+            (self.proposed, other.proposed),
+            (self.accepted, other.accepted),
+            (self.dropped, other.dropped),
+            (self.run_ahead, other.run_ahead),
+        ):
+            counter.update(more)
+        for counts, further in (
+            (self.accepted_per_position, other.accepted_per_position),
+            (self.acceptance_histogram, other.acceptance_histogram),
+        ):
+            _lengthen(counts, len(further))
+            for i, count in enumerate(further):
+                counts[i] += count
+        self.num_rounds += other.num_rounds
+        self.num_committed += other.num_committed
+        self.num_bonus += other.num_bonus
+        self.num_recovered += other.num_recovered
+        self.num_fallbacks += other.num_fallbacks
+        self.num_late += other.num_late
+        self.num_stale += other.num_stale
+        self.draft_s += other.draft_s
+        self.verify_s += other.verify_s
+        self.recent_proposed += other.recent_proposed
+        self.recent_accepted += other.recent_accepted
+
+    def format_report(self) -> str:
+        """Several lines for a person to read, without a newline at the end."""
+        if not self.num_rounds:
+            head = "speculation: no draft was verified"
+        else:
+            head = (
+                f"speculation: {self.num_rounds:,} rounds, {self.tokens_per_round:.2f} tokens a round, "
+                f"{self.acceptance_rate:.1%} of drafts accepted ({self.ema_acceptance:.1%} of late)"
+            )
+        return "\n".join([head, *(f"  {name:<12}{text}" for name, text in self._report_lines())])
+
+    def _report_lines(self) -> list[tuple[str, str]]:
+        lines = []
+        if self.num_rounds:
+            drafts = f"{self.num_proposed:,} proposed, {self.num_accepted:,} accepted, "
+            lines.append(("drafts", drafts + f"{self.num_rejected:,} rejected"))
+            lines.append(("tokens", self._tokens_text()))
+            for method in sorted(self.proposed):
+                rate = _ratio(self.accepted[method], self.proposed[method])
+                lines.append((method, f"{self.proposed[method]:,} proposed, {rate:.1%} accepted"))
+            shares = (f"{count / self.num_rounds:.0%}" for count in self.accepted_per_position)
+            lines.append(("by position", " ".join(shares) or "none accepted"))
+            lines.append(("a round", " ".join(f"{i}:{n:,}" for i, n in enumerate(self.acceptance_histogram))))
+        hits, misses = self.run_ahead["hit"], self.run_ahead["miss"]
+        if hits + misses:
+            rate = hits / (hits + misses)
+            lines.append(("run-ahead", f"{hits:,} hits, {misses:,} misses ({rate:.1%} hit)"))
+        if self.dropped.total():
+            dropped = sorted((reason, count) for reason, count in self.dropped.items() if count)
+            lines.append(("dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped)))
+        if self.num_late or self.num_stale:
+            lines.append(("answers", f"{self.num_late:,} late, {self.num_stale:,} stale"))
+        if self.num_fallbacks:
+            lines.append(("fallbacks", f"{self.num_fallbacks:,} steps of one token: the model cannot rewind"))
+        if self.draft_s or self.verify_s:
+            lines.append(("time", f"{self.draft_s:.2f} s drafting, {self.verify_s:.2f} s verifying"))
+        return lines
+
+    def _tokens_text(self) -> str:
+        return (
+            f"{self.num_committed:,} committed, of them {self.num_bonus:,} bonus and "
+            f"{self.num_recovered:,} recovered"
+        )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _lengthen(counts: list[int], length: int) -> None:
+    counts.extend([0] * (length - len(counts)))
