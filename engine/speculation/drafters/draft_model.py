@@ -43,7 +43,8 @@ class DraftSizes:
 class _Known:
     """What the drafter knows of one sequence: committed tokens, drafts of others and its own.
 
-    `is_broken` once its row failed or it held a token that the model cannot read: nothing is drafted then.
+    `is_broken` once its row failed, it held a token that the model cannot read, or a job left tokens out:
+    nothing is drafted for it then.
     """
 
     request: DraftRequest
@@ -81,7 +82,8 @@ class DraftModelDrafter:
     stream of its own and every draft comes with its distribution.
 
     A sequence that does not fit, beside those that are drafted for in the same call, gets no answer and holds
-    nothing; so does one beyond the draft model's context. One whose row fails gets none until it is closed.
+    nothing; one beyond the draft model's context gets none either. One whose row fails, or whose tokens are
+    not all known, gets none until it is closed.
     """
 
     method = "draft_model"
@@ -132,7 +134,9 @@ class DraftModelDrafter:
         if known is None:
             known = self._known[request_id] = _Known(job.request, [])
         old = known.token_ids
-        assert job.first <= len(old), f"{request_id}: tokens from {job.first} on, {len(old)} known"
+        if job.first > len(old):
+            known.is_broken = True
+            return
         num_equal = job.first
         for before, after in zip(old[job.first :], job.token_ids, strict=False):
             if before != after:
