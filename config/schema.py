@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -50,13 +50,13 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 LogFormat = Annotated[Literal["auto", "text", "json"], BeforeValidator(lower_case)]
 
 
-def keep_speculative_config(value: object) -> object:
+def keep_speculative_config(value: object, info: ValidationInfo) -> object:
     """Pass a JSON object on as its text. Raises ValueError when it is anything else or cannot be honoured."""
     if isinstance(value, str):
         if not is_json_object(value):
             raise ValueError("not an object")
         try:
-            read_speculative_config(value)
+            read_speculative_config(value, info.data.get("speculative_method"))
         except SettingsError as error:
             raise ValueError(str(error)) from None
     return value
@@ -182,7 +182,7 @@ class SpeculationSettings(Section):
 
     @property
     def tuning(self) -> DraftTuning:
-        """How the model-free drafters search, which only `speculative_config` can say."""
+        """How n-grams are looked up, which only `speculative_config` can say."""
         return read_speculative_config(self.speculative_config or "{}", self.speculative_method).tuning
 
     @model_validator(mode="after")

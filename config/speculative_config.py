@@ -11,27 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from config.errors import SettingsError, closest, did_you_mean, plain, shown
 
 
-class DraftTuning(BaseModel):
-    """How the model-free drafters look for text that comes again; None leaves it to the drafter.
+@dataclass(frozen=True, slots=True)
+class DraftTuning:
+    """The shortest and the longest n-gram to look up; both None leave it to the drafter."""
 
-    The names are vLLM's: the shortest and longest n-gram that is looked up; the longest match and draft
-    together, drafted tokens for each matched one, and the least estimated probability of a drafted token.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
-
-    prompt_lookup_min: int | None = Field(None, ge=1, description="a whole number, 1 or more")
-    prompt_lookup_max: int | None = Field(None, ge=1, description="a whole number, 1 or more")
-    suffix_decoding_max_tree_depth: int | None = Field(None, ge=1, description="a whole number, 1 or more")
-    suffix_decoding_max_spec_factor: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="a number, 0 or more"
-    )
-    suffix_decoding_min_token_prob: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
 
 class FromJson(NamedTuple):
@@ -44,7 +32,7 @@ class FromJson(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What a JSON object asks for: fields of SpeculationSettings by name, and the rest."""
+    """What a JSON object asks for: fields of SpeculationSettings by name, and what none of them holds."""
 
     settings: Mapping[str, FromJson]
     tuning: DraftTuning
@@ -91,14 +79,23 @@ _ONLY: Mapping[str, tuple[object, str]] = {
     "overlap.worker": ("thread", "models draft in a thread"),
     "overlap.branches": (1, "one continuation is drafted"),
 }
+_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+        "drafts are as long as they are likely to be right",
+    ),
     "num_speculative_tokens_per_batch_size": "--draft-length-policy goodput fits drafts to the load",
     "revision": "give the draft model as a directory",
     "quantization": "",
     "max_model_len": "",
     "overlap.max_ahead": "",
 }
-_KNOWN = ("method", "model", "num_speculative_tokens", *_TRANSLATED, *_ONLY, *DraftTuning.model_fields)
+_KNOWN = ("method", "model", "num_speculative_tokens", *_TRANSLATED, *_ONLY, *_LOOKUP)
 
 
 def is_json_object(text: object) -> bool:
@@ -125,7 +122,9 @@ def read_speculative_config(text: str, method: object = None) -> SpeculativeConf
             raise SettingsError(
                 f"{found.key} = {shown(found.raw)} disagrees with {before.key} = {shown(before.raw)}"
             )
-    return SpeculativeConfig(settings, _tuning(keys))
+    if "speculative_method" in settings:
+        method = settings["speculative_method"].value
+    return SpeculativeConfig(settings, _tuning(keys, method))
 
 
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -208,18 +207,24 @@ def _same(value: object, word: object) -> bool:
     return type(value) is type(word) and value == word
 
 
-def _tuning(keys: Mapping[str, object]) -> DraftTuning:
-    values = {key: keys[key] for key in DraftTuning.model_fields if key in keys}
-    try:
-        tuning = DraftTuning.model_validate(values)
-    except ValidationError as error:
-        key = str(error.errors(include_url=False)[0]["loc"][0])
-        allowed = DraftTuning.model_fields[key].description
-        raise SettingsError(f"{key} = {shown(values[key])} is not allowed; expected {allowed}") from None
-    shortest, longest = tuning.prompt_lookup_min, tuning.prompt_lookup_max
-    if shortest is not None and longest is not None and shortest > longest:
+def _tuning(keys: Mapping[str, object], method: object) -> DraftTuning:
+    """As in vLLM, one of the two lengths alone is both."""
+    lengths: list[int] = []
+    for key in _LOOKUP:
+        if key not in keys:
+            continue
+        length = keys[key]
+        if _method_word(method) != "ngram":
+            raise SettingsError(f"{key} = {shown(length)} is used by the method ngram only")
+        if type(length) is not int or length < 1:
+            raise SettingsError(f"{key} = {shown(length)} is not allowed; expected a whole number, 1 or more")
+        lengths.append(length)
+    if not lengths:
+        return DraftTuning()
+    shortest, longest = lengths[0], lengths[-1]
+    if shortest > longest:
         raise SettingsError(
             f"prompt_lookup_min = {shown(shortest)} is not allowed; "
             f"expected at most prompt_lookup_max ({longest})"
         )
-    return tuning
+    return DraftTuning(shortest, longest)

@@ -64,16 +64,22 @@ def test_keys_of_vllm_set_our_settings(keys: dict[str, Any], fields: dict[str, o
     assert speculation.tuning == DraftTuning()
 
 
-def test_what_has_no_flag_is_tuning() -> None:
-    keys = {
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 5,
-        "suffix_decoding_max_tree_depth": 24,
-        "suffix_decoding_max_spec_factor": 1,
-        "suffix_decoding_min_token_prob": 0.1,
-    }
-    assert load(config_flag(method="ngram", **keys)).tuning == DraftTuning(**keys)  # type: ignore[arg-type]
-    assert load().tuning == DraftTuning()
+@pytest.mark.parametrize(
+    ("keys", "lengths"),
+    [
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 5}, (2, 5)),
+        ({"prompt_lookup_max": 5, "prompt_lookup_min": 2}, (2, 5)),
+        ({"prompt_lookup_min": 3}, (3, 3)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": None}, (None, None)),
+    ],
+)
+def test_the_lengths_of_ngrams_have_no_flag(
+    keys: dict[str, Any], lengths: tuple[int | None, int | None]
+) -> None:
+    tuning = DraftTuning(*lengths)
+    assert load(config_flag(method="ngram", **keys)).tuning == tuning
+    assert load(config_flag(**keys), "--speculative-method=NGRAM").tuning == tuning
 
 
 @pytest.mark.parametrize(
@@ -102,14 +108,18 @@ def test_what_has_no_flag_is_tuning() -> None:
         ({"method": "ngram", "model": "x"}, "model = 'x' is not used by the method ngram; leave it out"),
         ({"method": "draft_model", "model": ""}, "model = '' is not allowed"),
         ({"model": 5}, "model = '5' is not allowed; expected a name that is not empty"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min = '0' is not allowed; expected a whole number, 1 or"),
-        ({"prompt_lookup_max": True}, "prompt_lookup_max = 'True' is not allowed"),
-        ({"prompt_lookup_max": "5"}, "prompt_lookup_max = '5' is not allowed"),
-        ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "expected at most prompt_lookup_max (3)"),
-        ({"suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth = '0' is not allowed"),
-        ({"suffix_decoding_max_spec_factor": -1}, "expected a number, 0 or more"),
-        ({"suffix_decoding_min_token_prob": 1.5}, "expected a number from 0 to 1"),
-        ({"suffix_decoding_min_token_prob": float("nan")}, "expected a number from 0 to 1"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min = '0' is not allowed; expected a"),
+        ({"method": "ngram", "prompt_lookup_max": True}, "prompt_lookup_max = 'True' is not allowed"),
+        ({"method": "ngram", "prompt_lookup_max": "5"}, "prompt_lookup_max = '5' is not allowed"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3},
+            "prompt_lookup_min = '5' is not allowed; expected at most prompt_lookup_max (3)",
+        ),
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max = '3' is used by the method ngram only"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "is used by the method ngram only"),
+        ({"suffix_decoding_max_tree_depth": 24}, "suffix_decoding_max_tree_depth is not available; drafts"),
+        ({"suffix_decoding_max_spec_factor": 1.0}, "suffix_decoding_max_spec_factor is not available; "),
+        ({"suffix_decoding_min_token_prob": 0.1}, "suffix_decoding_min_token_prob is not available; "),
         ({"a\nb" * 100: 1}, "unknown key a\\nba\\nb"),
     ],
 )
@@ -204,12 +214,11 @@ def test_an_object_that_is_overridden_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_reads_back_as_the_same(tmp_path: Path) -> None:
-    argv = [config_flag(model="~/small", num_speculative_tokens=3, controller="seed", prompt_lookup_max=4)]
+    argv = [config_flag(model="~/small", num_speculative_tokens=3, controller="seed")]
     first = load_with_origins(argv, {})
     path = tmp_path / "shown.toml"
     path.write_text(format_toml(*first), encoding="utf-8")
     again = load_with_origins(["--config", str(path)], {})
     assert again.settings == first.settings
-    assert again.settings.speculation.tuning.prompt_lookup_max == 4
     shown = format_toml(*first, with_origins=True)
     assert f"# {JSON_FLAG} (controller)" in shown
