@@ -72,7 +72,7 @@ _TRANSLATED: Mapping[str, _Key] = {
 _ONLY: Mapping[str, tuple[object, str]] = {
     "draft_sample_method": (
         "probabilistic",
-        "drafts are drawn, with the noise that the target is drawn with",
+        "drafts are drawn from what the draft model says",
     ),
     "draft_tensor_parallel_size": (1, "models are not split"),
     "suffix_decoding_max_cached_requests": (0, "replies are not kept for other requests to draft from"),

@@ -18,7 +18,8 @@ from engine.errors import (
 )
 from engine.host_tuning import prepare_process, settle_memory
 from engine.outputs import RequestExplanation, TokenLogprobs
-from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams
+from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions
+from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 
 
@@ -62,6 +63,8 @@ __all__ = [
     "RequestStream",
     "RequestTiming",
     "SamplingParams",
+    "SpecStats",
+    "SpeculationOptions",
     "StartRefused",
     "TokenLogprobs",
     "UnsupportedModel",

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.request import FinishReason
+from engine.speculation.spec_stats import SpecStats
 
 LATENCY_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -18,6 +19,10 @@ LATENCY_BOUNDS_S = (
 TOKEN_LATENCY_BOUNDS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0),
+)
+DRAFT_BOUNDS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025),
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
 TOKEN_COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0)
@@ -88,11 +93,18 @@ class BatchMetrics:
         default_factory=lambda: {phase: _token_latency() for phase in ("prefill", "decode", "mixed")}
     )
     step_batched_tokens: Histogram = field(default_factory=_token_counts)
+    speculation: SpecStats = field(default_factory=SpecStats)  # of all requests together
+    draft_duration: Histogram = field(default_factory=lambda: Histogram(DRAFT_BOUNDS_S))  # a micro-step
+    verify_duration: Histogram = field(default_factory=_token_latency)  # of steps that verify drafts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What is true at this instant. A cached block is unreferenced but still holds a reusable prefix."""
+    """What is true at this instant. A cached block is unreferenced but still holds a reusable prefix.
+
+    The numbers of speculation are of late: drafts verified a round, the share of them that was right, and
+    tokens for the time of a step against what it would be without drafts. All are 0 before the first round.
+    """
 
     num_requests_running: int
     num_requests_waiting: int
@@ -101,6 +113,9 @@ class EngineGauges:
     kv_blocks_cached: int
     kv_blocks_free: int
     heartbeat_age_s: float
+    speculation_draft_length: float = 0.0
+    speculation_acceptance: float = 0.0
+    speculation_speedup: float = 0.0
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -20,12 +20,14 @@ from engine import (
     InvalidRequest,
     OutputDelta,
     RequestTiming,
+    SpeculationOptions,
 )
 from server.context import Exchange, ServerContext
 from server.errors import invalid
 from server.live_replies import LiveReply
 from server.protocol import GenerationBody
 from server.sampling import base_seed, check_limits, choice_seed, priority_of, sampling_params
+from server.speculation import read_prediction, speculation_options
 from server.time_limit import allowed_s
 
 
@@ -178,8 +180,10 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
         try:
+            speculation = speculation_options(body, engine.info)
             prompts = await order.prepare(engine)
-            requests = _make_requests(order, prompts, context)
+            speculation = replace(speculation, prediction=await read_prediction(body, engine))
+            requests = _make_requests(order, prompts, speculation, context)
             choices = _submit(engine, requests)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
@@ -211,7 +215,7 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) 
 
 
 def _make_requests(
-    order: Order, prompts: Sequence[Prompt], context: ServerContext
+    order: Order, prompts: Sequence[Prompt], speculation: SpeculationOptions, context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
     body, seed, info = order.body, base_seed(order.body), context.engine.info
@@ -234,6 +238,7 @@ def _make_requests(
                 deadline_s=None if limit_s is None else limit_s - order.exchange.age_s,
                 cache_salt=body.cache_salt,
                 fork_of=first_id if j else None,
+                speculation=speculation,
             )
             requests.append((prompt, request))
     return requests

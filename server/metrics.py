@@ -6,7 +6,7 @@ Names, types and labels are the contract's. Each application has its own registr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -18,7 +18,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import BatchMetrics, EngineGauges, FinishReason, Histogram
+from engine import BatchMetrics, EngineGauges, FinishReason, Histogram, SpecStats
 from server.context import ServerContext
 from server.health import server_version
 
@@ -29,6 +29,10 @@ _REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining", "deadline_e
 _ABORTS = ("disconnect", "cancel", "drain", "timeout")
 _PREEMPTIONS = ("recompute", "swap")
 _STAGES = ("forward", "sampler", "detokenizer")
+_METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa")
+_DROPS = ("stale", "cancelled", "error", "late")
+_RUN_AHEADS = ("hit", "miss")
+_MAX_DRAFTS = 32  # the most that may be asked for
 
 _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("num_requests_running", "Requests that hold K/V blocks.", "num_requests_running"),
@@ -36,6 +40,9 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("num_requests_swapped", "Preempted requests whose K/V waits in host memory.", "num_requests_swapped"),
     ("kv_cache_usage_ratio", "Referenced K/V blocks over all.", "kv_cache_usage_ratio"),
     ("engine_heartbeat_age_seconds", "Age of the running step, 0 when idle.", "heartbeat_age_s"),
+    ("speculation_draft_length", "Drafted tokens verified a round, of late.", "speculation_draft_length"),
+    ("speculation_acceptance_ratio", "Share of drafted tokens accepted, of late.", "speculation_acceptance"),
+    ("speculation_speedup_ratio", "Tokens a step's time, over those without drafts.", "speculation_speedup"),
 )
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
@@ -60,6 +67,8 @@ _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ("request_generation_tokens", "Tokens generated for a request.", "request_generation_tokens"),
     ("request_preemptions", "Times a request was preempted.", "request_preemptions"),
     ("step_batched_tokens", "Tokens computed in a step.", "step_batched_tokens"),
+    ("draft_duration_seconds", "Time of one micro-step of a drafter.", "draft_duration"),
+    ("verify_duration_seconds", "Time of a step that verifies drafts.", "verify_duration"),
 )
 
 
@@ -81,6 +90,7 @@ class EngineCollector(Collector):
             yield self._counter(name, text, getattr(metrics, field))
         yield self._counter("ignored_parameters", "Unknown request fields.", http.ignored_parameters)
         yield from self._labelled_counters(metrics)
+        yield from self._speculation(metrics.speculation)
         yield self._http_requests()
         for name, text, field in _HISTOGRAMS:
             yield self._histogram(name, text, [({}, getattr(metrics, field))])
@@ -110,6 +120,30 @@ class EngineCollector(Collector):
         yield self._counters("preemptions", "Running requests that gave their K/V back.", "mode", preemptions)
         errors = _with_zeros(metrics.engine_errors, _STAGES)
         yield self._counters("engine_errors", "Faults of ours by where they happened.", "stage", errors)
+
+    def _speculation(self, stats: SpecStats) -> Iterator[Metric]:
+        """The names are vLLM's where it has the same; so is counting positions from 0."""
+        yield self._counter(
+            "spec_decode_num_drafts", "Rounds in which drafts were verified.", stats.num_rounds
+        )
+        yield self._counter(
+            "spec_decode_n1_fallbacks", "Decodes of a model that cannot be rewound.", stats.num_fallbacks
+        )
+        accepted = [*stats.accepted_per_position, *repeat(0, _MAX_DRAFTS)][:_MAX_DRAFTS]
+        positions = {str(position): count for position, count in enumerate(accepted)}
+        for name, text, label, counts in (
+            ("num_draft_tokens", "Drafted tokens verified.", "method", _with_zeros(stats.proposed, _METHODS)),
+            (
+                "num_accepted_tokens",
+                "Drafted tokens accepted.",
+                "method",
+                _with_zeros(stats.accepted, _METHODS),
+            ),
+            ("num_accepted_tokens_per_pos", "Rounds that accepted this position.", "position", positions),
+            ("draft_tokens_dropped", "Drafted in vain.", "reason", _with_zeros(stats.dropped, _DROPS)),
+            ("run_ahead", "Rounds drafted past.", "result", _with_zeros(stats.run_ahead, _RUN_AHEADS)),
+        ):
+            yield self._counters(f"spec_decode_{name}", text, label, counts)
 
     def _http_requests(self) -> Metric:
         family = CounterMetricFamily(PREFIX + "http_requests", "HTTP requests answered.")

@@ -6,7 +6,7 @@ in `protocol_refusals` (all but their harmless values) or accepted and ignored a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +20,7 @@ from server.protocol_values import (
     MinP,
     Penalty,
     Positive,
+    PredictedText,
     Prompt,
     RepetitionPenalty,
     Role,
@@ -44,6 +45,25 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Speculation(BaseModel):
+    """How a request is drafted for, within what the server has; it changes the speed, never the text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: Label | None = None
+    num_tokens: Positive | None = None
+    enabled: bool | None = None
+
+
+class Prediction(BaseModel):
+    """OpenAI's predicted output: text that the reply will probably repeat, to draft from."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["content"]
+    content: PredictedText
 
 
 class GenerationBody(BaseModel):
@@ -82,6 +102,8 @@ class GenerationBody(BaseModel):
     request_id: Label | None = None
     deadline_ms: Milliseconds | None = None
     cache_salt: Salt | None = None
+    speculation: Speculation | None = None
+    prediction: Prediction | None = None
 
     user: Any = None
     metadata: Any = None
@@ -90,10 +112,8 @@ class GenerationBody(BaseModel):
     prompt_cache_key: Any = None
 
     bad_words: Any = None
-    prediction: Any = None
     prompt_logprobs: Any = None
     response_format: Any = None
-    speculation: Any = None
     structured_outputs: Any = None
 
     @property

@@ -32,10 +32,8 @@ _USE_STRUCTURED = ": see 'structured_outputs'"
 ON_BOTH: Mapping[str, Refusal] = dict(
     (
         _not_yet("bad_words", []),
-        _not_yet("prediction"),
         _not_yet("prompt_logprobs"),
         _not_yet("response_format", {"type": "text"}),
-        _not_yet("speculation", {}, {"enabled": False}),
         _not_yet("structured_outputs"),
         _never("prompt_embeds"),
         _never("use_beam_search", False),

@@ -80,6 +80,15 @@ def check_content(value: object) -> str | None:
     return "\n".join(_part_text(part) for part in value)
 
 
+def check_predicted_text(value: object) -> str:
+    """The text of a prediction: a string, or text parts that follow each other."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse("must be a string or a list of text parts")
+    return "".join(_part_text(part) for part in value)
+
+
 def _part_text(part: object) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str):
@@ -113,9 +122,8 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_CONTENT_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
-}
+_PREDICTED_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+_CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [*_PREDICTED_SCHEMA["anyOf"], {"type": "null"}]}
 
 
 def _described(schema: dict[str, Any]) -> Any:
@@ -129,6 +137,7 @@ LogitBias = Annotated[
     tuple[tuple[int, float], ...], PlainValidator(check_logit_bias, Any), _described(_LOGIT_BIAS_SCHEMA)
 ]
 Content = Annotated[str | None, PlainValidator(check_content, Any), _described(_CONTENT_SCHEMA)]
+PredictedText = Annotated[str, PlainValidator(check_predicted_text, Any), _described(_PREDICTED_SCHEMA)]
 
 Count = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]

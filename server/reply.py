@@ -84,6 +84,7 @@ class Reply:
         self._includes_usage = options is not None and bool(options.include_usage)
         self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._streams = bool(body.stream)
+        self._predicted = body.prediction is not None
         self._envelope = {
             "id": reply_id,
             "object": shape.chunk_object_name if self._streams else shape.object_name,
@@ -135,11 +136,11 @@ class Reply:
 
     def _chunk_usage(self, choice: Choice) -> dict[str, object]:
         if self._continuous_usage:
-            return {"usage": choice_usage(choice)}
+            return {"usage": choice_usage(choice, predicted=self._predicted)}
         return {"usage": None} if self._includes_usage else {}
 
     def _totals(self, generation: Generation) -> dict[str, object]:
-        totals: dict[str, object] = {"usage": reply_usage(generation.choices)}
+        totals: dict[str, object] = {"usage": reply_usage(generation.choices, predicted=self._predicted)}
         if self._settings.per_request_metrics:
             totals["metrics"] = reply_metrics(generation.choices)
         return totals

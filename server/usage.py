@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from engine import Finish
+from engine import Finish, SpecStats
 from server.generation import Choice
 
-_NO_SPECULATION = {
-    "mean_acceptance_length": 0.0,
-    "draft_acceptance_rate": 0.0,
-    "acceptance_histogram": [],
-    "num_spec_steps": 0,
-    "num_draft_tokens": 0,
-    "num_accepted_draft_tokens": 0,
-}
+PREDICTION = "prediction"  # the method whose drafts come from the caller
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
-    """OpenAI's `usage`."""
-    return {
+def choice_usage(choice: Choice, *, predicted: bool = False) -> dict[str, object]:
+    """OpenAI's `usage` of one choice so far; cached and predicted tokens are known only at its end."""
+    return _usage([choice], [choice], predicted)
+
+
+def reply_usage(choices: Sequence[Choice], *, predicted: bool = False) -> dict[str, object]:
+    """The whole reply's usage: a prompt counts once, however many choices it got.
+
+    `predicted` adds what became of the prediction that the request came with.
+    """
+    return _usage({id(choice.prompt): choice for choice in reversed(choices)}.values(), choices, predicted)
+
+
+def _usage(firsts: Collection[Choice], choices: Sequence[Choice], predicted: bool) -> dict[str, object]:
+    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    cached = sum(choice.finish.num_cached_tokens for choice in firsts if choice.finish is not None)
+    usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def choice_usage(choice: Choice) -> dict[str, object]:
-    """One choice's usage so far; cached tokens are known only at its end."""
-    cached = 0 if choice.finish is None else choice.finish.num_cached_tokens
-    return usage_object(len(choice.prompt.token_ids), choice.num_tokens, cached)
-
-
-def reply_usage(choices: Sequence[Choice]) -> dict[str, object]:
-    """The whole reply's usage: a prompt counts once, however many choices it got."""
-    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
-    return usage_object(
-        sum(len(choice.prompt.token_ids) for choice in firsts),
-        sum(choice.num_tokens for choice in choices),
-        sum(choice.finish.num_cached_tokens for choice in firsts if choice.finish is not None),
-    )
+    if predicted:
+        stats = _spec_stats(choices)
+        accepted = stats.accepted[PREDICTION]
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": stats.proposed[PREDICTION] - accepted,
+        }
+    return usage
 
 
 def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:
@@ -60,7 +60,28 @@ def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:
         "mean_itl_ms": _ms(sum(gaps) / len(gaps)) if gaps else None,
         "tokens_per_second": _tokens_per_second(finishes, generation_s),
         "num_preemptions": sum(each.num_preemptions for each in timings),
-        "speculative_decoding": dict(_NO_SPECULATION),
+        "speculative_decoding": _speculative_decoding(_spec_stats(choices)),
+    }
+
+
+def _spec_stats(choices: Sequence[Choice]) -> SpecStats:
+    """Of those choices that have ended, together."""
+    total = SpecStats()
+    for choice in choices:
+        if choice.finish is not None and choice.finish.speculation is not None:
+            total.add(choice.finish.speculation)
+    return total
+
+
+def _speculative_decoding(stats: SpecStats) -> dict[str, object]:
+    """vLLM's account of a reply's drafts; entry i of the histogram counts rounds that accepted i of them."""
+    return {
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "draft_acceptance_rate": round(stats.acceptance_rate, 4),
+        "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_spec_steps": stats.num_rounds,
+        "num_draft_tokens": stats.num_proposed,
+        "num_accepted_draft_tokens": stats.num_accepted,
     }
 
 

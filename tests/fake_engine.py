@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine import (
     BatchMetrics,
+    ContextLengthExceeded,
     EngineDead,
     EngineError,
     EngineGauges,
@@ -25,6 +26,7 @@ from engine import (
     OutputDelta,
     Overloaded,
     RequestTiming,
+    SpecStats,
     TokenLogprobs,
 )
 
@@ -43,7 +45,8 @@ async def open_gate(_: int) -> None:
 class FakeEngine:
     """The engine's public face. Tests set the fields and look at `streams`.
 
-    `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta.
+    `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta. Text of
+    more than `char_limit` characters is too long to be encoded. Every stream ends with `speculation`.
     """
 
     max_model_len: int = 256
@@ -55,6 +58,11 @@ class FakeEngine:
     refusal: Exception | None = None
     merge: int = 1
     start_error: Exception | None = None
+    char_limit: int = 1 << 20
+    draft_methods: tuple[str, ...] = ("ngram", "suffix", "prediction")
+    max_draft_tokens: int = 8
+    speculation: SpecStats | None = None
+    draft_gauges: tuple[float, float, float] = (0.0, 0.0, 0.0)
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_encoded: int = 0
@@ -67,14 +75,27 @@ class FakeEngine:
     def info(self) -> EngineInfo:
         if self.state is EngineState.LOADING:
             raise Overloaded("The model is still loading.", code="loading")
-        return EngineInfo(self.max_model_len, VOCAB_SIZE, "float32", "cpu", 64, 16, 1 << 20, True)
+        return EngineInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            dtype="float32",
+            device="cpu",
+            num_kv_blocks=64,
+            kv_block_size=16,
+            kv_bytes=1 << 20,
+            has_chat_template=True,
+            draft_methods=self.draft_methods,
+            max_draft_tokens=self.max_draft_tokens,
+        )
 
     @property
     def num_open(self) -> int:
         return sum(not stream.over.is_set() for stream in self.streams)
 
     def gauges(self) -> EngineGauges:
-        return EngineGauges(self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0)
+        return EngineGauges(
+            self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
+        )
 
     def is_alive(self) -> bool:
         return self.alive
@@ -90,6 +111,10 @@ class FakeEngine:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.num_encoded += 1
+        if len(text) > self.char_limit:
+            raise ContextLengthExceeded(
+                limit=self.max_model_len, prompt_tokens=len(text), max_tokens=0, param="prompt"
+            )
         await asyncio.sleep(0)
         return [ord(char) for char in text]
 
@@ -189,7 +214,9 @@ class FakeStream:
     ) -> OutputDelta:
         self.over.set()
         num_prompt = len(self.request.prompt_token_ids)
-        finish = Finish(reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING)
+        finish = Finish(
+            reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING, self.engine.speculation
+        )
         return OutputDelta(delta.text, delta.token_ids, delta.logprobs, finish)
 
     def close(self) -> None:

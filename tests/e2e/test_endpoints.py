@@ -228,7 +228,8 @@ async def test_every_metric_is_there_before_the_first_request() -> None:
         "gauge": [
             *("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_ratio"),
             *("kv_cache_blocks", "engine_heartbeat_age_seconds", "build_info", "cache_config_info"),
-            "tenant_share_ratio",
+            *("tenant_share_ratio", "speculation_draft_length", "speculation_acceptance_ratio"),
+            "speculation_speedup_ratio",
         ],
         "counter": [
             *("requests", "requests_rejected", "request_aborts", "preemptions", "prompt_tokens"),
@@ -239,13 +240,17 @@ async def test_every_metric_is_there_before_the_first_request() -> None:
                 "http_requests",
                 "ignored_parameters",
             ),
-            *("prefix_cache_queries", "prefix_cache_hits", "deadline_missed"),
+            *("prefix_cache_queries", "prefix_cache_hits", "deadline_missed", "spec_decode_num_drafts"),
+            *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_run_ahead"),
+            *("spec_decode_num_accepted_tokens_per_pos", "spec_decode_draft_tokens_dropped"),
+            "spec_decode_n1_fallbacks",
         ],
         "histogram": [
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
             *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
             *("step_duration_seconds", "step_batched_tokens", "request_prompt_tokens"),
-            *("request_generation_tokens", "request_preemptions"),
+            *("request_generation_tokens", "request_preemptions", "draft_duration_seconds"),
+            "verify_duration_seconds",
         ],
     }
     for kind, names in expected.items():

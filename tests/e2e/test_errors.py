@@ -108,8 +108,6 @@ async def test_a_wrong_chat_is_400_and_named(url: str, body: dict[str, Any], par
         ("structured_outputs", {"regex": "a"}),
         ("bad_words", ["a"]),
         ("prompt_logprobs", 0),
-        ("speculation", {"num_tokens": 1}),
-        ("prediction", {"type": "content"}),
         ("audio", {}),
         ("modalities", ["text", "audio"]),
         ("prompt_embeds", "x"),
