@@ -7,6 +7,7 @@ import os
 import torch
 
 from config import Settings
+from engine.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
 from engine.engine_parts import EngineInfo, EngineParts
 from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
@@ -14,10 +15,12 @@ from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ModelRunner
 from engine.model.model_source import resolve_model
+from engine.model.recurrent_runner import RecurrentRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
+from engine.speculation.speculative_decoder import SpeculativeDecoder
 from engine.text.tokenizer import Tokenizer
 
 
@@ -32,7 +35,21 @@ def load_parts(settings: Settings) -> EngineParts:
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)
     num_host_blocks = count_host_blocks(settings, block_bytes)
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks)
+    sources = load_sources(settings, loaded, directory, num_blocks * block_bytes)
+    if loaded.rewindable:
+        verification = settings.speculation.draft_verification
+        runner: ModelRunner | RecurrentRunner = ModelRunner(
+            loaded,
+            num_blocks,
+            block_size,
+            sampler,
+            num_host_blocks,
+            verification,
+            keeps_features=any(source.drafter.reads_features for source in sources),
+        )
+    else:
+        num_host_blocks = 0
+        runner = RecurrentRunner(loaded, num_blocks, block_size, settings.scheduler.max_num_seqs, sampler)
     runner.self_check()
     runner.warm_up()
     info = EngineInfo(
@@ -44,10 +61,12 @@ def load_parts(settings: Settings) -> EngineParts:
         kv_block_size=block_size,
         kv_bytes=num_blocks * block_bytes,
         has_chat_template=tokenizer.has_chat_template,
+        draft_methods=draft_methods(sources),
+        max_draft_tokens=max_draft_tokens(sources),
     )
-    return EngineParts(
-        runner, make_batcher(settings, info, num_host_blocks), tokenizer, loaded.eos_token_ids, info
-    )
+    kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
+    batcher = make_batcher(settings, info, kv, make_decoder(settings, sources, loaded.vocab_size, kv))
+    return EngineParts(runner, batcher, tokenizer, loaded.eos_token_ids, info)
 
 
 def use_compute_threads() -> None:
@@ -99,8 +118,27 @@ def count_host_blocks(settings: Settings, block_bytes: int) -> int:
     return settings.cache.swap_space // block_bytes
 
 
-def make_batcher(settings: Settings, info: EngineInfo, num_host_blocks: int) -> ContinuousBatcher:
-    """The scheduler with its limits, policy and KV accounting."""
+def make_kv_manager(
+    settings: Settings, info: EngineInfo, num_host_blocks: int, *, can_rewind: bool
+) -> PagedKvManager:
+    """Who accounts for the K/V."""
+    return PagedKvManager(
+        num_blocks=info.num_kv_blocks,
+        block_size=info.kv_block_size,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
+        num_host_blocks=num_host_blocks,
+        can_rewind=can_rewind,
+    )
+
+
+def make_batcher(
+    settings: Settings, info: EngineInfo, kv: PagedKvManager, decoder: SpeculativeDecoder | None
+) -> ContinuousBatcher:
+    """The scheduler with its limits and its policy.
+
+    What cannot be cut back cannot be shared either, nor swapped: it lies in no block.
+    """
     scheduler = settings.scheduler
     config = BatchConfig(
         max_num_seqs=scheduler.max_num_seqs,
@@ -108,17 +146,9 @@ def make_batcher(settings: Settings, info: EngineInfo, num_host_blocks: int) -> 
         max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
         max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
         max_model_len=info.max_model_len,
-        prefix_caching=settings.cache.prefix_caching,
-        preemption=scheduler.preemption,
+        prefix_caching=settings.cache.prefix_caching and kv.can_rewind,
+        preemption=scheduler.preemption if kv.can_rewind else "recompute",
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
     )
-    kv = PagedKvManager(
-        num_blocks=info.num_kv_blocks,
-        block_size=info.kv_block_size,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
-        num_host_blocks=num_host_blocks,
-    )
-    return ContinuousBatcher(
-        config, kv, make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
-    )
+    policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
+    return ContinuousBatcher(config, kv, policy, decoder=decoder)

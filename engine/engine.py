@@ -72,6 +72,8 @@ class Engine:
         """
         parts = await self._in_thread(self._executors.target, self._load)
         self._parts = parts
+        if parts.batcher.decoder is not None:
+            self.metrics.speculation = parts.batcher.decoder.stats
         self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors, self._clock)
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
@@ -143,6 +145,7 @@ class Engine:
         if self._parts is None:
             return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
         batcher = self._parts.batcher
+        decoder = batcher.decoder
         kv_blocks_cached = batcher.kv.num_cached_blocks
         return EngineGauges(
             num_requests_running=batcher.num_running,
@@ -152,6 +155,9 @@ class Engine:
             kv_blocks_cached=kv_blocks_cached,
             kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
             heartbeat_age_s=self._heartbeat_age_s,
+            speculation_draft_length=decoder.draft_length if decoder else 0.0,
+            speculation_acceptance=decoder.stats.ema_acceptance if decoder else 0.0,
+            speculation_speedup=decoder.speedup if decoder else 0.0,
         )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

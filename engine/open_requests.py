@@ -151,6 +151,7 @@ class OpenRequests:
                 num_output_tokens=request.num_output_tokens,
                 num_cached_tokens=request.num_cached_tokens,
                 timing=timing,
+                speculation=request.spec_stats,
             )
         )
 

@@ -204,7 +204,7 @@ class StepResult:
     sample_s: float
     swap_s: float = 0.0
     swap_bytes: int = 0
-    features: object | None = None
+    features: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

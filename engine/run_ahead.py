@@ -20,6 +20,7 @@ from engine.speculation.speculative_decoder import SpeculativeDecoder, fault_of
 
 log = logging.getLogger("slipstream.speculation")
 
+_SMOOTHING = 0.1  # of the newest micro-step in what one takes
 _PATIENCE_S = 1.0  # a micro-step that takes longer is not waited for, and counts as a failure
 
 
@@ -41,6 +42,7 @@ class RunAhead:
         self._decoder = decoder
         self._executor = executor
         self._metrics = metrics
+        self._clock = clock
         schedule = decoder.config.schedule
         drafters = list(enumerate(decoder.drafters))
         self._inline = [] if schedule == "async" else [i for i, drafter in drafters if drafter.is_cheap]
@@ -62,6 +64,7 @@ class RunAhead:
     def choose_arm(self, num_seqs: int) -> None:
         """A step is to be prepared: decide how its drafts are made."""
         self._has_read = False
+        self._decoder.waited_s = 0.0
         if self._chooser is not None:
             self._arm = self._chooser.arm(num_seqs)
 
@@ -72,7 +75,9 @@ class RunAhead:
         if self._arm != "sync" or not self._start(ahead=False):
             return False
         assert self._flying is not None
+        started = self._clock()
         done, _ = await asyncio.wait([self._flying], timeout=_PATIENCE_S)
+        self._decoder.waited_s += self._clock() - started
         self._is_overdue = not done
         return bool(done)
 
@@ -181,6 +186,10 @@ class RunAhead:
             return
         self._metrics.draft_duration.observe(result.draft_s)
         self._decoder.stats.draft_s += result.draft_s
+        if index in self._remote:
+            waits = self._decoder.step_waits_s
+            exposed_s = result.draft_s if self._arm == "sync" else 0.0
+            waits[index] += _SMOOTHING * (exposed_s - waits[index])
         drafts = {draft.request_id: draft for draft in result.drafts}
         wrong: list[DraftJob] = []
         for job in jobs:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from engine.errors import EngineError, RequestFailed
 from engine.outputs import TokenLogprobs
 from engine.request import FinishReason
+from engine.speculation.spec_stats import SpecStats
 from engine.text.detokenizer import Detokenizer
 
 
@@ -34,7 +35,8 @@ class Finish:
     """The one terminal event of a request.
 
     `stop_reason` is the stop string or token id that matched, None for EOS and for every other reason.
-    `error` is set when the request did not end by its own terms; the reader reports it.
+    `error` is set when the request did not end by its own terms; the reader reports it. `speculation` is None
+    when nothing was ever drafted.
     """
 
     reason: FinishReason
@@ -44,6 +46,7 @@ class Finish:
     num_output_tokens: int
     num_cached_tokens: int
     timing: RequestTiming
+    speculation: SpecStats | None = None
 
 
 class OutputDelta(NamedTuple):

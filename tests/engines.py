@@ -24,7 +24,7 @@ from engine.scheduling.policy import make_policy
 from engine.speculation.controller import make_length_policy
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculation_config import LengthPolicyName, Schedule, SpeculationConfig
-from engine.speculation.speculative_decoder import SpeculativeDecoder
+from engine.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.speculation.step_costs import StepCosts
 from engine.stream import Finish, OutputDelta, RequestStream
 from engine.text.tokenizer import Tokenizer
@@ -84,8 +84,9 @@ def make_decoder(
         min_acceptance_rate=shape.min_acceptance_rate,
     )
     costs = StepCosts()
+    sources = [DraftSource(drafter, shape.max_draft_tokens) for drafter in drafters]
     return SpeculativeDecoder(
-        config, drafters, make_length_policy(config, costs), costs, can_rewind=can_rewind
+        config, sources, make_length_policy(config, costs), costs, can_rewind=can_rewind
     )
 
 

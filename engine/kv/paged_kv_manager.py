@@ -209,7 +209,8 @@ class PagedKvManager:
         sequence = self._sequences[request_id]
         if not self.can_rewind:
             raise RewindError(
-                RewindFault.NOT_SUPPORTED, "this model keeps state that cannot be cut back to an earlier token"
+                RewindFault.NOT_SUPPORTED,
+                "this model keeps state that cannot be cut back to an earlier token",
             )
         if num_tokens > sequence.num_tokens:
             raise RewindError(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import time
-
+import numpy as np
 import torch
 
 from engine.errors import OutOfDeviceMemory
+from engine.model.attention.draft_tree import accepted_moves
+from engine.model.device import is_out_of_memory, mark, seconds_between
 from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
 from engine.model.rehearsal import Part, pack_step
 from engine.model.self_check import check_forward
 from engine.model.swap_tensors import SwapTensors
-from engine.outputs import SampledRows, StepInputs, StepResult
+from engine.outputs import Int64, SampledRows, StepInputs, StepResult
 from engine.sampling.sampler import Sampler
+from engine.speculation.speculation_config import Verification
+from engine.speculation.verified import Verified
+from engine.speculation.verifier import make_verifier
 
 _WARM_UP_TOKENS = 64
 _WARM_UP_SEQUENCES = 8
@@ -22,7 +26,7 @@ _WARM_UP_SEQUENCES = 8
 class ModelRunner:
     """Owns the model's paged K/V tensors and what is swapped out of them into `num_host_blocks`.
 
-    Every method runs on the one thread that made it.
+    `keeps_features` has results carry what drafters that read the target need. Every method runs on the one thread that made it.
     """
 
     def __init__(
@@ -32,39 +36,54 @@ class ModelRunner:
         block_size: int,
         sampler: Sampler,
         num_host_blocks: int = 0,
+        verification: Verification = "match",
+        *,
+        keeps_features: bool = False,
     ) -> None:
         self._forward = PackedForward(loaded)
         self._sampler = sampler
+        self._verifier = make_verifier(verification, sampler)
+        self._keeps_features = keeps_features
         self.kv = self._forward.make_kv(num_blocks, block_size)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepResult:
-        """One step: move blocks, write K/V, attend, draw. The seconds are of the device's own clock.
+        """One step: move blocks, write K/V, attend, draw, judge drafts. The seconds are by the device's clock.
 
         A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
         the forward pass come through.
         """
         num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        device = self.kv.device
         try:
             self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
-            start = self._mark()
+            start = mark(device)
             self._move_blocks(inputs)
-            begin = self._mark() if num_swapped else start
-            logits = self._forward(inputs, self.kv)
-            middle = self._mark()
-            rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
+            begin = mark(device) if num_swapped else start
+            hidden = None
+            if self._keeps_features:
+                logits, hidden = self._forward.with_features(inputs, self.kv)
+            else:
+                logits = self._forward(inputs, self.kv)
+            middle = mark(device)
+            verified = Verified(SampledRows([]))
+            if len(logits):
+                verified = self._verifier.draw(logits, inputs.sampling, inputs.drafts)
+                if inputs.drafts is not None:
+                    self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
-        end = self._mark()
+        end = mark(device)
         return StepResult(
-            rows,
-            _seconds(begin, middle),
-            _seconds(middle, end),
-            _seconds(start, begin) if num_swapped else 0.0,
+            verified.rows,
+            seconds_between(begin, middle),
+            seconds_between(middle, end),
+            seconds_between(start, begin) if num_swapped else 0.0,
             num_swapped * self.kv.block_bytes,
+            None if hidden is None else hidden[_last_rows(inputs, verified)].unbind(0),
         )
 
     def _move_blocks(self, inputs: StepInputs) -> None:
@@ -95,22 +114,15 @@ class ModelRunner:
         """Raise UnsupportedModel unless packed, chunked computation gives the model's own logits."""
         check_forward(self._forward)
 
-    def _mark(self) -> float | torch.cuda.Event:
-        """Now, on the clock of the device."""
-        if self._forward.loaded.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU's allocator has no exception type of its own.
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)  # type: ignore[arg-type]
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
+def _last_rows(inputs: StepInputs, verified: Verified) -> Int64:
+    """The row of logits that each sampled sequence's last token was drawn from. [sampled sequences]"""
+    rows = np.arange(len(inputs.logits_rows))
+    if inputs.drafts is None or verified.paths is None:
+        return rows
+    is_draft = np.zeros(len(rows), np.bool_)
+    for first, count in zip(inputs.drafts.first_row, inputs.drafts.num_drafts, strict=True):
+        is_draft[first + 1 : first + 1 + count] = True
+    rows = rows[~is_draft]
+    rows[np.searchsorted(rows, inputs.drafts.first_row)] = verified.paths.last_row
+    return rows

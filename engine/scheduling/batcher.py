@@ -240,7 +240,7 @@ class ContinuousBatcher:
 
     def _leader(self, request: Request) -> str | None:
         """Whom a waiting request should be held for, not to compute what that one will."""
-        parent = self._queue.get(request.fork_of or "")
+        parent = self._queue.get(request.fork_of or "") if self.kv.can_rewind else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
         return self._seats.leader(request)
@@ -278,6 +278,7 @@ class ContinuousBatcher:
             num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
             max_draft_tokens=budget.drafts_left,
+            draft_s=decoder.waited_s,
         )
         for request, drafted in decoder.choose(decodes, load):
             num_known = len(request.token_ids)
@@ -423,7 +424,8 @@ class ContinuousBatcher:
         """Retry smaller after a pass ran out of device memory; False, and nothing done, if it was one token.
 
         The lower-ranked half of its requests is preempted, and the next step gets half its tokens at most;
-        that limit rises by one with each commit.
+        that limit rises by one with each commit. Those whose state cannot be cut back to before the pass are
+        all computed again.
         """
         if decision.num_tokens == 1:
             return False
@@ -431,6 +433,8 @@ class ContinuousBatcher:
         self.abandon(decision, fail=False)
         self._token_limit = decision.num_tokens // 2
         lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
+        if not self.kv.can_rewind:
+            lower = [r for r in aboard if r.status is RequestStatus.RUNNING]
         for request in lower:
             self._seats.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._requeue(lower)

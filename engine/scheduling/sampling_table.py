@@ -50,7 +50,9 @@ class SamplingTable:
         `paths` are the drafts that a row takes for given beside its request's tokens; None is none anywhere.
         """
         flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
-        adjustments = [_adjustment(index, requests[index], paths[index] if paths else ()) for index in flagged]
+        adjustments = [
+            _adjustment(index, requests[index], paths[index] if paths else ()) for index in flagged
+        ]
         return SamplingInputs(
             temperature=self._temperature[rows],  # [R]
             top_k=self._top_k[rows],  # [R]

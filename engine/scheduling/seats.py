@@ -89,7 +89,11 @@ class Seats:
         That is the parent that it forks from, or who computes the next block of its prefix, provided that it
         ranks first: nobody is put off by somebody less urgent.
         """
-        if request.status is RequestStatus.WAITING and request.fork_of in self._running:
+        if (
+            self.kv.can_rewind
+            and request.status is RequestStatus.WAITING
+            and request.fork_of in self._running
+        ):
             return request.fork_of if request.fork_of in self._unproven else None
         if not self._caching or request.request_id in self.kv.host:
             return None
@@ -154,7 +158,7 @@ class Seats:
 
     def _ready_parent(self, request: Request) -> Request | None:
         """Who this waiting request can be forked from now: its parent's prompt is computed and good."""
-        if request.fork_of is None or request.status is not RequestStatus.WAITING:
+        if not self.kv.can_rewind or request.fork_of is None or request.status is not RequestStatus.WAITING:
             return None
         return None if request.fork_of in self._unproven else self._running.get(request.fork_of)
 

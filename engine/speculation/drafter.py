@@ -29,13 +29,24 @@ class DraftRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetFeatures:
+    """What the target's pass left for one sequence: the row that the token at `position` was drawn from.
+
+    `hidden` is a tensor [hidden], what its output projection read.
+    """
+
+    position: int
+    hidden: object
+
+
+@dataclass(frozen=True, slots=True)
 class DraftJob:
     """Continue one sequence by up to `num_wanted` tokens (0: only take note of what is known).
 
     The sequence is what the drafter knew of it before position `first`, then `token_ids`. Its first
     `num_committed` tokens are final; those behind are drafts, which a later job may replace. What a drafter
     answers counts as known to it, so a job that agrees with the last answer has nothing to tell. `features`
-    is what the target's last pass left for this sequence, for drafters that read it; None without.
+    is None unless the drafter reads them, and then never.
     """
 
     request: DraftRequest
@@ -44,7 +55,7 @@ class DraftJob:
     token_ids: tuple[int, ...]
     num_committed: int
     num_wanted: int
-    features: object | None = None
+    features: TargetFeatures | None = None
 
     @property
     def next_position(self) -> int:
@@ -59,7 +70,8 @@ class Draft:
     `parents` None is a chain; else drafts form a tree, and entry i is the index of the draft that draft i
     follows, always below i, -1 for those that follow the known tokens. `probs` holds the distribution each
     draft was drawn from, as float32 [vocab], when verification needs it; empty means that each was certain.
-    `is_behind` asks for another turn: the drafter has more of the known tokens to read first.
+    `is_behind` asks for another turn: the drafter has more of the known tokens to read first. `method` says
+    which of a drafter's sources spoke; "" for its own.
     """
 
     request_id: str
@@ -69,6 +81,7 @@ class Draft:
     parents: tuple[int, ...] | None = None
     probs: tuple[object, ...] = ()
     is_behind: bool = False
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +97,13 @@ class Drafter(Protocol):
 
     `method` labels it in the metrics. `is_cheap` says that a call takes microseconds, so that it may run on
     the event loop. `is_stepwise` says that a job gives one token, or a tree, whatever it wants, and more
-    come by asking again.
+    come by asking again. `reads_features` asks for them.
     """
 
     method: str
     is_cheap: bool
     is_stepwise: bool
+    reads_features: bool
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """One micro-step for all jobs, at most one a request. May raise: it costs speed only."""

@@ -21,15 +21,26 @@ from engine.speculation.step_costs import StepCosts
 _FORGETTING = 0.02  # a step's share in figures of late
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A drafter and its part: how long its drafts may be, and whether it drafts for requests that name none."""
+
+    drafter: Drafter
+    max_tokens: int
+    unasked: bool = True
+
+
 @dataclass(slots=True)
 class _View:
     """What one drafter has to do with one sequence.
 
     `told` is how many leading tokens it knows to be as they are, drafts included. `silent_at` is how many
-    were known when it last had nothing to say. `limit` is how many drafts are worth having from it.
+    were known when it last had nothing to say. `max_tokens` is the longest draft it may make, and `limit` how
+    long a draft is worth having.
     """
 
     acceptance: Acceptance
+    max_tokens: int
     limit: int
     told: int = 0
     silent_at: int = -1
@@ -44,7 +55,6 @@ class _Sequence:
     about: DraftRequest
     tape: DraftTape
     views: list[_View | None]  # by drafter; None for those it does not want
-    max_drafts: int
     num_flying: int = 0
     features: TargetFeatures | None = None
     author: _View | None = field(default=None)  # whose drafts the tape holds
@@ -63,15 +73,15 @@ class _Sequence:
 class SpeculativeDecoder:
     """Drafts come in by `jobs` and `put`, go out by `choose`, and are judged by `settle`.
 
-    A request takes part from `open` to `close`, except while it is preempted (`pause`). `drafters` are only
-    asked for their names and ways: whoever runs them asks for `jobs`, by their place in the list, the most
+    A request takes part from `open` to `close`, except while it is preempted (`pause`). Drafters are only
+    asked for their names and ways: whoever runs them asks for `jobs`, by their place in `sources`, the most
     trusted first. `can_rewind` False verifies nothing and counts what might have been.
     """
 
     def __init__(
         self,
         config: SpeculationConfig,
-        drafters: Sequence[Drafter],
+        sources: Sequence[DraftSource],
         policy: LengthPolicy,
         costs: StepCosts,
         *,
@@ -80,14 +90,18 @@ class SpeculativeDecoder:
         self.config = config
         self.costs = costs
         self.stats = SpecStats()
+        self.waited_s = 0.0  # for drafts, before the step that comes next
+        self.step_waits_s = [0.0] * len(sources)  # by drafter: what a micro-step that is waited for takes
+        self.draft_length = 0.0  # drafts a round, of late
         self.speedup = 1.0  # of late, over steps without drafts as the costs know them
-        self.drafters = tuple(drafters)
+        self.drafters = tuple(source.drafter for source in sources)
+        self._sources = tuple(sources)
         self._policy = policy
         self._can_rewind = can_rewind
-        self._priors = [MethodPrior() for _ in drafters]
+        self._priors = [MethodPrior() for _ in sources]
         self._sequences: dict[str, _Sequence] = {}  # those that have not ended
         self._active: dict[str, _Sequence] = {}  # those that have a seat
-        self._closed: list[list[str]] = [[] for _ in drafters]  # to be forgotten by each drafter
+        self._closed: list[list[str]] = [[] for _ in sources]  # to be forgotten by each drafter
 
     @property
     def has_active(self) -> bool:
@@ -109,12 +123,13 @@ class SpeculativeDecoder:
 
     def _make(self, request: Request) -> _Sequence:
         options = request.speculation
-        max_drafts = min(self.config.max_draft_tokens, options.num_tokens or self.config.max_draft_tokens)
+        method = None if options.method == "auto" else options.method
         views: list[_View | None] = []
-        for drafter, prior in zip(self.drafters, self._priors, strict=True):
-            if options.method in (None, "auto", drafter.method):
+        for source, prior in zip(self._sources, self._priors, strict=True):
+            if source.unasked if method is None else method == source.drafter.method:
                 acceptance = Acceptance(prior)
-                views.append(_View(acceptance, self._policy.wanted(acceptance, max_drafts)))
+                max_tokens = min(source.max_tokens, options.num_tokens or source.max_tokens)
+                views.append(_View(acceptance, max_tokens, self._policy.wanted(acceptance, max_tokens)))
             else:
                 views.append(None)
         about = DraftRequest(
@@ -124,7 +139,7 @@ class SpeculativeDecoder:
             stop_token_ids=request.stop_token_ids,
             prediction=options.prediction,
         )
-        return _Sequence(request, about, DraftTape(len(request.token_ids)), views, max_drafts)
+        return _Sequence(request, about, DraftTape(len(request.token_ids)), views)
 
     def pause(self, request_id: str) -> None:
         """A request has lost its seat: its drafts and what drafters hold for it are dropped."""
@@ -172,13 +187,14 @@ class SpeculativeDecoder:
             if not self._can_rewind:
                 self.stats.num_fallbacks += 1
                 continue
-            room = min(sequence.max_drafts, request.max_num_tokens - len(request.token_ids) - 1)
+            author = sequence.author
+            if author is None:
+                continue
+            room = min(author.max_tokens, request.max_num_tokens - len(request.token_ids) - 1)
             num_available = min(len(sequence.tape), room)
-            if num_available > 0 and sequence.author is not None:
+            if num_available > 0:
                 sequences.append(sequence)
-                candidates.append(
-                    Candidate(sequence.author.acceptance, num_available, is_tree=sequence.tape.is_tree)
-                )
+                candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
         if not candidates:
             return []
         chosen = []
@@ -198,12 +214,13 @@ class SpeculativeDecoder:
         if drafted:
             self._judge(sequence, drafted, tokens)
         self._settle_tape(sequence, tokens)
-        for view in sequence.views:
+        for view, wait_s in zip(sequence.views, self.step_waits_s, strict=True):
             if view is not None:
-                view.limit = self._policy.wanted(view.acceptance, sequence.max_drafts)
+                view.limit = self._policy.wanted(view.acceptance, view.max_tokens, wait_s)
 
     def _judge(self, sequence: _Sequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> None:
         """Count one round."""
+        self.draft_length += _FORGETTING * (len(drafted) - self.draft_length)
         author, request = sequence.author, sequence.request
         assert author is not None and request.spec_stats is not None
         accepted = accepted_drafts(drafted, tokens)
@@ -211,8 +228,7 @@ class SpeculativeDecoder:
             num_judged = len(drafted) if len(tokens) > len(accepted) else len(accepted)
             self._policy.observe(author.acceptance, num_judged, len(accepted))
         else:
-            parents = [draft.parent for draft in drafted if draft.parent is not None]
-            self._policy.observe_tree(author.acceptance, parents, accepted)
+            self._policy.observe_tree(author.acceptance, len(drafted), accepted)
         for stats in (self.stats, request.spec_stats):
             stats.observe_round(sequence.tape.method, len(drafted), len(accepted), len(tokens))
 
@@ -350,10 +366,6 @@ class SpeculativeDecoder:
         plain_s = self.costs.seconds(num_seqs, num_seqs)
         if plain_s is not None and seconds > 0:
             self.speedup += _FORGETTING * (num_committed / num_seqs * plain_s / seconds - self.speedup)
-
-    def mean_draft_length(self) -> float:
-        """Drafts a round, over all rounds; 0 before the first."""
-        return self.stats.num_proposed / self.stats.num_rounds if self.stats.num_rounds else 0.0
 
 
 def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> list[int]:
