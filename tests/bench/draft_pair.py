@@ -286,27 +286,30 @@ class Distillation:
             yield from batches
 
     def _step(self, batch: Sequence[Text]) -> float:
-        """One update; the loss is measured at a random part of the positions, which is what costs most."""
+        """One update: hidden states at all positions, divergence, which costs most, at a random part."""
         token_ids = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(text.sample.token_ids[:-1]) for text in batch], batch_first=True
         )
         lengths = torch.tensor([len(text.hidden) for text in batch])
         starts = torch.tensor([text.sample.num_prompt_tokens - 1 for text in batch])
         column = torch.arange(token_ids.shape[1])
-        wanted = (column >= starts[:, None]) & (column < lengths[:, None])
-        wanted &= torch.rand(wanted.shape, generator=self._generator) < self._arguments.share
+        real = column < lengths[:, None]
+        drawn = real & (column >= starts[:, None])
+        drawn &= torch.rand(drawn.shape, generator=self._generator) < self._arguments.share
         self.num_tokens += int(lengths.sum())
-        target = torch.nn.utils.rnn.pad_sequence([text.hidden for text in batch], batch_first=True)[wanted]
+        target = torch.nn.utils.rnn.pad_sequence([text.hidden for text in batch], batch_first=True)
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = self._draft.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state[wanted]
-            target_log = (target.bfloat16() @ self._head.T).float().log_softmax(-1)
-            log_probs = F.linear(hidden, self._head).float().log_softmax(-1)  # [positions, vocab]
+            hidden = self._draft.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+            target_log = (target[drawn].bfloat16() @ self._head.T).float().log_softmax(-1)
+            log_probs = F.linear(hidden[drawn], self._head).float().log_softmax(-1)  # [positions, vocab]
         loss = F.kl_div(log_probs, target_log, reduction="batchmean", log_target=True)
+        wanted = target[real].float()
+        loss = loss + self._arguments.hidden_weight * F.mse_loss(hidden[real].float(), wanted) / wanted.var()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 # What came of it.
@@ -385,7 +388,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="longest answer (default 160)")
     parser.add_argument("--minutes", type=float, default=12.0, help="training time (default 12)")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--train-batch", type=int, default=12, help="texts in an update (default 12)")
+    parser.add_argument("--train-batch", type=int, default=6, help="texts in an update (default 6)")
+    parser.add_argument("--hidden-weight", type=float, default=1.0, help="of hidden states in the loss")
     parser.add_argument("--share", type=float, default=0.35, help="part of the positions in an update's loss")
     parser.add_argument("--gamma", type=int, default=4, help="chain length of tokens_per_step (default 4)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
