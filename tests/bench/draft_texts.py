@@ -7,79 +7,86 @@ import random
 from dataclasses import dataclass
 
 LIGHTHOUSE = """\
-The lighthouse at Carrow Point was built in 1871 from granite that came by sea, because no road reached the cape \
-in those years. Its first keeper, a widower called Amos Tully, lived there with two daughters and a cow, and kept \
-a log in which he noted the weather, the ships that passed, and every visitor. There were few of the latter. In \
-the winter of 1880 the supply boat could not land for eleven weeks, and the family lived on oatmeal, dried fish \
-and the milk of the cow, which by then was almost dry itself.
+The lighthouse at Carrow Point was built in 1871 from granite that came by sea, because no road reached \
+the cape in those years. Its first keeper, a widower called Amos Tully, lived there with two daughters \
+and a cow, and kept a log in which he noted the weather, the ships that passed, and every visitor. There \
+were few of the latter. In the winter of 1880 the supply boat could not land for eleven weeks, and the \
+family lived on oatmeal, dried fish and the milk of the cow, which by then was almost dry itself.
 
-When the lamp was changed from oil to electricity, in 1934, the tower lost its keeper but not its use. A cable was \
-laid across the bay, and a clockwork switch lit the lamp at dusk. Twice a year an engineer rowed over to wind the \
-clock and clean the glass. Fishermen who had grown up with the old light complained that the new one was too \
-white, and that it made the rocks look closer than they were.
+When the lamp was changed from oil to electricity, in 1934, the tower lost its keeper but not its use. A \
+cable was laid across the bay, and a clockwork switch lit the lamp at dusk. Twice a year an engineer \
+rowed over to wind the clock and clean the glass. Fishermen who had grown up with the old light \
+complained that the new one was too white, and that it made the rocks look closer than they were.
 
-Today the building belongs to the county. The ground floor holds a small museum with the log of Amos Tully, open \
-at the page of the eleven weeks, and from the gallery one can see as far as the islands on a clear day. The road \
-that was missing in 1871 ends at a car park, and most visitors stay for less than an hour.
+Today the building belongs to the county. The ground floor holds a small museum with the log of Amos \
+Tully, open at the page of the eleven weeks, and from the gallery one can see as far as the islands on a \
+clear day. The road that was missing in 1871 ends at a car park, and most visitors stay for less than an \
+hour.
 """
 
 REPORT = """\
-The committee met on the second Tuesday of March to consider the state of the town's bridges. Of the fourteen \
-bridges that the town maintains, nine were found to be in good order, three need new railings before the summer, \
-and two should be closed to lorries until their foundations have been examined. The engineer estimated the cost of \
-the railings at twelve thousand pounds. He declined to estimate the cost of the foundations, since nobody has seen \
-them since the flood of 1987.
+The committee met on the second Tuesday of March to consider the state of the town's bridges. Of the \
+fourteen bridges that the town maintains, nine were found to be in good order, three need new railings \
+before the summer, and two should be closed to lorries until their foundations have been examined. The \
+engineer estimated the cost of the railings at twelve thousand pounds. He declined to estimate the cost \
+of the foundations, since nobody has seen them since the flood of 1987.
 
-Mrs Okafor asked whether the bridge at Mill Lane could be replaced by a ford, as it had been before the war. The \
-engineer replied that a ford would be cheaper to build and to maintain, but that the ambulance could not use it for \
-about thirty days of the year. The committee agreed to keep the bridge. It was further agreed to ask the county \
-for half of the cost, to publish the engineer's report in the library, and to meet again in May.
+Mrs Okafor asked whether the bridge at Mill Lane could be replaced by a ford, as it had been before the \
+war. The engineer replied that a ford would be cheaper to build and to maintain, but that the ambulance \
+could not use it for about thirty days of the year. The committee agreed to keep the bridge. It was \
+further agreed to ask the county for half of the cost, to publish the engineer's report in the library, \
+and to meet again in May.
 """
 
 PROSE_QUESTION = "Tell me about how bread is made, and why the dough has to rest.\n"
 
 PROSE_ANSWER = """\
-Bread begins with very little: flour, water, salt, and something to make it rise. When flour and water meet, two \
-proteins in the flour join to form gluten, a stretchy net that can hold bubbles of gas. Kneading lines up the \
-strands of that net, so a dough that tore easily after mixing becomes smooth and elastic after ten minutes of \
-work. Salt slows the yeast a little and makes the gluten stronger, which is why bread without it tastes flat and \
-often collapses.
+Bread begins with very little: flour, water, salt, and something to make it rise. When flour and water \
+meet, two proteins in the flour join to form gluten, a stretchy net that can hold bubbles of gas. \
+Kneading lines up the strands of that net, so a dough that tore easily after mixing becomes smooth and \
+elastic after ten minutes of work. Salt slows the yeast a little and makes the gluten stronger, which is \
+why bread without it tastes flat and often collapses.
 
-Yeast feeds on sugars that enzymes free from the starch. As it eats, it gives off carbon dioxide, which inflates \
-the net, and alcohol and acids, which give the loaf most of its flavour. This takes time. In a warm kitchen a dough \
-may double within an hour; in a refrigerator the same dough needs a night, and tastes better for it, because the \
-bacteria that make the acids mind the cold less than the yeast does.
+Yeast feeds on sugars that enzymes free from the starch. As it eats, it gives off carbon dioxide, which \
+inflates the net, and alcohol and acids, which give the loaf most of its flavour. This takes time. In a \
+warm kitchen a dough may double within an hour; in a refrigerator the same dough needs a night, and \
+tastes better for it, because the bacteria that make the acids mind the cold less than the yeast does.
 
-The rest has a second purpose. Gluten that has just been worked is tense, and springs back when you try to shape \
-it. Left alone for twenty minutes it relaxes, and the baker can roll it into a tight ball without tearing the skin. \
-Meanwhile the flour goes on drinking water, so that a sticky dough becomes manageable without adding more flour. \
-Finally the loaf is baked in a hot oven, with steam at the beginning: moisture keeps the crust soft long enough \
-for one last rise, and then the outside sets, browns, and begins to crackle as it cools on the rack.
+The rest has a second purpose. Gluten that has just been worked is tense, and springs back when you try \
+to shape it. Left alone for twenty minutes it relaxes, and the baker can roll it into a tight ball \
+without tearing the skin. Meanwhile the flour goes on drinking water, so that a sticky dough becomes \
+manageable without adding more flour. Finally the loaf is baked in a hot oven, with steam at the \
+beginning: moisture keeps the crust soft long enough for one last rise, and then the outside sets, \
+browns, and begins to crackle as it cools on the rack.
 
-If your loaf comes out dense, the usual cause is impatience. Give it another half hour, press it gently with a \
-finger, and bake it only when the dent fills slowly. A dough that springs back at once is not ready, and one that \
-does not move at all has waited too long.
+If your loaf comes out dense, the usual cause is impatience. Give it another half hour, press it gently \
+with a finger, and bake it only when the dent fills slowly. A dough that springs back at once is not \
+ready, and one that does not move at all has waited too long.
 """
 
 ESSAY_ANSWER = """\
-People often think that a map is a picture of a place, but it is closer to an argument about it. Someone had to \
-decide what to show and what to leave out, and those decisions were made for a purpose. A sailor's chart names \
-every rock below the water and hardly any village on the shore. A railway plan straightens rivers and coasts until \
-the only distances that remain are counted in stations. Neither is wrong, and neither would help you find a house.
+People often think that a map is a picture of a place, but it is closer to an argument about it. Someone \
+had to decide what to show and what to leave out, and those decisions were made for a purpose. A \
+sailor's chart names every rock below the water and hardly any village on the shore. A railway plan \
+straightens rivers and coasts until the only distances that remain are counted in stations. Neither is \
+wrong, and neither would help you find a house.
 
-The earliest surviving maps make this plain. Clay tablets from Babylon show fields and canals, since it was fields \
-and canals that were taxed. Medieval scholars put Jerusalem in the middle and east at the top, because their maps \
-told a story about salvation rather than a route. When merchants began to need routes, they drew something new: \
-coastlines crossed by lines of constant bearing, ugly to look at and astonishingly accurate.
+The earliest surviving maps make this plain. Clay tablets from Babylon show fields and canals, since it \
+was fields and canals that were taxed. Medieval scholars put Jerusalem in the middle and east at the \
+top, because their maps told a story about salvation rather than a route. When merchants began to need \
+routes, they drew something new: coastlines crossed by lines of constant bearing, ugly to look at and \
+astonishingly accurate.
 
-What changed in the nineteenth century was not only precision but authority. Governments measured their countries \
-triangle by triangle and printed the result in numbered sheets. For the first time a farmer could be told that his \
-hedge stood in the wrong place by a person who had never seen it. Disputes that had been settled by memory were now \
-settled by paper, and it mattered a great deal who had held the pencil.
+What changed in the nineteenth century was not only precision but authority. Governments measured their \
+countries triangle by triangle and printed the result in numbered sheets. For the first time a farmer \
+could be told that his hedge stood in the wrong place by a person who had never seen it. Disputes that \
+had been settled by memory were now settled by paper, and it mattered a great deal who had held the \
+pencil.
 
-Our own maps move with us, turn as we turn, and redraw themselves when the traffic does. They seem to have no \
-author. Yet somebody still decides which shops appear at which scale, which border is dotted, and which road is the \
-fastest. It is worth remembering, when a calm voice tells us to turn left, that this too is an argument.
+Our own maps move with us, turn as we turn, and redraw themselves when the traffic does. They seem to \
+have no author. Yet somebody still decides which shops appear at which scale, which border is dotted, \
+and which road is the fastest. It is worth remembering, when a calm voice tells us to turn left, that \
+this too is an argument.
 """
 
 CODE = '''\
@@ -118,7 +125,7 @@ class Inventory:
         return sum(self._counts.values())
 '''
 
-TESTS = '''\
+TESTS = """\
 import pytest
 
 
@@ -159,7 +166,7 @@ def test_remove_forgets_a_name_without_parts() -> None:
     inventory.add("nut", 7)
     inventory.remove("bolt", 3)
     assert inventory.names() == ["nut"]
-'''
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,25 +184,43 @@ def all_cases() -> tuple[Case, ...]:
     reworded = LIGHTHOUSE.replace("a widower called Amos Tully", "a retired sailor called Amos Tully")
     edited = CODE.replace("_counts", "_parts_by_name").replace("int = 0", "int")
     return (
-        Case("rewrite, one change", f"Write 1872 instead of 1871.\n\n{LIGHTHOUSE}\n", LIGHTHOUSE.replace("1871", "1872")),
-        Case("rewrite, one phrase", f"Amos Tully was a retired sailor. Correct it.\n\n{LIGHTHOUSE}\n", reworded),
-        Case("shorten", f"Leave out the second paragraph.\n\n{LIGHTHOUSE}\n", without_paragraph(LIGHTHOUSE, 1)),
+        Case(
+            "rewrite, one change",
+            f"Write 1872 instead of 1871.\n\n{LIGHTHOUSE}\n",
+            LIGHTHOUSE.replace("1871", "1872"),
+        ),
+        Case(
+            "rewrite, one phrase", f"Amos Tully was a retired sailor. Correct it.\n\n{LIGHTHOUSE}\n", reworded
+        ),
+        Case(
+            "shorten", f"Leave out the second paragraph.\n\n{LIGHTHOUSE}\n", without_paragraph(LIGHTHOUSE, 1)
+        ),
         Case("rename in code", f"Rename _counts to _parts_by_name.\n\n{CODE}\n", edited),
         Case("rename, predicted", "Rename _counts to _parts_by_name.\n", edited, CODE),
-        Case("shorten, predicted", "Leave out the second paragraph.\n", without_paragraph(LIGHTHOUSE, 1), LIGHTHOUSE),
+        Case(
+            "shorten, predicted",
+            "Leave out the second paragraph.\n",
+            without_paragraph(LIGHTHOUSE, 1),
+            LIGHTHOUSE,
+        ),
         Case("useless prediction", PROSE_QUESTION, PROSE_ANSWER, LIGHTHOUSE),
         Case("tests for code", f"Write tests for this class.\n\n{CODE}\n", TESTS),
         Case("json records", "List the orders as JSON.\n", records(24)),
         Case("quote a report", f"{REPORT}\nWhat was agreed, and what will it cost?\n", QUOTING_ANSWER),
         Case("prose", PROSE_QUESTION, PROSE_ANSWER),
-        Case("prose, long prompt", f"{LIGHTHOUSE}\n{REPORT}\n{PROSE_ANSWER}\nNow write about maps.\n", ESSAY_ANSWER),
+        Case(
+            "prose, long prompt",
+            f"{LIGHTHOUSE}\n{REPORT}\n{PROSE_ANSWER}\nNow write about maps.\n",
+            ESSAY_ANSWER,
+        ),
     )
 
 
 QUOTING_ANSWER = """\
-The committee agreed to keep the bridge at Mill Lane, to ask the county for half of the cost, to publish the \
-engineer's report in the library, and to meet again in May. The engineer estimated the cost of the railings at \
-twelve thousand pounds. There is no figure for the foundations, because nobody has seen them since the flood of 1987.
+The committee agreed to keep the bridge at Mill Lane, to ask the county for half of the cost, to publish \
+the engineer's report in the library, and to meet again in May. The engineer estimated the cost of the \
+railings at twelve thousand pounds. There is no figure for the foundations, because nobody has seen them \
+since the flood of 1987.
 """
 
 

@@ -54,7 +54,7 @@ class KnownTokens:
         if num_committed < self.num_committed:
             return False
         told = job.token_ids[: self.num_committed - job.first]
-        return self._tokens[job.first : self.num_committed].tolist() == list(told)
+        return self.committed(job.first, self.num_committed) == list(told)
 
     def append(self, token_ids: tuple[int, ...] | list[int]) -> None:
         """Tokens follow, as drafts."""
@@ -68,14 +68,16 @@ class KnownTokens:
 
     def committed(self, first: int, end: int) -> list[int]:
         """The committed tokens in [first, end)."""
-        return self._tokens[first : min(end, self.num_committed)].tolist()
+        token_ids: list[int] = self._tokens[first : min(end, self.num_committed)].tolist()
+        return token_ids
 
     def drafts(self) -> list[int]:
         """The tokens that are not committed."""
-        return self._tokens[self.num_committed : self.num_tokens].tolist()
+        token_ids: list[int] = self._tokens[self.num_committed : self.num_tokens].tolist()
+        return token_ids
 
     def copy_from(self, source: int, count: int) -> list[int]:
-        """`count` tokens from position `source` on, the copies themselves included where it runs past the end."""
+        """`count` tokens from position `source` on; past the end the copies themselves are copied."""
         tokens: list[int] = self._tokens[source : min(source + count, self.num_tokens)].tolist()
         while len(tokens) < count:
             tokens += tokens[: count - len(tokens)]

@@ -12,9 +12,9 @@ from engine.speculation.drafters.text_source import Proposal, ReadAllowance, Tex
 
 MAX_TOKENS = 32_768  # of a prediction that are looked at: 8 ms to index them, once, when output differs
 MIN_MATCH = 2  # tokens that must agree to go on near the place where output and prediction parted
-FAR_MATCH = 3  # and anywhere else
+FAR_MATCH = 4  # and anywhere else
 NEAR_TOKENS = 32
-LENGTH_PER_MATCH = 4
+LENGTH_PER_MATCH = 4  # drafts for each token that agreed in a row
 _MAX_MATCH = 8
 _MAX_PLACES = 16  # looked at on each side of where they parted
 
@@ -57,7 +57,9 @@ class Prediction:
 
     def after(self, alignment: Alignment, num_wanted: int) -> list[int]:
         """What the prediction goes on with, while they are aligned."""
-        return self._token_ids[alignment.place : alignment.place + num_wanted] if alignment.num_matched else []
+        return (
+            self._token_ids[alignment.place : alignment.place + num_wanted] if alignment.num_matched else []
+        )
 
     def _find(self, parted: int, last: tuple[int, ...]) -> tuple[int, int]:
         """The place behind the longest match of the last output, of several the one closest to `parted`.

@@ -7,13 +7,16 @@ added but never taken back.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _ROOT = 0
 _NONE = -1
 _MAX_COUNTED = 8  # suffixes that one token counts for: what bounds its cost in text that repeats itself
-_ESCAPE = 1.3  # measured: after a match of m tokens seen c times, something new follows at about 1.3 / (m * c)
+ESCAPE = 1.3  # measured: after a match of m tokens seen c times, something new follows at about 1.3 / (m * c)
+
+_LONG = 2  # tokens
+_MAX_FOLLOWERS = 32  # with more of them none is likely enough to look for
 
 
 class Match(NamedTuple):
@@ -68,7 +71,7 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def continuation(self, match: Match, num_wanted: int, chance: float, min_chance: float) -> list[int]:
-        """What most often followed, token by token, while it is likely enough that all of it follows again.
+        """What most often followed, token by token, while all of it follows again with more than this chance.
 
         `chance` is that of the match itself. Where the text ends, a shorter suffix goes on.
         """
@@ -82,22 +85,35 @@ class SuffixAutomaton:
                 break
             token_id, target, share = self._likeliest(state, length)
             chance *= share
-            if chance < min_chance:
+            if chance <= min_chance:
                 break
             token_ids.append(token_id)
             state, length = target, length + 1
         return token_ids
 
     def _likeliest(self, state: int, length: int) -> tuple[int, int, float]:
-        """The token that most often followed, the state it leads to, and the chance that it follows again."""
+        """The token that most often followed, the state it leads to, and the chance that it follows again.
+
+        Where a shorter suffix, still long, was followed by several tokens, the longer match is trusted the
+        less the more of it that suffix is: the fields of a record differ, however alike the records are.
+        """
         count = self._count
         token_id, target = self._token[state], self._target[state]
-        best = total = count[target]
-        for other_id, other in self._more.get(state, {}).items():
-            total += count[other]
-            if count[other] > best:
-                token_id, target, best = other_id, other, count[other]
-        return token_id, target, best / total * (1.0 - _ESCAPE / (length * total))
+        others = self._more.get(state)
+        if others is not None:
+            if len(others) >= _MAX_FOLLOWERS:
+                return token_id, target, 0.0
+            for other_id, other in others.items():
+                if count[other] > count[target]:
+                    token_id, target = other_id, other
+        chance = _chance(count[target], count[state], length)
+        parent = self._link[state]
+        parent_length = self._length[parent]
+        if parent_length >= _LONG:
+            share = parent_length / length
+            same = count[self._next(parent, token_id)]
+            chance = (1.0 - share) * chance + share * _chance(same, count[parent], parent_length)
+        return token_id, target, chance
 
     def _next(self, state: int, token_id: int) -> int:
         """The state that this token leads to; _NONE if it never followed."""
@@ -153,7 +169,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _split(self, state: int, token_id: int, target: int) -> int:
-        """Give the substrings of `target` that `state` leads to, which now end here too, a state of their own."""
+        """Give the substrings of `target` that `state` leads to, which now end here too, their own state."""
         short = self._new_state(self._length[state] + 1)
         for numbers in (self._link, self._count, self._token, self._target):
             numbers[short] = numbers[target]
@@ -167,3 +183,9 @@ class SuffixAutomaton:
                 self._more[state][token_id] = short
             state = self._link[state]
         return short
+
+
+def _chance(count: int, total: int, length: int) -> float:
+    """That what followed `count` of `total` matches of this length follows the next one."""
+    total = max(count, total)  # short substrings are counted less often
+    return count / total * (1.0 - ESCAPE / (length * total))
