@@ -99,6 +99,4 @@ class FakeDrafter:
         parents = [-1] * len(siblings)
         for i in range(len(chain)):
             parents.append(-1 if i == 0 else len(siblings) + i - 1)
-        return Draft(
-            job.request.request_id, job.epoch, first, (*siblings, *chain), tuple(parents)
-        )
+        return Draft(job.request.request_id, job.epoch, first, (*siblings, *chain), tuple(parents))

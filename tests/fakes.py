@@ -96,7 +96,9 @@ class FakeRunner:
         ends = np.cumsum(inputs.query_lens)
         for row, token_row in enumerate(inputs.logits_rows):
             sequence = int(np.searchsorted(ends, token_row, side="right"))
-            prefix = self._prefix(inputs, sequence, int(token_row - ends[sequence] + inputs.query_lens[sequence]))
+            prefix = self._prefix(
+                inputs, sequence, int(token_row - ends[sequence] + inputs.query_lens[sequence])
+            )
             assert len(prefix) == inputs.sampling.position[row], "a row's position is not its depth"
             seed = int(inputs.sampling.seed[row]) if inputs.sampling.temperature[row] else 0  # greedy
             drawn.append(next_token(prefix, seed))

@@ -8,9 +8,7 @@ from engine.speculation.drafter import Draft
 KNOWN = [1, 2, 3]
 
 
-def draft(
-    first: int, *token_ids: int, epoch: int = 0, parents: tuple[int, ...] | None = None
-) -> Draft:
+def draft(first: int, *token_ids: int, epoch: int = 0, parents: tuple[int, ...] | None = None) -> Draft:
     return Draft("r", epoch, first, token_ids, parents)
 
 
