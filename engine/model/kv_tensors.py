@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from engine.model.layer_kv import LayerKv
-from engine.outputs import BlockCopy
+from engine.outputs import BlockCopy, Int64
 
 
 def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dtype) -> int:
@@ -98,6 +99,23 @@ class KvTensors:
         targets = torch.tensor([copy.target for copy in copies], device=self.device)
         for tensor in self.tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    def move_rows(self, sources: Int64, targets: Int64) -> None:
+        """Copy single slots in every layer; all sources are read before any target is written.
+
+        Both are [n] of block * block_size + offset, on the host; the targets all differ.
+        """
+        if not len(sources):
+            return
+        slots = torch.tensor(np.stack((sources, targets)), device=self.device)  # [2, n]
+        by_heads: dict[int, torch.Tensor] = {}  # [2, n * num_kv_heads]
+        for layer, shape in enumerate(self.layers):
+            heads = shape.num_kv_heads
+            if heads not in by_heads:
+                by_heads[heads] = torch.stack([self.rows_of(of, heads) for of in slots])
+            source, target = by_heads[heads]
+            for rows in (self._key_rows[layer], self._value_rows[layer]):
+                rows.index_copy_(0, target, rows.index_select(0, source))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks in every layer, so that nothing non-finite in them reaches a later owner."""

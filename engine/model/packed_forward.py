@@ -36,7 +36,8 @@ class PackedForward:
     def __call__(self, inputs: StepInputs, kv: KvTensors) -> torch.Tensor:
         """The logits of the R rows asked for, [R, vocab], in the model's dtype. Call under inference mode.
 
-        Moves no blocks: that is the caller's. Errors of the model and of the device come through.
+        Where drafts form trees, each sees its own branch only. Moves no blocks: that is the caller's. Errors
+        of the model and of the device come through.
         """
         device = self.loaded.device
         rows = torch.tensor(inputs.logits_rows, device=device)
@@ -50,3 +51,20 @@ class PackedForward:
         )
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
+
+    def with_features(self, inputs: StepInputs, kv: KvTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits as a plain call gives them, and the hidden states they were made from: [R, hidden].
+
+        These are what the model's output embedding reads, after the last norm, in the model's dtype.
+        """
+        seen: list[torch.Tensor] = []
+        head = self.loaded.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            logits = self(inputs, kv)
+        finally:
+            handle.remove()
+        hidden = seen[0][0]  # [R, hidden], or [N, hidden]
+        if not self._keeps_rows:
+            hidden = hidden[torch.tensor(inputs.logits_rows, device=hidden.device)]
+        return logits, hidden

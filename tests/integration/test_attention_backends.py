@@ -185,16 +185,27 @@ def test_every_token_is_in_one_group_and_padding_is_bounded(chunks: list[Chunk])
     inputs, num_blocks = make_step(chunks, 16)
     kv = KvTensors((LayerKv(3, 64, 64),), num_blocks, 16, torch.bfloat16, CPU)
     groups = group_sequences(inputs, kv)
-    rows = [torch.arange(len(inputs.token_ids))[group.rows] for group in groups]
-    assert torch.equal(torch.cat(rows).sort().values, torch.arange(len(inputs.token_ids)))
-    for group, owned in zip(groups, rows, strict=True):
+    num_tokens = len(inputs.token_ids)
+    rows = [torch.arange(num_tokens + 1)[group.rows] for group in groups]
+    written = [
+        owned if group.targets is None else group.targets for group, owned in zip(groups, rows, strict=True)
+    ]
+    real = torch.cat(written)
+    assert torch.equal(real[real < num_tokens].sort().values, torch.arange(num_tokens))
+    for group, read, owned in zip(groups, rows, written, strict=True):
         assert len(owned) == group.num_sequences * group.query_len
         assert group.num_sequences == 1 or len(owned) <= 256
+        assert torch.equal(read[owned < num_tokens], owned[owned < num_tokens])
+    # Beside what one more group costs, harmonically.
+    evenness = 1 + np.log(inputs.kv_lens.sum() / inputs.kv_lens.min())
     sequence_of = np.repeat(np.arange(len(chunks)), inputs.query_lens)
-    for owned in rows:
-        kv_lens = np.sort(inputs.kv_lens[np.unique(sequence_of[owned.numpy()])])
+    for group, read in zip(groups, rows, strict=True):
+        members = np.unique(sequence_of[read.numpy()])
+        kv_lens = np.sort(inputs.kv_lens[members])
         padding = int((kv_lens[-1] - kv_lens).sum())
-        assert padding <= 1366 * (1 + np.log(len(kv_lens)))  # what one more group costs, harmonically
+        assert padding <= 1366 * (1 + np.log(len(kv_lens)))
+        repeated = group.query_len - inputs.query_lens[members]
+        assert int((repeated * inputs.kv_lens[members]).sum()) <= 2 * 1366 * evenness
 
 
 def test_the_cpu_gets_its_own_backend() -> None:

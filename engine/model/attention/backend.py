@@ -26,7 +26,8 @@ class StepAttention(Protocol):
         """Attend from the packed `query` [num_tokens, num_heads, key_dim] to each sequence's own positions.
 
         The step's keys and values are in the tensors already. Gives [num_tokens, num_heads, value_dim] in
-        packed order. A token sees positions up to its own, the newest `window` of them.
+        packed order. A token sees positions up to its own, the newest `window` of them; among drafts that
+        form a tree, those of its own branch only.
         """
         ...
 

@@ -32,16 +32,18 @@ class CpuStep:
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
-        if len(self._groups) == 1:
+        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._attend_group(self._groups[0], query, call)
-        output = query.new_empty(*query.shape[:2], self._kv.layers[call.layer].value_dim)
+        num_tokens, num_heads, _ = query.shape  # and a row behind them for what padding gives
+        output = query.new_empty(num_tokens + 1, num_heads, self._kv.layers[call.layer].value_dim)
         for group in self._groups:
             if isinstance(group.rows, slice):
                 output[group.rows] = self._attend_group(group, query[group.rows], call)
             else:
                 selected = query.index_select(0, group.rows)
-                output.index_copy_(0, group.rows, self._attend_group(group, selected, call))
-        return output
+                targets = group.rows if group.targets is None else group.targets
+                output.index_copy_(0, targets, self._attend_group(group, selected, call))
+        return output[:-1]
 
     def _attend_group(self, group: QueryGroup, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Attend from `query` [n * query_len, heads, dim], sequence after sequence."""

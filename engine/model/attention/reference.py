@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.model.attention.backend import LayerCall
+from engine.model.attention.draft_tree import DraftTree, draft_trees
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
@@ -18,12 +20,13 @@ class ReferenceAttention:
     def plan(self, inputs: StepInputs, kv: KvTensors) -> ReferenceStep:
         """The sequences with their block tables on the device."""
         sequences, start = [], 0
+        trees = draft_trees(inputs)
         tables = torch.tensor(inputs.block_tables, device=kv.device, dtype=torch.long)
         for row, (query_len, kv_len) in enumerate(
             zip(inputs.query_lens.tolist(), inputs.kv_lens.tolist(), strict=True)
         ):
             num_blocks = -(-kv_len // kv.block_size)
-            sequences.append(_Sequence(start, query_len, kv_len, tables[row, :num_blocks]))
+            sequences.append(_Sequence(start, query_len, kv_len, tables[row, :num_blocks], trees.get(row)))
             start += query_len
         return ReferenceStep(kv, sequences)
 
@@ -36,18 +39,28 @@ class _Sequence:
     query_len: int
     kv_len: int
     blocks: torch.Tensor  # [num_blocks]
+    tree: DraftTree | None  # what the tokens are, if they are no chain
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window
 
     def mask(self, window: int | None) -> torch.Tensor:
         """True where a query token may look: [query_len, kv_len]."""
         if window not in self.masks:
-            keys = torch.arange(self.kv_len, device=self.blocks.device)
-            queries = keys[-self.query_len :, None]
-            allowed = keys <= queries
-            if window is not None:
-                allowed &= keys > queries - window
-            self.masks[window] = allowed
+            self.masks[window] = self._causal(window) if self.tree is None else self._branching(window)
         return self.masks[window]
+
+    def _causal(self, window: int | None) -> torch.Tensor:
+        keys = torch.arange(self.kv_len, device=self.blocks.device)
+        queries = keys[-self.query_len :, None]
+        allowed = keys <= queries
+        if window is not None:
+            allowed &= keys > queries - window
+        return allowed
+
+    def _branching(self, window: int | None) -> torch.Tensor:
+        assert self.tree is not None
+        places = np.arange(self.query_len - self.kv_len, self.query_len)
+        allowed = self.tree.sees(places[-self.query_len :], places, window)
+        return torch.from_numpy(allowed).to(self.blocks.device)
 
 
 class ReferenceStep:

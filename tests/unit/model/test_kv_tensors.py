@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,20 @@ def test_reads_all_sources_before_it_writes_a_target(kv: KvTensors) -> None:
         torch.testing.assert_close(tensor[[1, 2]], old[[0, 1]], rtol=0, atol=0)
 
 
+def test_moves_single_slots_in_every_layer(kv: KvTensors) -> None:
+    for tensor in kv.tensors:
+        tensor.copy_(torch.randn_like(tensor))
+    before = [by_slot(tensor).clone() for tensor in kv.tensors]
+    kv.move_rows(np.array([9, 10, 3]), np.array([8, 9, 22]))  # a row may be a source and a target
+    for tensor, old in zip(kv.tensors, before, strict=True):
+        old[[8, 9, 22]] = old[[9, 10, 3]]
+        torch.testing.assert_close(by_slot(tensor), old, rtol=0, atol=0)
+
+
+def by_slot(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).flatten(0, 1)  # [slots, kv heads, dim]
+
+
 def test_scrubs_only_the_blocks_it_is_given(kv: KvTensors) -> None:
     before = fill(kv)
     for tensor in (*kv.keys, *kv.values):
@@ -100,5 +115,6 @@ def test_nothing_to_move_moves_nothing(kv: KvTensors) -> None:
     before = fill(kv)
     kv.copy_blocks([])
     kv.scrub_blocks([])
+    kv.move_rows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     for tensor, old in zip((*kv.keys, *kv.values), before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0)
