@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.model.attention.draft_tree import DraftTree, accepted_moves, draft_trees
+from engine.model.attention.draft_tree import DraftTree, accepted_moves, draft_trees, last_accepted_rows
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import NO_TOKEN, StepInputs
 
@@ -106,3 +106,17 @@ def test_chains_never_move() -> None:
     assert inputs.drafts is not None
     assert moves(replace(inputs, drafts=replace(inputs.drafts, parents=None)), [10, 11, 12, 3, 4]) == []
     assert moves(make_step([]), [4]) == []
+
+
+def test_the_row_of_the_last_accepted_token() -> None:
+    inputs = make_step([], CHAIN, PARENTS, [-1, -1])  # rows 0, 1 to 4, 5 to 10, 11 to 13
+    n = NO_TOKEN
+    cases = [
+        ([7, 10, 11, 3, n, 11, 13, 14, 3, n, n, 11, 4, n], [0, 3, 10, 13]),
+        ([7, 10, 11, 12, 3, 11, 3, n, n, n, n, 3, n, n], [0, 4, 7, 11]),
+        ([7, 3, n, n, n, 10, 3, n, n, n, n, 10, 4, n], [0, 1, 6, 12]),
+        ([n] * 14, [0, 1, 5, 11]),
+    ]
+    for token_ids, expected in cases:
+        assert last_accepted_rows(inputs, token_ids).tolist() == expected
+    assert last_accepted_rows(make_step([], []), [4, 5]).tolist() == [0, 1]
