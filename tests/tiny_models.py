@@ -22,7 +22,10 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -101,12 +104,51 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "granite": lambda: GraniteConfig(**_GROUPED, **_SCALED),
 }
 
-FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+_RECURRENT: dict[str, Any] = {
+    name: _COMMON[name]
+    for name in _COMMON
+    if name not in ("intermediate_size", "num_attention_heads", "max_position_embeddings")
+}
+_HYBRID: dict[str, Any] = _GROUPED | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+
+# Steps large enough for a token to show in the state, small enough for one to be remembered for long.
+_RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: MambaConfig(**_RECURRENT, state_size=8, time_step_min=0.05, time_step_max=0.5),
+    "mamba2": lambda: Mamba2Config(
+        **_RECURRENT,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        state_size=16,
+        chunk_size=8,
+        time_step_min=0.05,
+        time_step_max=0.5,
+    ),
+    "granite_hybrid": lambda: GraniteMoeHybridConfig(**_HYBRID, **_SCALED, num_local_experts=0),
+    "granite_hybrid_moe": lambda: GraniteMoeHybridConfig(
+        **_HYBRID,
+        **_SCALED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        position_embedding_type="rope",
+    ),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
+RECURRENT_FAMILIES: tuple[str, ...] = tuple(_RECURRENT_CONFIGS)  # some or all carry a state instead
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """A fresh configuration of `family`, one of `FAMILIES`: hidden 64, head size 16, 512 ids, 256 places."""
-    return _CONFIGS[family]()
+    """A fresh configuration of `family`: hidden 64, head size 16, 512 ids, 256 places if they are limited."""
+    return (_CONFIGS | _RECURRENT_CONFIGS)[family]()
 
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What a model really asks of attention, seen in one forward pass over two tokens.
+"""What a model really asks of attention, and keeps besides, seen in one forward pass over two tokens.
 
 Configurations name head counts and windows in a dozen ways; what the layers hand to the attention function
 is the same for all. The pass also shows what no configuration tells: keywords that do not arrive, a mask the
@@ -7,6 +7,7 @@ model builds itself, keys that come from another layer.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from engine.errors import UnsupportedModel
 from engine.model.layer_kv import LayerKv
 from engine.model.model_files import first_line
+from engine.model.slot_mixers import read_layer_states
+from engine.model.slot_states import LayerState
 from engine.model.support import FULL_ATTENTION, SLIDING_ATTENTION
 
 _NAME = "slipstream-probe"
@@ -27,9 +30,13 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position"})
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The K/V shape of each attention layer, in order of `layer_idx`, and the width of the logits."""
+    """The K/V shape of each attention layer, what each recurrent one keeps, and the width of the logits.
+
+    Both in order of `layer_idx`.
+    """
 
     layers: tuple[LayerKv, ...]
+    states: tuple[LayerState, ...]
     vocab_size: int
 
 
@@ -38,18 +45,22 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
 
     `config` is the text model's. Raises UnsupportedModel for anything paged attention would not honour.
     """
-    before = model.config._attn_implementation
-    AttentionInterface.register(_NAME, _record_attention)
-    model.set_attn_implementation(_NAME)
-    try:
+    states = read_layer_states(model)
+    if len(states) == config.num_hidden_layers:
         seen, logits = _run(model)
-    finally:
-        model.set_attn_implementation(before)
-    layers = [seen.layers[index] for index in sorted(seen.layers)]
-    _check_coverage(sorted(seen.layers), config)
-    for index, layer in enumerate(layers):
+    else:
+        before = model.config._attn_implementation
+        AttentionInterface.register(_NAME, _record_attention)
+        model.set_attn_implementation(_NAME)
+        try:
+            seen, logits = _run(model)
+        finally:
+            model.set_attn_implementation(before)
+    _check_coverage(seen.layers, states, config)
+    layers = dict(sorted(seen.layers.items()))
+    for index, layer in layers.items():
         _check_window(index, layer, config)
-    return ProbeResult(tuple(layers), int(logits.shape[-1]))
+    return ProbeResult(tuple(layers.values()), states, int(logits.shape[-1]))
 
 
 class _Refusal(Exception):
@@ -120,13 +131,15 @@ def _find_refusal(
     return f"its attention takes {', '.join(sorted(tensors))}" if tensors else None
 
 
-def _check_coverage(indices: list[int], config: PreTrainedConfig) -> None:
-    """Every layer attends: what does not would need a state that is not in the paged cache."""
-    expected = list(range(int(config.num_hidden_layers)))
-    if indices != expected:
+def _check_coverage(
+    attending: Collection[int], states: Sequence[LayerState], config: PreTrainedConfig
+) -> None:
+    """Every layer attends, or is recurrent in a way we know: else it would need a state that is nowhere."""
+    known = sorted([*attending, *(state.layer_idx for state in states)])
+    if known != list(range(int(config.num_hidden_layers))):
         raise UnsupportedModel(
-            f"The architecture {config.model_type!r} cannot be served exactly: {len(indices)} of its "
-            f"{len(expected)} layers use attention."
+            f"The architecture {config.model_type!r} cannot be served exactly: {len(attending)} of its "
+            f"{config.num_hidden_layers} layers use attention, {len(states)} are recurrent in a known way."
         )
 
 

@@ -21,6 +21,7 @@ from engine.model.layer_kv import LayerKv
 from engine.model.layer_probe import probe_layers
 from engine.model.model_files import check_model_files, first_line, read_json, weight_files
 from engine.model.progress_bars import no_progress_bars
+from engine.model.slot_states import LayerState
 from engine.model.support import exact_context_limit, read_architecture
 
 log = logging.getLogger("slipstream.model")
@@ -35,7 +36,8 @@ class LoadedModel:
 
     `config` is the text model's own copy. `vocab_size` is the width of the logits, which may exceed the
     tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
-    that keeps keys and values, in order of their `layer_idx`.
+    that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
+    either may be empty.
     """
 
     model: PreTrainedModel
@@ -46,6 +48,12 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     layers: tuple[LayerKv, ...]
+    states: tuple[LayerState, ...] = ()
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether a sequence can be cut back to fewer tokens: not where a state has taken them in."""
+        return not self.states
 
 
 def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
@@ -71,6 +79,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         vocab_size=probe.vocab_size,
         eos_token_ids=read_eos_token_ids(directory, config),
         layers=probe.layers,
+        states=probe.states,
     )
 
 

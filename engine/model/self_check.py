@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.errors import UnsupportedModel
 from engine.model.packed_forward import PackedForward
+from engine.model.recurrent_forward import RecurrentForward
 from engine.model.rehearsal import Part, pack_step
+from engine.outputs import StepInputs
 
 _BLOCK_SIZE = 4
 _LENGTHS = (24, 15)
@@ -20,24 +23,24 @@ _CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
-def check_forward(forward: PackedForward) -> None:
-    """Raise UnsupportedModel, naming the architecture, unless packed paged logits equal plain ones.
+def check_forward(forward: PackedForward | RecurrentForward) -> None:
+    """Raise UnsupportedModel, naming the architecture, unless packed logits equal plain ones.
 
-    Runs two short sequences in chunks over scattered blocks of scratch tensors, and whole with transformers'
-    eager attention. The model's attention implementation is left as it was.
+    Runs two short sequences in chunks over scattered blocks and slots of scratch tensors, and whole as
+    transformers does, with eager attention. The model's attention implementation is left as it was.
     """
     difference = _difference(forward)
     tolerance = _TOLERANCES[forward.loaded.dtype]
     if not difference <= tolerance:  # NaN fails too
         raise UnsupportedModel(
-            f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits under paged "
-            f"attention differ from the plain forward pass by {difference:.2g} of their spread "
+            f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits computed in "
+            f"pieces differ from the plain forward pass by {difference:.2g} of their spread "
             f"(limit {tolerance})."
         )
 
 
 @torch.inference_mode()
-def _difference(forward: PackedForward) -> float:
+def _difference(forward: PackedForward | RecurrentForward) -> float:
     """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
     limit = forward.loaded.max_model_len
     generator = np.random.default_rng(0)
@@ -50,11 +53,12 @@ def _difference(forward: PackedForward) -> float:
     return float(((packed - plain).norm(dim=-1) / spread).median())
 
 
-def _plain_logits(forward: PackedForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
     """Transformers' own answer, sequence after sequence: [tokens, vocab] in float32."""
     model = forward.loaded.model
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    if forward.loaded.layers:
+        model.set_attn_implementation("eager")
     try:
         return torch.cat(
             [
@@ -65,24 +69,37 @@ def _plain_logits(forward: PackedForward, sequences: Sequence[list[int]]) -> tor
             ]
         )
     finally:
-        model.set_attn_implementation(before)
+        if forward.loaded.layers:
+            model.set_attn_implementation(before)
 
 
-def _packed_logits(forward: PackedForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
     """The same rows computed in pieces."""
     num_blocks = sum(_LENGTHS)
-    kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
+    compute = _on_scratch(forward, num_blocks)
     scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
     blocks = (scattered[: _LENGTHS[0]], scattered[_LENGTHS[0] :])
     rows: tuple[list[torch.Tensor], ...] = ([], [])
     for step in _steps(sequences):
         parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
-        logits = forward(pack_step(parts, _BLOCK_SIZE, every_row=True), kv).float()
+        seats = np.array([index for index, _, _ in step], dtype=np.int32)
+        logits = compute(replace(pack_step(parts, _BLOCK_SIZE, every_row=True), seats=seats)).float()
         start = 0
         for index, first, stop in step:
             rows[index].append(logits[start : start + stop - first])
             start += stop - first
     return torch.cat(rows[0] + rows[1])
+
+
+def _on_scratch(
+    forward: PackedForward | RecurrentForward, num_blocks: int
+) -> Callable[[StepInputs], torch.Tensor]:
+    """The forward pass over memory that nobody else uses."""
+    if isinstance(forward, PackedForward):
+        kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
+        return lambda inputs: forward(inputs, kv)
+    memory = forward.make_memory(num_blocks, _BLOCK_SIZE, num_slots=len(_LENGTHS))
+    return lambda inputs: forward(inputs, memory)
 
 
 def _steps(sequences: Sequence[list[int]]) -> Iterator[list[tuple[int, int, int]]]:

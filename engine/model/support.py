@@ -1,4 +1,4 @@
-"""Which architectures are refused, and why: everything that packed paged attention would not compute exactly.
+"""Which architectures are refused, and why: everything that a packed pass would not compute exactly.
 
 The rules here look at the configuration and the class, before any weight is read; `layer_probe` then looks at
 what the loaded model really asks of attention.
@@ -16,8 +16,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from engine.errors import UnsupportedModel
 from engine.model.model_files import first_line
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 _LAYER_TYPES = frozenset({FULL_ATTENTION, SLIDING_ATTENTION})
+# Architectures whose recurrent layers `slot_mixers` knows; in the last one, some or all layers attend.
+_RECURRENT_MODELS = frozenset({"mamba", "mamba2", "granitemoehybrid"})
 # Angles that depend on a token's own position alone; `dynamic` differs from the plain ones only for positions
 # beyond the model's own maximum, which are never served.
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})
@@ -92,9 +94,10 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
     if parts and model_class.config_class is type(config):
         yield f"it is made of several models ({', '.join(parts)})"
     yield from _layer_reasons(architecture.text_config)
-    if model_class._is_stateful:
+    attends = FULL_ATTENTION in (getattr(architecture.text_config, "layer_types", None) or (FULL_ATTENTION,))
+    if model_class._is_stateful and config.model_type not in _RECURRENT_MODELS:
         yield "it carries recurrent state from token to token"
-    if not model_class._supports_attention_backend:
+    if attends and not model_class._supports_attention_backend:
         yield "it computes attention itself, not through transformers' attention interface"
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantized (quantization_config)"
@@ -102,7 +105,8 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
 
 def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
     """Reasons in how the layers mix tokens."""
-    if foreign := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    served = _LAYER_TYPES | ({RECURRENT} if config.model_type in _RECURRENT_MODELS else set())
+    if foreign := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         yield f"it has layers of type {', '.join(foreign)}"
     if getattr(config, "alibi", False):
         yield "it biases attention by distance (ALiBi)"

@@ -27,8 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.errors import UnsupportedModel
 from engine.model.layer_kv import LayerKv
 from engine.model.layer_probe import probe_layers
+from engine.model.slot_states import LayerState
 from engine.model.support import Architecture, check_supported, find_model_class, read_architecture
-from tests.tiny_models import FAMILIES, tiny_config, tiny_model
+from tests.tiny_models import FAMILIES, RECURRENT_FAMILIES, tiny_config, tiny_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -48,7 +49,11 @@ SIZES: dict[str, Any] = {
         ({"model_type": "bart"}, "BartForCausalLM .* encoder-decoder"),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "no_such_thing"}, r"config\.json is not understood"),
-        ({"model_type": "mamba"}, "MambaForCausalLM .* layers of type"),
+        ({"model_type": "falcon_mamba"}, "FalconMambaForCausalLM .* layers of type linear_attention"),
+        (
+            {"model_type": "bamba", "num_hidden_layers": 1},
+            "BambaForCausalLM .* layers of type linear_attention",
+        ),
         ({"model_type": "rwkv"}, "RwkvForCausalLM .* recurrent state"),
         ({"model_type": "qwen3_next"}, "Qwen3NextForCausalLM .* layers of type"),
         ({"model_type": "llama4_text"}, "Llama4ForCausalLM .* chunked_attention"),
@@ -79,7 +84,7 @@ def test_an_unknown_rope_is_refused() -> None:
         check_supported(Architecture(config, find_model_class(config)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT_FAMILIES)
 def test_the_common_families_are_not_refused(family: str, tmp_path: Path) -> None:
     tiny_config(family).save_pretrained(tmp_path)
     assert read_architecture(tmp_path).config.model_type.startswith(family.split("_")[0])
@@ -128,8 +133,34 @@ def test_layers_are_read_from_what_they_hand_over() -> None:
         assert probe_layers(model, model.config).layers == expected
 
 
-def test_the_probe_leaves_the_model_as_it_was() -> None:
-    model = tiny_model("gemma3")
+def test_a_hybrid_tells_its_two_kinds_of_layers_apart() -> None:
+    model = tiny_model("granite_hybrid")
+    probe = probe_layers(model, model.config)
+    assert probe.layers == (LayerKv(2, 16, 16),)
+    assert probe.states == (LayerState(0, 192, 3, (8, 16, 16)), LayerState(2, 192, 3, (8, 16, 16)))
+
+
+def test_a_hybrid_architecture_that_only_attends_is_like_any_other() -> None:
+    config = tiny_config("granite_hybrid")
+    config.layer_types = ["full_attention"] * 3
+    model = make(config)
+    probe = probe_layers(model, model.config)
+    assert probe.layers == (LayerKv(2, 16, 16),) * 3 and probe.states == ()
+
+
+def test_a_layer_that_neither_attends_nor_is_known_to_be_recurrent_is_refused() -> None:
+    model = tiny_model("granite_hybrid")
+    block = model.model.layers[2]
+    block.mamba = type(
+        "SomeOtherLayer", (nn.Module,), {"forward": lambda self, hidden_states, **_: hidden_states}
+    )()
+    with pytest.raises(UnsupportedModel, match="1 of its 3 layers use attention, 1 are recurrent"):
+        probe_layers(model, model.config)
+
+
+@pytest.mark.parametrize("family", ["gemma3", *RECURRENT_FAMILIES])
+def test_the_probe_leaves_the_model_as_it_was(family: str) -> None:
+    model = tiny_model(family)
     ids = torch.arange(20)[None]
     before = model(ids).logits
     probe_layers(model, model.config)

@@ -107,8 +107,8 @@ def test_a_repo_of_pickled_weights_is_refused(tmp_path: Path, hub: Path) -> None
 def test_weights_of_an_unsupported_repo_are_never_asked_for(
     tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = cached_repo(hub, "org/mamba")
-    (snapshot / "config.json").write_text('{"model_type": "mamba"}')
+    snapshot = cached_repo(hub, "org/rwkv")
+    (snapshot / "config.json").write_text('{"model_type": "rwkv"}')
     asked: list[str] = []
     fetch = model_source._fetch
 
@@ -117,8 +117,8 @@ def test_weights_of_an_unsupported_repo_are_never_asked_for(
         return fetch(name, revision, patterns)
 
     monkeypatch.setattr(model_source, "_fetch", watch)
-    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
-        resolve(tmp_path, "org/mamba")
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM"):
+        resolve(tmp_path, "org/rwkv")
     assert "*.safetensors" not in asked
 
 

@@ -1,0 +1,31 @@
+"""What a runner asks of the device besides computing: the time, on its own clock, and what a failure was."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the clock of the device."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """The seconds from one mark to a later one; waits until the device has reached it."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device had no room; the CPU's allocator has no exception type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

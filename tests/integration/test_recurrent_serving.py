@@ -1,0 +1,141 @@
+"""Recurrent and hybrid models under the real scheduler give transformers' own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.outputs import BatchDecision
+from engine.request import FinishReason, Request
+from tests.factories import make_batcher, make_request
+from tests.packed import random_tokens
+from tests.recurrent import generated, load_recurrent, make_recurrent_runner, serve
+from tests.tiny_models import RECURRENT_FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+PROMPT_LENGTHS = (23, 1, 9, 40, 5, 14, 2, 17, 30)
+MAX_TOKENS = (12, 20, 3, 9, 16, 1, 11, 8, 6)
+# By the number of the step before which they come: some together, some while others decode.
+ARRIVALS = ((0, (0, 1)), (3, (2, 3, 4)), (9, (5,)), (12, (6, 7, 8)))
+
+
+def make_requests(**sampling: Any) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        make_request(
+            f"request-{index}",
+            random_tokens(rng, length),
+            arrival=index,
+            max_tokens=MAX_TOKENS[index],
+            seed=100 + index,
+            **sampling,
+        )
+        for index, length in enumerate(PROMPT_LENGTHS)
+    ]
+
+
+def arrivals_of(requests: list[Request]) -> dict[int, list[Request]]:
+    return {step: [requests[index] for index in indices] for step, indices in ARRIVALS}
+
+
+def prompt_of(request: Request) -> list[int]:
+    return request.token_ids[: request.num_prompt_tokens]
+
+
+def output_of(request: Request) -> list[int]:
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def reference_outputs(family: str) -> list[list[int]]:
+    return [
+        generated(family, prompt_of(request), request.sampling.max_tokens)
+        for request in make_requests(temperature=0.0)
+    ]
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_greedy_tokens_are_transformers_own(family: str) -> None:
+    """Chunked prefill, requests that join and leave, four seats for nine."""
+    requests = make_requests(temperature=0.0)
+    batcher = make_batcher(max_num_seqs=4, max_num_batched_tokens=16)
+    seen: list[tuple[int, set[int]]] = []
+
+    def look(decision: BatchDecision) -> None:
+        if decision.inputs is not None and decision.inputs.seats is not None:
+            seen.append((decision.num_prefill_tokens, set(decision.inputs.seats.tolist())))
+
+    serve(batcher, make_recurrent_runner(family), arrivals_of(requests), look)
+    assert [output_of(request) for request in requests] == reference_outputs(family)
+    assert set.union(*(seats for _, seats in seen)) == {0, 1, 2, 3}
+    assert any(0 < num_prefill < 40 and len(seats) > 1 for num_prefill, seats in seen)
+    assert any(not num_prefill and len(seats) == 4 for num_prefill, seats in seen)
+    batcher.kv.check_integrity()
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_preempted_sequence_is_computed_again_to_the_same_end(family: str) -> None:
+    requests = make_requests(temperature=0.0)
+    batcher = make_batcher(max_num_seqs=4, max_num_batched_tokens=16, num_blocks=13)
+    runner = make_recurrent_runner(family, num_blocks=13)
+    serve(batcher, runner, arrivals_of(requests))
+    assert any(request.preemptions for request in requests)
+    assert [output_of(request) for request in requests] == reference_outputs(family)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_drawn_tokens_are_the_same_alone_and_in_a_crowd(family: str) -> None:
+    crowd = make_requests(temperature=0.9, top_p=0.95)
+    serve(
+        make_batcher(max_num_seqs=4, max_num_batched_tokens=16, num_blocks=13),
+        make_recurrent_runner(family, num_blocks=13),
+        arrivals_of(crowd),
+    )
+    for index, alone in enumerate(make_requests(temperature=0.9, top_p=0.95)):
+        serve(make_batcher(max_num_seqs=1), make_recurrent_runner(family, num_slots=1), {0: [alone]})
+        assert output_of(alone) == output_of(crowd[index])
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_failed_step_ends_its_own_requests_and_the_seats_serve_others(family: str) -> None:
+    requests = make_requests(temperature=0.0)
+    batcher = make_batcher(max_num_seqs=4, max_num_batched_tokens=16, max_decode_seqs=2)
+    runner = make_recurrent_runner(family)
+    for request in requests[:5]:
+        batcher.add(request)
+    for _ in range(7):
+        decision = batcher.step()
+        assert decision.inputs is not None
+        batcher.commit(decision, runner.run(decision.inputs).rows)
+    decision = batcher.step()
+    assert decision.inputs is not None
+    aboard = {entry.request_id for entry in decision.scheduled}
+    assert 0 < len(aboard) < batcher.num_running, "some running request has to be left out"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a shape is wrong")
+
+    hook = load_recurrent(family).model.register_forward_hook(fail)
+    with pytest.raises(RuntimeError):
+        runner.run(decision.inputs)
+    hook.remove()
+    ended = {request.request_id for request in batcher.abandon(decision, fail=True)}
+    assert ended == aboard
+    serve(batcher, runner, {0: requests[5:]})
+    for request, expected in zip(requests, reference_outputs(family), strict=True):
+        if request.request_id in ended:
+            assert request.finish_reason is FinishReason.ERROR
+        else:
+            assert output_of(request) == expected
