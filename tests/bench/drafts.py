@@ -47,14 +47,13 @@ class Generation:
 
 @dataclass(slots=True)
 class Score:
-    """How the drafts for one output did; `rounds` are (proposed, accepted) of each step that had drafts."""
+    """How the drafts for one output did."""
 
     num_tokens: int = 0
     num_steps: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     calls_s: list[float] = field(default_factory=list)
-    rounds: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
@@ -89,8 +88,6 @@ def score(drafter: Drafter, generation: Generation, num_wanted: int) -> Score:
         result.num_proposed += len(drafted)
         result.num_accepted += accepted
         result.calls_s.append(answer.draft_s)
-        if drafted:
-            result.rounds.append((len(drafted), accepted))
         first = len(generation.prompt) + done + accepted  # what follows is news, or was drafted otherwise
         news = output[done + accepted : done + accepted + 1]
         done += accepted + 1

@@ -9,7 +9,7 @@ from engine.speculation.drafters.known_tokens import KnownTokens
 from engine.speculation.drafters.suffix_automaton import ESCAPE, Match, SuffixAutomaton
 from engine.speculation.drafters.text_source import Proposal, ReadAllowance, TextDrafter
 
-MAX_TOKENS = 65_536  # that one sequence may index: 6 MB of ordinary text, 17 MB at worst
+MAX_TOKENS = 65_536  # that one sequence may index: 8 MB of ordinary text, 19 MB at worst
 MIN_CHANCE = (
     0.3  # that all of a draft is right; measured: best where verifying a draft costs 0.1 to 0.25 steps
 )

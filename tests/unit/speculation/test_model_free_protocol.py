@@ -54,6 +54,10 @@ def machine(kind: Callable[[], Drafter]) -> type[RuleBasedStateMachine]:
         def redraft(self, num_kept: int, token_ids: list[int]) -> None:
             self.sequence.redraft(min(num_kept, len(self.sequence.drafts)), token_ids)
 
+        @rule(first=st.integers(0, 20), count=st.integers(1, 6))
+        def commit_some_of_the_prediction(self, first: int, count: int) -> None:
+            self.sequence.commit(self.sequence.request.prediction[first : first + count] or [0])
+
         @rule()
         def copy_a_piece(self) -> None:
             committed = self.sequence.committed

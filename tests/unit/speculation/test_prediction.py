@@ -85,8 +85,9 @@ def test_drafts_are_followed_and_forgotten() -> None:
     assert list(sequence.ask(4).token_ids) == EXPECTED[4:8]
     sequence.redraft(6, [7, 8])
     assert sequence.ask(4).token_ids == ()
-    sequence.commit(EXPECTED[:5])
     sequence.redraft(0, [])
+    assert list(sequence.ask(4).token_ids) == EXPECTED[:4]  # as if those drafts had never been
+    sequence.commit(EXPECTED[:5])
     assert list(sequence.ask(4).token_ids) == EXPECTED[5:9]
 
 
