@@ -39,7 +39,7 @@ class NgramSource:
         num_matched = length - num_drafts
         if num_matched < self._min_match:
             return Proposal([], 0, "ngram")
-        limit = num_matched - (num_matched < _GOOD_MATCH) - num_drafts
+        limit = max(1, num_matched - (num_matched < _GOOD_MATCH)) - num_drafts
         source = known.num_tokens - len(text) + end
         return Proposal(known.copy_from(source, max(0, min(num_wanted, limit))), num_matched, "ngram")
 

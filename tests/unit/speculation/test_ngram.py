@@ -57,6 +57,7 @@ def test_matches_include_the_drafts_after_the_committed_tokens() -> None:
 
 
 def test_the_sizes_of_matches_can_be_chosen() -> None:
+    assert drafted(NgramDrafter(min_match=1), [1, 2, 3, 1]) == [2]
     assert drafted(NgramDrafter(min_match=3), [1, 2, 3, 4, 1, 2]) == []
     assert drafted(NgramDrafter(min_match=3), [1, 2, 3, 4, 1, 2, 3]) == [4, 1]
     text = np.array([1, 2, 3, 4, 1, 2, 3, 4], np.int32)
