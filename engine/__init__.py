@@ -1,5 +1,7 @@
 """Slipstream's engine: everything that decides or computes. The server sees only the names below."""
 
+from typing import Any
+
 from config import Settings
 from engine.batch_metrics import BatchMetrics, EngineGauges, Histogram
 from engine.engine import Engine
@@ -19,6 +21,7 @@ from engine.errors import (
 from engine.host_tuning import prepare_process, settle_memory
 from engine.outputs import RequestExplanation, TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions
+from engine.speculation.medusa_plan import MedusaPlan, TrainingProgress
 from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 
@@ -39,6 +42,18 @@ def build_engine(settings: Settings) -> Engine:
     return Engine(load, limits)
 
 
+def train_medusa_heads(
+    settings: Settings, plan: MedusaPlan, progress: TrainingProgress
+) -> dict[str, Any] | None:
+    """Train Medusa heads for the model that `settings` name; the report. On the calling thread.
+
+    None when `progress` ended it before there was anything to save. Raises StartRefused.
+    """
+    from engine.speculation.medusa_run import train_medusa_heads as train
+
+    return train(settings, plan, progress)
+
+
 __all__ = [
     "BatchMetrics",
     "ContextLengthExceeded",
@@ -54,6 +69,7 @@ __all__ = [
     "GenerationRequest",
     "Histogram",
     "InvalidRequest",
+    "MedusaPlan",
     "OutputDelta",
     "Overloaded",
     "Priority",
@@ -67,8 +83,10 @@ __all__ = [
     "SpeculationOptions",
     "StartRefused",
     "TokenLogprobs",
+    "TrainingProgress",
     "UnsupportedModel",
     "build_engine",
     "prepare_process",
     "settle_memory",
+    "train_medusa_heads",
 ]

@@ -80,6 +80,13 @@ def config_show(argv: Sequence[str]) -> int:
     return OK
 
 
+def train_medusa(argv: Sequence[str]) -> int:
+    """Train Medusa heads for a model. Raises SettingsError before anything is loaded."""
+    from server.train_medusa import run
+
+    return run(argv)
+
+
 def _not_yet(name: str) -> Callable[[Sequence[str]], int]:
     def refuse(_argv: Sequence[str]) -> int:
         raise SettingsError(f"{name}: not available yet")
@@ -97,6 +104,7 @@ def _version() -> str:
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "serve": serve,
     "config": config_show,
+    "train-medusa": train_medusa,
     "bench": _not_yet("bench"),
     "chat": _not_yet("chat"),
     "doctor": _not_yet("doctor"),

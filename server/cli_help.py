@@ -18,6 +18,7 @@ Serves language models over OpenAI-style HTTP.
 commands:
   serve [MODEL] [options]           load a model and serve it until Ctrl-C
   config show [--origins] [...]     print the settings that serve would use; takes serve's options
+  train-medusa [MODEL] [...]        train Medusa heads, which draft tokens for that model
   bench, chat, doctor               not available yet
 
 options:

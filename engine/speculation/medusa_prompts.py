@@ -1,0 +1,137 @@
+"""The conversations that training samples answer: a built-in mixture of everyday requests, or a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine.errors import StartRefused
+
+Message = Mapping[str, object]
+
+_SUBJECTS = """
+the water cycle|black holes|how bread rises|the French Revolution|photosynthesis|a balanced diet|vaccines
+solar panels|the Roman Empire|earthquakes|electric cars|learning a new language|sleep|the stock market
+coffee|chess|volcanoes|the human heart|recycling|jazz music|climate change|computer networks|Shakespeare
+yoga|the moon landing|honey bees|inflation|marathon training|the Great Wall of China|machine learning
+gardening|dinosaurs|public speaking|the Amazon rainforest|democracy|oil painting|gravity|personal budgets
+coral reefs|the printing press|meditation|bicycles|penguins|antibiotics|the Silk Road|time management
+databases|cooking pasta|whales|the Renaissance|batteries|job interviews|tea|the internet|trains|cats
+renewable energy|football|the Ice Age|houseplants|astronomy|team work|friendship|robots|the ocean
+""".replace("\n", "|")
+
+_ASK_ABOUT = """
+Explain {} to a ten-year-old child.
+Write a short paragraph about {}.
+What are five interesting facts about {}?
+Give me a numbered list of tips about {}.
+What are the advantages and disadvantages of {}?
+Write a short story that has something to do with {}.
+Write a poem about {}.
+What should a beginner know about {}?
+Summarize what you know about {} in three sentences.
+Write an email to a colleague about {}.
+What are common misconceptions about {}?
+Write a dialogue between a teacher and a student about {}.
+Why does {} matter to people today?
+Describe the history of {} briefly.
+Write three quiz questions about {}, with answers.
+Make a table in Markdown with facts about {}.
+Write a product description for a book about {}.
+How would you start a presentation about {}?
+Compare {} with something similar.
+Answer with a JSON object that has the keys "title", "summary" and "keywords" for an article about {}.
+"""
+
+_CODE_TASKS = """
+reverses a string|checks whether a number is prime|computes the factorial of n|sorts records by a key
+counts the words in a text|finds the largest element of a list|merges two sorted lists|reads a CSV file
+removes duplicates from a list|checks whether a string is a palindrome|converts Celsius to Fahrenheit
+computes the n-th Fibonacci number|flattens a nested list|finds the median of a list|validates an address
+generates a random password|implements a stack|implements binary search|parses a date|averages a list
+downloads a web page|counts the vowels in a string|transposes a matrix|finds all anagrams in a list of words
+""".replace("\n", "|")
+
+_ASK_FOR_CODE = """
+Write a Python function that {}.
+Write a Python function that {}, with a docstring and an example.
+Write a JavaScript function that {}.
+Explain step by step how to write a program that {}.
+Write a unit test for a function that {}.
+Write a C program that {}.
+"""
+
+_OTHER = """
+Hello! How are you today?|Who are you, and what can you help me with?|Tell me a joke.
+What is the capital of {country}?|Name three famous people from {country} and what they did.
+Plan a three-day trip to {country}.|What food is {country} known for? Give me a recipe.
+Translate "Good morning, how much does this cost?" into the language of {country}.
+What is {a} plus {b}? Show your work.|What is {a} times {b}? Show your work.
+A shop sells {a} apples for {b} dollars. How much does one apple cost?
+If a train travels {a} miles in {b} hours, how fast does it go? Explain.
+List the numbers from {a} to {c}.|Convert {a} kilometres to miles.
+Write a letter of thanks to a friend in {country}.|Write a weather report for {country}.
+Rewrite this sentence in a formal tone: hey, our stuff from {country} still isn't here after {b} days.
+Correct the grammar: she go to {country} last year and have buyed {b} souvenir.
+""".replace("\n", "|")
+
+_COUNTRIES = """
+France|Japan|Brazil|Egypt|Canada|India|Germany|Mexico|Italy|Kenya|Australia|Spain|China|Greece|Norway|Peru
+""".replace("\n", "|")
+
+_NUM_OTHER = 600
+
+
+def builtin_prompts(seed: int) -> list[list[Message]]:
+    """About two thousand conversations of one question each, in an order that `seed` settles."""
+    rng = random.Random(seed)
+    texts = [ask.format(subject) for ask in _lines(_ASK_ABOUT) for subject in _parts(_SUBJECTS)]
+    texts += [ask.format(task) for ask in _lines(_ASK_FOR_CODE) for task in _parts(_CODE_TASKS)]
+    texts += [_fill(rng.choice(_parts(_OTHER)), rng) for _ in range(_NUM_OTHER)]
+    texts = list(dict.fromkeys(texts))
+    rng.shuffle(texts)
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def read_prompts(path: Path) -> list[list[Message]]:
+    """One conversation a line: plain text, or JSON with `messages` or `prompt`. Raises StartRefused."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartRefused(f"--prompts {path}: cannot be read ({error}).") from error
+    found = [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise StartRefused(f"--prompts {path}: there is no prompt in it.")
+    return found
+
+
+def _read_line(path: Path, number: int, line: str) -> list[Message]:
+    if not line.lstrip().startswith("{"):
+        return [{"role": "user", "content": line.strip()}]
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise StartRefused(f"--prompts {path}, line {number}: not valid JSON ({error}).") from error
+    messages = entry.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return list(messages)
+    if isinstance(entry.get("prompt"), str):
+        return [{"role": "user", "content": entry["prompt"]}]
+    raise StartRefused(f"--prompts {path}, line {number}: expected the key messages or prompt.")
+
+
+def _fill(template: str, rng: random.Random) -> str:
+    first = rng.randint(2, 60)
+    return template.format(
+        country=rng.choice(_parts(_COUNTRIES)), a=first, b=rng.randint(2, 40), c=first + rng.randint(5, 15)
+    )
+
+
+def _lines(text: str) -> Sequence[str]:
+    return text.strip().splitlines()
+
+
+def _parts(text: str) -> Sequence[str]:
+    return [part for part in text.split("|") if part]
