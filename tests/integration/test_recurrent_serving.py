@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.errors import OutOfDeviceMemory
+from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import BatchDecision
 from engine.request import FinishReason, Request
+from engine.scheduling.batch_config import BatchConfig
+from engine.scheduling.batcher import ContinuousBatcher
+from engine.scheduling.policy import make_policy
 from tests.factories import make_batcher, make_request
 from tests.packed import random_tokens
 from tests.recurrent import generated, load_recurrent, make_recurrent_runner, serve
@@ -139,3 +144,41 @@ def test_a_failed_step_ends_its_own_requests_and_the_seats_serve_others(family: 
             assert request.finish_reason is FinishReason.ERROR
         else:
             assert output_of(request) == expected
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_step_that_ran_out_of_memory_is_tried_again_from_the_first_tokens(family: str) -> None:
+    """No state can go back to before the step, so that whoever was aboard is computed again."""
+    requests = make_requests(temperature=0.0)
+    config = BatchConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_prefill_tokens=16,
+        max_decode_seqs=4,
+        max_model_len=64,
+    )
+    kv = PagedKvManager(64, 4, 4, 16, can_rewind=False)
+    batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
+    runner = make_recurrent_runner(family)
+    for request in requests:
+        batcher.add(request)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    number = 0
+    while batcher.has_work:
+        decision, number = batcher.step(), number + 1
+        if decision.inputs is None:
+            continue
+        if number not in (5, 20):
+            batcher.commit(decision, runner.run(decision.inputs).rows)
+            continue
+        hook = load_recurrent(family).model.register_forward_hook(fail)
+        with pytest.raises(OutOfDeviceMemory):
+            runner.run(decision.inputs)
+        hook.remove()
+        assert batcher.preempt_for_memory(decision)
+    assert any(request.preemptions for request in requests)
+    assert [output_of(request) for request in requests] == reference_outputs(family)
+    kv.check_integrity()
