@@ -69,11 +69,9 @@ def fit_heads(
     while len(losses) < num_steps and part < 1 and not stopped:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * schedule(part)
-        per_head = batches.losses(len(losses))
         optimizer.zero_grad(set_to_none=True)
-        per_head.sum().backward()  # type: ignore[no-untyped-call]
+        losses.append(batches.learn(len(losses)))
         optimizer.step()
-        losses.append(per_head.detach().cpu())
         shown = losses[-1] if len(losses) == 1 else shown.lerp(losses[-1], 1 - _LOSS_MEMORY)
         part = len(losses) / num_steps
         if options.deadline is not None:
@@ -106,17 +104,26 @@ class _Batches:
         self._order = self.rows
         self._index = index_of_tokens(heads)
 
-    def losses(self, step: int) -> torch.Tensor:
-        """Each head's mean cross-entropy over the rows of this step, [K]."""
+    def learn(self, step: int) -> torch.Tensor:
+        """Add the gradients of this step's rows; each head's mean cross-entropy over them, [K] on the CPU.
+
+        Head by head: their logits together would be too large for memory to be reused.
+        """
         heads, positions = self._heads, self._positions
         rows = self._take(step)
         device = heads.token_ids.device
         right = self._index[positions.later_tokens(rows, heads.num_heads)].to(device)  # [rows, K]
-        logits = heads(positions.hidden[rows].to(device)).float()  # [rows, K, n]
-        lost = nn.functional.cross_entropy(
-            logits.flatten(0, 1), right.flatten(), ignore_index=_IGNORED, reduction="none"
-        ).view_as(right)
-        return lost.sum(0) / (right != _IGNORED).sum(0).clamp(min=1)
+        hidden = positions.hidden[rows].to(device)
+        losses = torch.zeros(heads.num_heads)
+        for head in range(heads.num_heads):
+            known = right[:, head] != _IGNORED
+            if not known.any():
+                continue
+            logits = heads.guess(head, hidden[known]).float()  # [known rows, n]
+            loss = nn.functional.cross_entropy(logits, right[known, head])
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses[head] = loss.item()
+        return losses
 
     def _take(self, step: int) -> torch.Tensor:
         per_epoch = max(1, len(self.rows) // BATCH_ROWS)

@@ -114,6 +114,15 @@ class MedusaHeads(nn.Module):
             return projected
         return torch.stack([project(changed[:, k]) for k, project in enumerate(own)], dim=1)
 
+    def guess(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
+        """One head's logits over `token_ids`, [rows, n], as `forward` has them."""
+        module = self.heads[head]
+        assert isinstance(module, MedusaHead)
+        changed = module(hidden.to(self.dtype))
+        project = module.lm_head or self.projection
+        projected: torch.Tensor = project(changed.to(project.weight.dtype))
+        return projected
+
     def save(self, directory: Path) -> None:
         """Write the directory's two files, weights first, over what is there."""
         directory.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,7 @@ def test_fresh_heads_guess_what_the_target_drew_last() -> None:
     assert logits.shape == (5, 2, 3)
     torch.testing.assert_close(logits[:, 0], expected)
     torch.testing.assert_close(logits[:, 1], expected)
+    torch.testing.assert_close(heads.guess(1, hidden), logits[:, 1])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
@@ -84,6 +85,7 @@ def test_heads_may_have_projections_of_their_own(saved: Path) -> None:
         hidden @ weights["heads.1.linear.weight"].T + weights["heads.1.linear.bias"]
     )
     torch.testing.assert_close(loaded(hidden)[:, 1], changed @ own["heads.1.lm_head.weight"].T)
+    torch.testing.assert_close(loaded.guess(1, hidden), loaded(hidden)[:, 1])
 
 
 def change_config(directory: Path, change: Callable[[Config], object]) -> None:
