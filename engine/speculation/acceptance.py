@@ -15,6 +15,7 @@ _ROUND_KEEP = 0.5 ** (1 / 8)
 _PRIOR_WEIGHT = 4.0  # observations that what is believed beforehand counts for
 _FIRST_GUESS = 0.75  # of a method that nothing is known of: high, since trying it is how it gets known
 _CARRY = 0.7  # of how the place before differs from what was believed of it
+_STRIDE = 4  # places that are looked at together
 _REFRESH = 64  # observations between two looks at a method's rates
 
 
@@ -28,12 +29,16 @@ class _Tally:
         self.accepted: list[float] = []
         self.judged: list[float] = []
 
-    def add(self, place: int, is_accepted: bool) -> None:
-        while place >= len(self.judged):
-            self.accepted.append(0.0)
-            self.judged.append(0.0)
-        self.judged[place] = self.keep * self.judged[place] + 1
-        self.accepted[place] = self.keep * self.accepted[place] + is_accepted
+    def add(self, outcomes: Sequence[bool]) -> None:
+        """Count one draft at each of the first places."""
+        keep, accepted, judged = self.keep, self.accepted, self.judged
+        missing = len(outcomes) - len(judged)
+        if missing > 0:
+            accepted += [0.0] * missing
+            judged += [0.0] * missing
+        for place, is_accepted in enumerate(outcomes):
+            judged[place] = keep * judged[place] + 1
+            accepted[place] = keep * accepted[place] + is_accepted
 
     def rate(self, place: int, belief: float) -> float:
         """Accepted over judged, where `belief` counts as a few more observations."""
@@ -55,11 +60,11 @@ class MethodPrior:
         self._rates: list[float] = []
         self._num_unseen = 0  # observations that are not in the rates yet
 
-    def observe(self, place: int, is_accepted: bool, *, is_tree: bool) -> None:
-        """Learn from one draft that was judged."""
-        (self._tree if is_tree else self._chain).add(place, is_accepted)
-        self._num_unseen += 1
-        if self._num_unseen == _REFRESH or is_tree != self.is_tree:
+    def observe(self, outcomes: Sequence[bool], *, is_tree: bool) -> None:
+        """Learn which of the first drafts, or nodes, of one round were accepted."""
+        (self._tree if is_tree else self._chain).add(outcomes)
+        self._num_unseen += len(outcomes)
+        if self._num_unseen >= _REFRESH or is_tree != self.is_tree:
             self.is_tree = is_tree
             self._rates.clear()
 
@@ -135,9 +140,9 @@ class Acceptance:
         if num_proposed == 0:
             return
         num_judged = min(num_proposed, num_accepted + 1)
-        for place in range(num_judged):
-            self._chain.add(place, place < num_accepted)
-            self._prior.observe(place, place < num_accepted, is_tree=False)
+        outcomes = [True] * num_accepted + [False] * (num_judged - num_accepted)
+        self._chain.add(outcomes)
+        self._prior.observe(outcomes, is_tree=False)
         self._count(num_proposed, num_judged, num_accepted, is_tree=False)
 
     def observe_tree(self, num_proposed: int, accepted: Sequence[int]) -> None:
@@ -145,9 +150,9 @@ class Acceptance:
         if num_proposed == 0:
             return
         path = frozenset(accepted)
-        for node in range(num_proposed):
-            self._tree.add(node, node in path)
-            self._prior.observe(node, node in path, is_tree=True)
+        outcomes = [node in path for node in range(num_proposed)]
+        self._tree.add(outcomes)
+        self._prior.observe(outcomes, is_tree=True)
         self._count(num_proposed, len(accepted) + 1, len(accepted), is_tree=True)
 
     def _count(self, num_proposed: int, num_judged: int, num_accepted: int, *, is_tree: bool) -> None:
@@ -170,20 +175,35 @@ class Acceptance:
         if len(self._survival) < count:
             if self._is_tree:
                 beliefs = self._prior.rates(count)
-                chances = [self._tree.rate(node, beliefs[node]) for node in range(count)]
-                self._survival = _evened(chances)
+                self._survival = _evened([self._tree.rate(node, beliefs[node]) for node in range(count)])
             else:
                 self._extend_chain(count)
         return self._survival[:count]
 
+    def reach(self, least: float, limit: int) -> int:
+        """How many of the first `limit` drafts have a chance of `least` or more to be committed."""
+        count = 0
+        while count < limit:
+            ahead = min(limit, count + _STRIDE)
+            survival = self.survival(ahead)
+            while count < ahead and survival[count] >= least:
+                count += 1
+            if count < ahead:
+                break
+        return count
+
     def _extend_chain(self, count: int) -> None:
         survival, rate = self._survival, self._last_rate
+        accepted, judged = self._chain.accepted, self._chain.judged
         beliefs = self._prior.rates(count)
         for place in range(len(survival), count):
             belief = beliefs[place]
             if place:
-                belief += _CARRY * (rate - beliefs[place - 1])
-            rate = self._chain.rate(place, min(1.0, max(0.0, belief)))
+                belief = min(1.0, max(0.0, belief + _CARRY * (rate - beliefs[place - 1])))
+            if place < len(judged):
+                rate = (accepted[place] + _PRIOR_WEIGHT * belief) / (judged[place] + _PRIOR_WEIGHT)
+            else:
+                rate = belief
             survival.append(survival[-1] * rate if place else rate)
         self._last_rate = rate
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.speculation_config import SpeculationConfig
 from engine.speculation.step_costs import StepCosts
@@ -16,12 +19,15 @@ from engine.speculation.step_costs import StepCosts
 _WARM_UP_LENGTH = 4  # drafts of a request in a step while costs are unknown
 _JUDGED_PROPOSALS, _JUDGED_ROUNDS = 32, 8  # before these nobody is turned off
 _PROBE_EVERY = 50  # steps
+_PROBE_AT_LAST = 400  # steps, when probes are held back for their price
+_PROBE_SHARE = 0.01  # of the time that probes may take
 _SURPRISING = 0.7  # below this rate, a probe that succeeds is followed up at once
 _HYSTERESIS = 1.03
 _PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
 _RELIEF = 0.8  # of the price at which drafting stopped, to start again
 _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
-_PRICED_SLOTS = 16  # drafts that the price of one is an average over
+_PRICED_SLOTS = 4  # drafts that the price of one is an average over, or one for each sequence
+_STRETCH_EVERY = 8  # rounds, to ask for one draft more than was taken of late
 _SMOOTHING = 0.2  # of the newest step in the going rate
 _LONGER_ABOVE, _FIRST_LENGTH = 0.8, 4  # of the threshold rule
 
@@ -52,7 +58,7 @@ class StepLoad:
 
 
 class LengthPolicy(Protocol):
-    """Decides lengths. Told what came of them by `observe` or `observe_tree`, which tell the acceptance too."""
+    """Decides lengths. `observe` and `observe_tree` tell it, and the acceptance, what came of them."""
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """How many leading drafts of each to verify: within its available ones, in all within the room.
@@ -93,10 +99,11 @@ class _Brake:
 
     Off is a rate below `min_rate` over at least 32 proposals in at least 8 rounds. The rate is that of
     drafts that could be accepted, because all before them were: a long draft with an early miss is no proof
-    against a shorter one.
+    against a shorter one. While `credit_s` is below 0 probes have cost enough; who counts no costs leaves it.
     """
 
     def __init__(self, min_rate: float) -> None:
+        self.credit_s = 0.0
         self._min_rate = min_rate
 
     def cap(self, acceptance: Acceptance, count: int) -> int:
@@ -108,7 +115,8 @@ class _Brake:
         """How many drafts to make of a request for which none is worth it; asked once a step."""
         pacing = acceptance.pacing
         pacing.num_waited += 1
-        pacing.is_probing = pacing.num_waited >= _PROBE_EVERY
+        least = _PROBE_EVERY if self.credit_s >= 0 else _PROBE_AT_LAST
+        pacing.is_probing = pacing.num_waited >= least
         return min(limit, pacing.probe_length) if pacing.is_probing else 0
 
     def observe(self, acceptance: Acceptance, num_accepted: int) -> None:
@@ -221,56 +229,59 @@ class GoodputPolicy:
         """See LengthPolicy. Unknown costs verify a few drafts of each."""
         caps = [self._brake.cap(c.acceptance, min(c.num_available, self._length)) for c in candidates]
         num_slots = min(sum(caps), load.max_draft_tokens)
-        step_s = self._costs.run(load.num_seqs, load.num_tokens, max(num_slots, _PRICED_SLOTS))
+        num_looked_at = max(num_slots, _PRICED_SLOTS, load.num_seqs)
+        step_s = self._costs.run(load.num_seqs, load.num_tokens, num_looked_at)
         if step_s is None:
             return _fit([min(cap, _WARM_UP_LENGTH) for cap in caps], load.max_draft_tokens)
         if load.num_prefill_tokens:
             # Drafts are held against a step of decodes alone: beside a long prefill all would look cheap.
             alone_s = self._costs.seconds(load.num_seqs, load.num_seqs) or 0.0
-            longer = alone_s - step_s[0]
-            step_s = [seconds + longer for seconds in step_s]
+            step_s = step_s + (alone_s - step_s[0])
         elif num_slots and self._costs.needs_plain(load.num_seqs):
             return [0] * len(candidates)
         chosen = self._best(candidates, caps, load, step_s)
-        if num_slots:
-            self._note(candidates, caps, chosen)
-            self._add_probes(candidates, chosen, load.max_draft_tokens)
+        self._note(candidates, caps, chosen)
+        num_chosen = sum(chosen)
+        self._add_probes(candidates, chosen, load.max_draft_tokens - num_chosen)
+        self._brake.credit_s = min(0.0, self._brake.credit_s + _PROBE_SHARE * float(step_s[0]))
+        if sum(chosen) > num_chosen:
+            waited_s = 0.0 if num_chosen else load.draft_s
+            self._brake.credit_s -= float(step_s[min(sum(chosen), num_slots)] - step_s[num_chosen]) + waited_s
         return chosen
 
     def _best(
-        self, candidates: Sequence[Candidate], caps: Sequence[int], load: StepLoad, step_s: Sequence[float]
+        self,
+        candidates: Sequence[Candidate],
+        caps: Sequence[int],
+        load: StepLoad,
+        step_s: NDArray[np.float64],
     ) -> list[int]:
         """The number of drafts of each that brings the most tokens per second."""
-        slots = []
-        for i, (candidate, cap) in enumerate(zip(candidates, caps, strict=True)):
-            for survival in candidate.acceptance.survival(cap):
-                if survival < _LEAST_SURVIVAL:
-                    break
-                slots.append((survival * candidate.weight, i))
-        slots.sort(reverse=True)
-        del slots[load.max_draft_tokens :]
-        tokens = float(load.num_seqs)
-        plain_rate = best_rate = tokens / (step_s[0] + load.draft_s)
+        survivals: list[float] = []
+        counts = []
+        for candidate, cap in zip(candidates, caps, strict=True):
+            acceptance, weight = candidate.acceptance, candidate.weight
+            counts.append(acceptance.reach(_LEAST_SURVIVAL, cap))
+            survival = acceptance.survival(counts[-1])
+            survivals += survival if weight == 1 else (weight * chance for chance in survival)
+        values = np.array(survivals)
+        order = np.argsort(-values, kind="stable")[: load.max_draft_tokens]
+        tokens = load.num_seqs + np.concatenate(([0.0], np.cumsum(values[order])))
+        rates = tokens / (step_s[: len(tokens)] + load.draft_s)
         if not self._is_verifying:
-            best_rate *= _HYSTERESIS
-        best = 0
-        for count, (value, _) in enumerate(slots, 1):
-            tokens += value
-            rate = tokens / (step_s[count] + load.draft_s)
-            if rate > best_rate:
-                best_rate, best = rate, count
-        if slots:
+            rates[0] *= _HYSTERESIS
+        best = int(np.argmax(rates))
+        if survivals:
             self._is_verifying = best > 0
-        self._follow(best_rate if best else plain_rate, step_s)
-        chosen = [0] * len(candidates)
-        for _, i in slots[:best]:
-            chosen[i] += 1
-        return chosen
+        self._follow(max(float(rates[best]), load.num_seqs / float(step_s[0])), step_s, load)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        return [int(count) for count in np.bincount(owners[order[:best]], minlength=len(counts))]
 
-    def _follow(self, rate: float, step_s: Sequence[float]) -> None:
-        """Keep the price of a draft: what a second brings, and what a draft adds where it adds least."""
+    def _follow(self, rate: float, step_s: NDArray[np.float64], load: StepLoad) -> None:
+        """Keep the price of a draft: what a second brings, and the seconds that a draft adds."""
+        num_priced = max(_PRICED_SLOTS, load.num_seqs)
         self._rate += (_SMOOTHING if self._rate else 1.0) * (rate - self._rate)
-        self._slot_s = min((step_s[n] - step_s[0]) / n for n in range(1, _PRICED_SLOTS + 1))
+        self._slot_s = float(step_s[num_priced] - step_s[0]) / num_priced
 
     def _note(self, candidates: Sequence[Candidate], caps: Sequence[int], chosen: Sequence[int]) -> None:
         """Remember who got none, and who got less than there was."""
@@ -278,14 +289,14 @@ class GoodputPolicy:
             pacing = candidate.acceptance.pacing
             if count:
                 pacing.num_refused = 0
-                pacing.most_taken = count if count < cap else None
+                if count < cap or count > (pacing.most_taken or cap):
+                    pacing.most_taken = count
             elif cap:
                 pacing.num_refused += 1
                 pacing.refused_price = self._rate * self._slot_s
 
-    def _add_probes(self, candidates: Sequence[Candidate], chosen: list[int], room: int) -> None:
+    def _add_probes(self, candidates: Sequence[Candidate], chosen: list[int], left: int) -> None:
         """Verify what was drafted as a probe, though it is not worth it by what is known."""
-        left = room - sum(chosen)
         for i, candidate in enumerate(candidates):
             pacing = candidate.acceptance.pacing
             if pacing.is_probing and chosen[i] == 0:
@@ -296,22 +307,19 @@ class GoodputPolicy:
         """See LengthPolicy."""
         pacing = acceptance.pacing
         limit = min(limit, self._length)
-        if pacing.is_off:
-            return self._brake.probe(acceptance, limit)
+        if draft_s and not self._rate:
+            limit = min(limit, _WARM_UP_LENGTH)
         price = self._rate * self._slot_s
-        if pacing.num_refused >= _PATIENCE and price > _RELIEF * pacing.refused_price:
-            return self._brake.probe(acceptance, limit)
-        least = max(price + self._rate * draft_s, _LEAST_SURVIVAL)
+        is_refused = pacing.num_refused >= _PATIENCE and price > _RELIEF * pacing.refused_price
         count = 0
-        for survival in acceptance.survival(limit):
-            if survival < least:
-                break
-            count += 1
+        if not (pacing.is_off or is_refused):
+            least = max(price + self._rate * draft_s, _LEAST_SURVIVAL) if draft_s else _LEAST_SURVIVAL
+            count = acceptance.reach(least, limit)
         if count == 0:
             return self._brake.probe(acceptance, limit)
         pacing.is_probing = False
         if draft_s and pacing.most_taken is not None:
-            return min(count, pacing.most_taken + 1)
+            return min(count, pacing.most_taken + (acceptance.num_rounds % _STRETCH_EVERY == 0))
         return count
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:

@@ -10,8 +10,12 @@ _RETRIAL = 8  # of them in a later trial
 _SETTLING = 2  # steps after a change of arm that do not count: they carry what the other left
 _MOST_WINDOWS = 6  # for each arm in one trial
 _RETRY_EVERY = 450  # steps between two trials: they take 8 of them when the arm has not become better
+_MOST_PATIENCE = 4  # times that many steps, after arms that were far behind
+_FAR_BEHIND = 0.7  # of the rate of the arm in use
+_CHANGED = 0.8  # of what it was after the last trial: the rate of the arm in use, or the inverse
+_LOOK_EVERY = 32  # steps, for such a change
 _MARGIN = 1.03  # by which an arm must be better to replace the one in use
-_DOUBT = 1.5  # standard errors that two arms must differ by to be told apart
+_DOUBT = 2.0  # standard errors that two arms must differ by to be told apart
 _KEEP = 0.5 ** (1 / 128)  # half of a step's weight in the arm's figures is gone 128 of its steps later
 _BUCKET_PATIENCE = 4  # steps that a batch must have another size until it counts as such
 
@@ -67,17 +71,27 @@ class _Contest:
         self._queue = list(range(1, num_arms))  # still to be tried for the first time
         self._num_windows = 0
         self._next = 0
+        self._patience = 1
+        self._rate_then = 0.0
         self._left = _WINDOW  # steps of the window, or until the next trial
 
     def step(self) -> None:
         """One more step was decided on."""
         self._left -= 1
+        if self.on_trial is None and self._left % _LOOK_EVERY == 0 and self._has_changed():
+            self._queue = [arm for arm in range(len(self.arms)) if arm != self.in_use]
+            self._left = 0
         if self._left > 0:
             return
         if self.on_trial is None:
             self._start_trial()
         else:
             self._judge(self.on_trial)
+
+    def _has_changed(self) -> bool:
+        """True if the arm in use does far worse or better than when it was chosen: others may, too."""
+        rate = self.arms[self.in_use].rate
+        return self._rate_then > 0 and not _CHANGED <= rate / self._rate_then <= 1 / _CHANGED
 
     def _start_trial(self) -> None:
         if len(self.arms) == 1:
@@ -105,8 +119,11 @@ class _Contest:
         is_clear = abs(difference) > doubt
         if (is_clear or is_last) and other.rate > _MARGIN * used.rate:
             self.in_use = challenger
+            self._patience = 1
             self._end_trial()
         elif is_last or (is_clear and difference < 0):
+            is_far = other.rate < _FAR_BEHIND * used.rate
+            self._patience = min(_MOST_PATIENCE, 2 * self._patience) if is_far else 1
             self._end_trial()
         else:
             self._num_windows += 1
@@ -115,8 +132,9 @@ class _Contest:
 
     def _end_trial(self) -> None:
         self.on_trial = None
+        self._rate_then = self.arms[self.in_use].rate
         self.running = self.in_use
-        self._left = 1 if self._queue else _RETRY_EVERY
+        self._left = 1 if self._queue else _RETRY_EVERY * self._patience
 
 
 class ScheduleChooser:

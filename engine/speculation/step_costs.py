@@ -9,11 +9,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 _MOST_WEIGHT = 16.0  # observations that an average goes over
-_MAX_SURPRISE = 2.0  # an observation counts as so many times the average at most: a stall is no cost
-_MEMORY = 512  # steps; what was not seen for so long is not held against trying it again
+_MAX_SURPRISE = 1.3  # an observation counts as so many times the average at most: a stall is no cost
+_MAX_FIRST_SURPRISE = 1.5  # a first one counts as so many times what was expected at most, until the second
+_TOO_FAST = 0.5  # of the average: nothing is that fast by accident, so the average was wrong
+_MEMORY = 1024  # steps; what was not seen for so long is not held against trying it again
+_LONE_MEMORY = 256  # steps; the same for what was seen only once
+_PLAIN_EVERY = 256  # steps, at the least, in which one without drafts is wanted
 _SEED_WEIGHT = 4
+_GUESS = 0.25  # of a straight line between two knots, where others would lie
+_FAR = 65536  # tokens
 _TRUSTED_SPAN = 8  # tokens; the slope of a curve that spans so few counts half beyond its end
 
 
@@ -23,21 +33,25 @@ class _Knot:
 
     num_tokens: float
     seconds: float
+    first_s: float
     weight: float
     last_step: int
 
     def observe(self, num_tokens: int, seconds: float, step: int) -> None:
         self.last_step = step
-        if seconds * _MAX_SURPRISE < self.seconds:  # nothing is too fast by accident
-            self.num_tokens, self.seconds, self.weight = num_tokens, seconds, 1.0
+        if seconds < _TOO_FAST * self.seconds:
+            self.num_tokens, self.seconds, self.weight = num_tokens, seconds, 2.0
             return
         self.weight = min(_MOST_WEIGHT, self.weight + 1)
         self.num_tokens += (num_tokens - self.num_tokens) / self.weight
-        self.seconds += (min(seconds, _MAX_SURPRISE * self.seconds) - self.seconds) / self.weight
+        if self.weight == 2:
+            self.seconds = min(self.first_s, seconds)
+        else:
+            self.seconds += (min(seconds, _MAX_SURPRISE * self.seconds) - self.seconds) / self.weight
 
 
 class _Curve:
-    """Seconds by tokens: a few dozen knots, one each up to 8 tokens, then four for each doubling."""
+    """Seconds by tokens: a few dozen knots, one each below 8 tokens, then four for each doubling."""
 
     __slots__ = ("_knots", "_points")
 
@@ -45,19 +59,23 @@ class _Curve:
         self._knots: dict[int, _Knot] = {}
         self._points: list[tuple[float, float]] | None = None
 
-    def observe(self, num_tokens: int, seconds: float, step: int) -> None:
-        shift = max(0, num_tokens.bit_length() - 3)
-        index = 4 * shift + (num_tokens >> shift)
+    def observe(self, num_tokens: int, seconds: float, step: int, expected: float | None) -> None:
+        index = _index(num_tokens)
         knot = self._knots.get(index)
         if knot is None:
-            self._knots[index] = _Knot(num_tokens, seconds, 1.0, step)
+            likely = seconds if expected is None else min(seconds, _MAX_FIRST_SURPRISE * expected)
+            self._knots[index] = _Knot(num_tokens, likely, seconds, 1.0, step)
         else:
             knot.observe(num_tokens, seconds, step)
         self._points = None
 
-    def forget(self, before: int) -> None:
-        """Drop what was last seen before that step."""
-        old = [index for index, knot in self._knots.items() if knot.last_step < before]
+    def forget(self, step: int) -> None:
+        """Drop what was last seen long before that step."""
+        old = [
+            index
+            for index, knot in self._knots.items()
+            if step - knot.last_step > (_MEMORY if knot.weight > 1 else _LONE_MEMORY)
+        ]
         for index in old:
             del self._knots[index]
         if old:
@@ -65,15 +83,13 @@ class _Curve:
 
     def last_seen(self, num_tokens: int) -> int | None:
         """The step in which so many tokens were last seen; None if never."""
-        shift = max(0, num_tokens.bit_length() - 3)
-        knot = self._knots.get(4 * shift + (num_tokens >> shift))
+        knot = self._knots.get(_index(num_tokens))
         return None if knot is None else knot.last_step
 
     def points(self) -> list[tuple[float, float]]:
         """(tokens, seconds) in order, where more tokens never take less: not to be changed."""
         if self._points is None:
-            knots = [self._knots[index] for index in sorted(self._knots)]
-            self._points = _increasing(knots)
+            self._points = _increasing([self._knots[index] for index in sorted(self._knots)])
         return self._points
 
     def at(self, num_tokens: int) -> float | None:
@@ -102,22 +118,25 @@ class StepCosts:
         self._step = 0
         self._plain = _Curve()
         self._wider: list[_Curve] = []  # by bit length of the sequences
+        self._lines: dict[int, tuple[list[float], list[float]] | None] = {}  # until the next observation
 
     def observe(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         """Learn from one step that computed so many tokens of so many sequences."""
         if num_seqs < 1 or num_tokens < num_seqs or seconds <= 0:
             return
         self._step += 1
+        expected = self.seconds(num_seqs, num_tokens)
+        self._lines.clear()
         if num_tokens == num_seqs:
-            self._plain.observe(num_tokens, seconds, self._step)
+            self._plain.observe(num_tokens, seconds, self._step, expected)
         else:
             bucket = num_seqs.bit_length()
             while bucket >= len(self._wider):
                 self._wider.append(_Curve())
-            self._wider[bucket].observe(num_tokens, seconds, self._step)
-        if self._step % _MEMORY == 0:
+            self._wider[bucket].observe(num_tokens, seconds, self._step, expected)
+        if self._step % _LONE_MEMORY == 0:
             for curve in self._wider:
-                curve.forget(self._step - _MEMORY)
+                curve.forget(self._step)
 
     def seed(self, profile: Sequence[tuple[int, int, float]]) -> None:
         """Take (sequences, tokens, seconds) that were measured beforehand."""
@@ -131,45 +150,40 @@ class StepCosts:
         Drafts are held against such steps, so one should be run.
         """
         last = self._plain.last_seen(num_seqs)
-        return last is None or self._step - last > _MEMORY
+        return last is None or self._step - last > _PLAIN_EVERY
 
     def seconds(self, num_seqs: int, num_tokens: int) -> float | None:
         """Seconds of a step; None while nothing is known."""
         run = self.run(num_seqs, num_tokens, 0)
-        return None if run is None else run[0]
+        return None if run is None else float(run[0])
 
-    def run(self, num_seqs: int, num_tokens: int, num_more: int) -> list[float] | None:
+    def run(self, num_seqs: int, num_tokens: int, num_more: int) -> NDArray[np.float64] | None:
         """Seconds of a step with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""
-        points = self._line(num_seqs)
-        if points is None:
+        if num_seqs not in self._lines:
+            self._lines[num_seqs] = self._line(num_seqs)
+        line = self._lines[num_seqs]
+        if line is None:
             return None
-        values: list[float] = []
-        segment = 0
-        for tokens in range(num_tokens, num_tokens + num_more + 1):
-            while segment < len(points) - 2 and points[segment + 1][0] < tokens:
-                segment += 1
-            (left, low), (right, high) = points[segment], points[segment + 1]
-            values.append(max(low, low + (high - low) * (tokens - left) / (right - left)))
-        return values
+        return np.interp(np.arange(num_tokens, num_tokens + num_more + 1), *line)
 
-    def _line(self, num_seqs: int) -> list[tuple[float, float]] | None:
-        """The curve for so many sequences, from the step without drafts on, with a point far out."""
-        wider = [point for point in self._nearest(num_seqs.bit_length()) if point[0] > num_seqs]
+    def _line(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
+        """Tokens and seconds for so many sequences, from the step without drafts to one far out."""
+        nearest = self._nearest(num_seqs.bit_length())
+        wider = [point for point in nearest if point[0] > num_seqs]
         plain_s = self._plain.at(num_seqs)
         if plain_s is None:
-            if not wider:
+            if not nearest:
                 return None
-            plain_s = wider[0][1]
+            plain_s = (wider[0] if wider else nearest[-1])[1]
         if wider:
             plain_s = min(plain_s, wider[0][1])
         else:
             wider = [(n, max(plain_s, s)) for n, s in self._plain.points() if n > num_seqs]
-        line = [(float(num_seqs), plain_s), *wider]
+        line = _lowered([(float(num_seqs), plain_s), *wider])
         last_n, last_s = line[-1]
-        span = last_n - num_seqs
-        slope = (last_s - plain_s) / (span + _TRUSTED_SPAN)  # a few tokens tell little of many
-        line.append((last_n + 1024, last_s + 1024 * slope))
-        return line
+        slope = (last_s - plain_s) / (last_n - num_seqs + _TRUSTED_SPAN)  # a few tokens tell little of many
+        line.append((last_n + _FAR, last_s + _FAR * slope))
+        return [n for n, _ in line], [s for _, s in line]
 
     def _nearest(self, bucket: int) -> list[tuple[float, float]]:
         """The points of the curve for about so many sequences, which may be one for fewer or more."""
@@ -178,6 +192,25 @@ class StepCosts:
                 if 0 <= index < len(self._wider) and (points := self._wider[index].points()):
                     return points
         return []
+
+
+def _index(num_tokens: int) -> int:
+    """Which knot a step belongs to."""
+    shift = max(0, num_tokens.bit_length() - 3)
+    return 4 * shift + (num_tokens >> shift)
+
+
+def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points, and one where knots are missing between two: a guess that makes it worth a look there."""
+    lowered = [points[0]]
+    for (left, low), (right, high) in pairwise(points):
+        index = _index(int(right))
+        if index > _index(int(left)) + 1:
+            shift = max(0, index // 4 - 1)
+            before = ((index - 4 * shift) << shift) - 0.5  # between what this knot stands for and the gap
+            lowered.append((before, low + _GUESS * (high - low) * (before - left) / (right - left)))
+        lowered.append((right, high))
+    return lowered
 
 
 def _increasing(knots: Sequence[_Knot]) -> list[tuple[float, float]]:
