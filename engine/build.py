@@ -16,6 +16,7 @@ from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ModelRunner
 from engine.model.model_source import resolve_model
 from engine.model.recurrent_runner import RecurrentRunner
+from engine.model.slot_states import state_bytes
 from engine.sampling.sampler import Sampler
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
@@ -33,7 +34,7 @@ def load_parts(settings: Settings) -> EngineParts:
     block_size = settings.cache.kv_block_size
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)
-    num_host_blocks = count_host_blocks(settings, block_bytes)
+    num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sources = load_sources(settings, loaded, directory, num_blocks * block_bytes)
     if loaded.rewindable:
@@ -48,7 +49,6 @@ def load_parts(settings: Settings) -> EngineParts:
             keeps_features=any(source.drafter.reads_features for source in sources),
         )
     else:
-        num_host_blocks = 0
         runner = RecurrentRunner(loaded, num_blocks, block_size, settings.scheduler.max_num_seqs, sampler)
     runner.self_check()
     runner.warm_up()
@@ -88,20 +88,29 @@ def read_chat_template(settings: Settings) -> str | None:
 
 
 def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
-    """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused."""
+    """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused.
+
+    What a recurrent model keeps for each seat comes out of the same memory. One that attends nowhere needs
+    none for its blocks, which then only count tokens.
+    """
     cache = settings.cache
     needed = -(-loaded.max_model_len // cache.kv_block_size)
+    num_seats = settings.scheduler.max_num_seqs
+    seats_bytes = state_bytes(loaded.states, loaded.dtype, num_seats)
+    memory, source = kv_memory(settings, loaded)
+    left = memory - seats_bytes
+    if seats_bytes and left < needed * block_bytes:
+        raise StartRefused(
+            f"The recurrent states of max-num-seqs {num_seats} take {seats_bytes} bytes and one sequence's "
+            f"K/V {needed * block_bytes} bytes; {source} gives {memory}. "
+            "Raise it, or lower --max-num-seqs."
+        )
     if cache.num_kv_blocks is not None:
         num_blocks, source = cache.num_kv_blocks, f"--num-kv-blocks {cache.num_kv_blocks}"
-    elif loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
-        free, total = torch.cuda.mem_get_info(loaded.device)
-        memory = int(free - total * (1 - cache.gpu_memory_utilization))
-        num_blocks, source = memory // block_bytes, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
+    elif block_bytes == 0:
+        return needed * num_seats
     else:
-        num_blocks, source = (
-            cache.kv_cache_memory // block_bytes,
-            f"--kv-cache-memory {cache.kv_cache_memory}",
-        )
+        num_blocks = left // block_bytes
     if num_blocks < needed:
         raise StartRefused(
             f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "
@@ -111,9 +120,19 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     return num_blocks
 
 
-def count_host_blocks(settings: Settings, block_bytes: int) -> int:
+def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
+    """The bytes for K/V and states, and the setting that says so."""
+    cache = settings.cache
+    if loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
+        free, total = torch.cuda.mem_get_info(loaded.device)
+        memory = int(free - total * (1 - cache.gpu_memory_utilization))
+        return memory, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
+    return cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}"
+
+
+def count_host_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
     """How many K/V blocks --swap-space holds; none when nothing is ever swapped."""
-    if settings.scheduler.preemption == "recompute":
+    if settings.scheduler.preemption == "recompute" or not loaded.rewindable:
         return 0
     return settings.cache.swap_space // block_bytes
 

@@ -1,4 +1,4 @@
-"""Put together, from settings, who drafts and who judges: the half of `engine.build` that speculation needs."""
+"""Who drafts and who judges, put together from settings: the half of `engine.build` for speculation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from engine.kv.rewindable import Rewindable
 from engine.model.loader import LoadedModel
 from engine.speculation.controller import make_length_policy
 from engine.speculation.drafters.draft_loader import load_draft_model
+from engine.speculation.drafters.medusa import load_medusa
 from engine.speculation.drafters.model_free import ModelFreeDrafter
 from engine.speculation.drafters.ngram import NgramDrafter
 from engine.speculation.drafters.prediction import PredictionDrafter
@@ -46,8 +47,6 @@ def load_sources(
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         sources.append(DraftSource(load_draft_model(settings, target, directory, kv_bytes), models))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
-        from engine.speculation.drafters.medusa import load_medusa
-
         medusa = load_medusa(speculation.medusa_heads, target)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     return tuple(sources)

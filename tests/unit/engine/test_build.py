@@ -4,17 +4,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from config import load_settings
 from engine.build import count_kv_blocks
 from engine.errors import StartRefused
+from engine.model.slot_states import LayerState
 
 BLOCK_BYTES = 4096
 
 
-def count(device: str, *flags: str) -> int:
-    loaded: Any = SimpleNamespace(device=SimpleNamespace(type=device), max_model_len=64)
-    return count_kv_blocks(load_settings(flags, {}), loaded, BLOCK_BYTES)
+STATE = LayerState(layer_idx=0, conv_channels=1, conv_width=0, shape=(256,))  # 1 KiB a seat
+
+
+def count(
+    device: str, *flags: str, block_bytes: int = BLOCK_BYTES, states: tuple[LayerState, ...] = ()
+) -> int:
+    loaded: Any = SimpleNamespace(
+        device=SimpleNamespace(type=device), max_model_len=64, states=states, dtype=torch.float32
+    )
+    return count_kv_blocks(load_settings(flags, {}), loaded, block_bytes)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -30,3 +39,14 @@ def test_a_cpu_takes_the_default_memory() -> None:
 def test_too_little_for_one_sequence_is_refused_with_the_flag() -> None:
     with pytest.raises(StartRefused, match=r"needs 4 blocks .*--kv-cache-memory 8192 gives 2"):
         count("cuda", "--kv-cache-memory", "8KiB")
+
+
+def test_recurrent_states_come_out_of_the_same_memory() -> None:
+    assert count("cpu", "--kv-cache-memory", "1MiB", states=(STATE,)) == 256 - 16, "64 seats of 1 KiB"
+    with pytest.raises(StartRefused, match=r"max-num-seqs 64 take 65536 bytes .*gives 65536"):
+        count("cpu", "--kv-cache-memory", "64KiB", states=(STATE,))
+
+
+def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
+    assert count("cpu", block_bytes=0, states=(STATE,)) == 64 * 4
+    assert count("cpu", "--num-kv-blocks", "9", block_bytes=0, states=(STATE,)) == 9
