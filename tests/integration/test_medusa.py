@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from config import load_settings
+from engine.build import load_parts
+from engine.engine import Engine
 from engine.errors import StartRefused
 from engine.model.loader import LoadedModel, load_model
-from engine.request import SamplingParams
+from engine.request import GenerationRequest, SamplingParams
 from engine.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
 from engine.speculation.drafters.draft_tree import DraftTree, default_tree
 from engine.speculation.drafters.medusa import MedusaDrafter
@@ -25,6 +28,7 @@ from engine.speculation.medusa_plan import MedusaPlan
 from engine.speculation.medusa_run import train_medusa_heads
 from engine.speculation.medusa_samples import Positions, Sample, SampleStore
 from engine.speculation.medusa_training import FitOptions, fit_heads, frequent_token_ids
+from tests.engines import collect
 from tests.packed import load_tiny, plain_logits
 from tests.tiny_models import save_tiny_model
 
@@ -287,3 +291,56 @@ def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path
     assert report["seconds"]["in all"] < 15
     with pytest.raises(StartRefused, match="too few to train on and judge by"):
         train_medusa_heads(settings, replace(make_plan(tmp_path / "other"), num_tokens=1), Watch())
+
+
+async def test_the_engine_gives_the_same_tokens_with_heads(model: Path, tmp_path: Path) -> None:
+    """Heads that were trained a little, and trees of their drafts, change nothing but the number of steps."""
+    settings = load_settings([str(model), "--dtype", "float32"], {})
+    plan = make_plan(tmp_path / "out")
+    assert train_medusa_heads(settings, plan, Watch()) is not None
+    heads = ["--speculative-method", "medusa", "--medusa-heads", str(plan.output)]
+    always = ["--draft-length-policy", "fixed", "--min-acceptance-rate", "0", "--num-kv-blocks", "256"]
+    off = await generate_all(model, ["--speculative-method", "none", "--num-kv-blocks", "256"])
+    on = await generate_all(model, [*heads, *always])
+    assert on.tokens == off.tokens
+    assert off.num_rounds == 0
+    assert on.num_rounds > 50
+    assert on.num_accepted > 0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine wrote for each request, and what drafting did meanwhile."""
+
+    tokens: list[list[int]]
+    num_rounds: int
+    num_accepted: int
+
+
+async def generate_all(model: Path, flags: list[str]) -> Generated:
+    """Twelve requests at once, greedy and not, by the engine that these flags make."""
+    settings = load_settings([str(model), "--dtype", "float32", *flags], {})
+    parts = load_parts(settings)
+    torch.set_num_threads(1)
+    engine = Engine(lambda: parts)
+    await engine.start()
+    try:
+        streams = [
+            engine.submit(
+                GenerationRequest(
+                    request_id=f"r{row}",
+                    prompt_token_ids=PROMPTS[row],
+                    sampling=SamplingParams(
+                        max_tokens=32, temperature=(0.0, 0.7, 1.2)[row % 3], seed=row, ignore_eos=True
+                    ),
+                )
+            )
+            for row in range(12)
+        ]
+        collected = await asyncio.gather(*(collect(stream) for stream in streams))
+        speculation = engine.metrics.speculation
+        return Generated(
+            [each.token_ids for each in collected], speculation.num_rounds, speculation.num_accepted
+        )
+    finally:
+        await engine.stop()
