@@ -227,8 +227,9 @@ def ragged(known: Known, width: int) -> Int64:
 def stepwise(width: int, kind: str, *, law_of_q: str = "recorded") -> Propose:
     """Chains of `width` drafts, drafted one by one.
 
-    Kinds: "sampled" from the drafter's law, "greedy", "ngram" (a function of the two tokens before), "coupled"
-    (the target's noise), "mixed" (the first three in turn). `law_of_q` names a mistake in what is recorded.
+    Kinds: "sampled" from the drafter's law, "greedy", "ngram" (a function of the two tokens before),
+    "coupled" (the target's noise), "mixed" (the first three in turn). `law_of_q` may name a mistake: what is
+    recorded is "unsharpened", or the draft's "noise used again" in the next round.
     """
     turns = {"sampled": (0,), "greedy": (1,), "ngram": (2,), "coupled": (3,), "mixed": (0, 1, 2)}[kind]
 
@@ -242,16 +243,18 @@ def stepwise(width: int, kind: str, *, law_of_q: str = "recorded") -> Propose:
             logits = world.drafter[contexts]
             turn = np.array(turns)[(np.arange(n) + step) % len(turns)]
             inputs = inputs_for(plain, known.seeds, counts, None)
-            drawn, laws = _drawn(world, logits, inputs, known, law_of_q) if 0 in turns else (None, None)
-            certain = {1: logits.argmax(dim=1).numpy(), 2: (contexts.numpy() * 5 + 1) % world.vocab}
+            choices = {1: logits.argmax(dim=1).numpy(), 2: (contexts.numpy() * 5 + 1) % world.vocab}
+            laws: list[object] = [None] * n
+            if 0 in turns:
+                choices[0], table = _drawn(world, logits, inputs, known, law_of_q)
+                laws = [law if which == 0 else None for law, which in zip(table, turn, strict=True)]
             if 3 in turns:
-                certain[3] = np.array(Sampler(world.vocab, CPU).sample(logits, inputs).token_ids)
-            choice = np.zeros(n, np.int64)
+                choices[3] = np.array(Sampler(world.vocab, CPU).sample(logits, inputs).token_ids)
             for which in turns:
-                choice[turn == which] = (drawn if which == 0 else certain[which])[turn == which]
-            for sequence, which in enumerate(turn.tolist()):
-                probs[sequence].append(laws[sequence] if which == 0 and laws is not None else None)
-            tokens[np.arange(n), counts] = choice
+                chosen = turn == which
+                tokens[np.flatnonzero(chosen), counts[chosen]] = choices[which][chosen]
+            for sequence, law in enumerate(laws):
+                probs[sequence].append(law)
             counts = counts + 1
         drafts = np.stack([tokens[np.arange(n), known.counts + step] for step in range(width)], axis=1)
         return Proposal(drafts, ragged(known, width), probs=probs)

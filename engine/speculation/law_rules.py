@@ -41,7 +41,7 @@ class DraftLaws:
         sampled, rows = self._sampled(index)
         if len(rows):
             laws[_to(self._device, sampled)] = torch.stack(rows).to(self._device, torch.float64)
-        return laws
+        return laws.clamp_(min=0.0)  # a drafter that lies must not make the impossible possible
 
     def _sampled(self, index: Int64) -> tuple[NDArray[np.intp], list[torch.Tensor]]:
         """Which of these drafts were not certain, and their laws."""
