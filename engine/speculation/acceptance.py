@@ -40,6 +40,11 @@ class _Tally:
             judged[place] = keep * judged[place] + 1
             accepted[place] = keep * accepted[place] + is_accepted
 
+    def fade(self, first: int) -> None:
+        """Let go of what was seen at the places from `first` on: bad luck there would keep them untried."""
+        self.judged[first:] = [self.keep * weight for weight in self.judged[first:]]
+        self.accepted[first:] = [self.keep * weight for weight in self.accepted[first:]]
+
     def rate(self, place: int, belief: float) -> float:
         """Accepted over judged, where `belief` counts as a few more observations."""
         if place >= len(self.judged):
@@ -142,6 +147,7 @@ class Acceptance:
         num_judged = min(num_proposed, num_accepted + 1)
         outcomes = [True] * num_accepted + [False] * (num_judged - num_accepted)
         self._chain.add(outcomes)
+        self._chain.fade(len(outcomes))
         self._prior.observe(outcomes, is_tree=False)
         self._count(num_proposed, num_judged, num_accepted, is_tree=False)
 

@@ -27,7 +27,7 @@ _PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
 _RELIEF = 0.8  # of the price at which drafting stopped, to start again
 _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
 _PRICED_SLOTS = 4  # drafts that the price of one is an average over, or one for each sequence
-_STRETCH_EVERY = 8  # rounds, to ask for one draft more than was taken of late
+_STRETCH_EVERY = 16  # rounds, in one of which a draft more is asked for than seems worth it
 _SMOOTHING = 0.2  # of the newest step in the going rate
 _LONGER_ABOVE, _FIRST_LENGTH = 0.8, 4  # of the threshold rule
 
@@ -318,8 +318,10 @@ class GoodputPolicy:
         if count == 0:
             return self._brake.probe(acceptance, limit)
         pacing.is_probing = False
-        if draft_s and pacing.most_taken is not None:
-            return min(count, pacing.most_taken + (acceptance.num_rounds % _STRETCH_EVERY == 0))
+        if draft_s:
+            count = min(count, pacing.most_taken or count)
+            if acceptance.num_rounds % _STRETCH_EVERY == 0:
+                count = min(count + 1, limit)
         return count
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:

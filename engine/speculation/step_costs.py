@@ -6,7 +6,6 @@ machine's own steps in the curve are. Loop thread only.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 _MOST_WEIGHT = 16.0  # observations that an average goes over
 _MAX_SURPRISE = 1.3  # an observation counts as so many times the average at most: a stall is no cost
-_MAX_FIRST_SURPRISE = 1.5  # a first one counts as so many times what was expected at most, until the second
+_MAX_FIRST_SURPRISE = 1.5  # a first one counts as so many times the next smaller size at most
 _TOO_FAST = 0.5  # of the average: nothing is that fast by accident, so the average was wrong
 _MEMORY = 1024  # steps; what was not seen for so long is not held against trying it again
 _LONE_MEMORY = 256  # steps; the same for what was seen only once
@@ -33,9 +32,17 @@ class _Knot:
 
     num_tokens: float
     seconds: float
-    first_s: float
     weight: float
     last_step: int
+
+    @property
+    def is_lone(self) -> bool:
+        """True until there is a second observation, which may show that the first was a stall."""
+        return self.weight < 2
+
+    def is_forgotten(self, step: int) -> bool:
+        """True if it was last seen too long before that step."""
+        return step - self.last_step > (_LONE_MEMORY if self.is_lone else _MEMORY)
 
     def observe(self, num_tokens: int, seconds: float, step: int) -> None:
         self.last_step = step
@@ -45,7 +52,7 @@ class _Knot:
         self.weight = min(_MOST_WEIGHT, self.weight + 1)
         self.num_tokens += (num_tokens - self.num_tokens) / self.weight
         if self.weight == 2:
-            self.seconds = min(self.first_s, seconds)
+            self.seconds = min(self.seconds, seconds)
         else:
             self.seconds += (min(seconds, _MAX_SURPRISE * self.seconds) - self.seconds) / self.weight
 
@@ -53,57 +60,41 @@ class _Knot:
 class _Curve:
     """Seconds by tokens: a few dozen knots, one each below 8 tokens, then four for each doubling."""
 
-    __slots__ = ("_knots", "_points")
+    __slots__ = ("_knots", "_sorted")
 
     def __init__(self) -> None:
         self._knots: dict[int, _Knot] = {}
-        self._points: list[tuple[float, float]] | None = None
+        self._sorted: list[_Knot] | None = None
 
-    def observe(self, num_tokens: int, seconds: float, step: int, expected: float | None) -> None:
-        index = _index(num_tokens)
-        knot = self._knots.get(index)
+    def observe(self, num_tokens: int, seconds: float, step: int) -> None:
+        knot = self.knot(num_tokens)
         if knot is None:
-            likely = seconds if expected is None else min(seconds, _MAX_FIRST_SURPRISE * expected)
-            self._knots[index] = _Knot(num_tokens, likely, seconds, 1.0, step)
+            self._knots[_index(num_tokens)] = _Knot(num_tokens, seconds, 1.0, step)
+            self._sorted = None
         else:
             knot.observe(num_tokens, seconds, step)
-        self._points = None
 
     def forget(self, step: int) -> None:
         """Drop what was last seen long before that step."""
-        old = [
-            index
-            for index, knot in self._knots.items()
-            if step - knot.last_step > (_MEMORY if knot.weight > 1 else _LONE_MEMORY)
-        ]
-        for index in old:
-            del self._knots[index]
-        if old:
-            self._points = None
+        self._knots = {index: knot for index, knot in self._knots.items() if not knot.is_forgotten(step)}
+        self._sorted = None
 
-    def last_seen(self, num_tokens: int) -> int | None:
-        """The step in which so many tokens were last seen; None if never."""
-        knot = self._knots.get(_index(num_tokens))
-        return None if knot is None else knot.last_step
+    def knot(self, num_tokens: int) -> _Knot | None:
+        """What is known of steps of about so many tokens; None if there was none."""
+        return self._knots.get(_index(num_tokens))
 
-    def points(self) -> list[tuple[float, float]]:
-        """(tokens, seconds) in order, where more tokens never take less: not to be changed."""
-        if self._points is None:
-            self._points = _increasing([self._knots[index] for index in sorted(self._knots)])
-        return self._points
+    def knots(self) -> list[_Knot]:
+        """All, in order of their tokens: not to be changed."""
+        if self._sorted is None:
+            self._sorted = [self._knots[index] for index in sorted(self._knots)]
+        return self._sorted
 
     def at(self, num_tokens: int) -> float | None:
         """Seconds of so many tokens, as at the nearest known beyond both ends; None when empty."""
-        points = self.points()
+        points = _increasing(self.knots(), None)
         if not points:
             return None
-        above = bisect_right(points, (num_tokens, float("inf")))
-        if above == 0:
-            return points[0][1]
-        if above == len(points):
-            return points[-1][1]
-        (left, low), (right, high) = points[above - 1], points[above]
-        return low + (high - low) * (num_tokens - left) / (right - left)
+        return float(np.interp(num_tokens, [n for n, _ in points], [s for _, s in points]))
 
 
 class StepCosts:
@@ -125,15 +116,14 @@ class StepCosts:
         if num_seqs < 1 or num_tokens < num_seqs or seconds <= 0:
             return
         self._step += 1
-        expected = self.seconds(num_seqs, num_tokens)
         self._lines.clear()
         if num_tokens == num_seqs:
-            self._plain.observe(num_tokens, seconds, self._step, expected)
+            self._plain.observe(num_tokens, seconds, self._step)
         else:
             bucket = num_seqs.bit_length()
             while bucket >= len(self._wider):
                 self._wider.append(_Curve())
-            self._wider[bucket].observe(num_tokens, seconds, self._step, expected)
+            self._wider[bucket].observe(num_tokens, seconds, self._step)
         if self._step % _LONE_MEMORY == 0:
             for curve in self._wider:
                 curve.forget(self._step)
@@ -149,8 +139,8 @@ class StepCosts:
 
         Drafts are held against such steps, so one should be run.
         """
-        last = self._plain.last_seen(num_seqs)
-        return last is None or self._step - last > _PLAIN_EVERY
+        knot = self._plain.knot(num_seqs)
+        return knot is None or knot.is_lone or self._step - knot.last_step > _PLAIN_EVERY
 
     def seconds(self, num_seqs: int, num_tokens: int) -> float | None:
         """Seconds of a step; None while nothing is known."""
@@ -169,28 +159,30 @@ class StepCosts:
     def _line(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
         """Tokens and seconds for so many sequences, from the step without drafts to one far out."""
         nearest = self._nearest(num_seqs.bit_length())
-        wider = [point for point in nearest if point[0] > num_seqs]
         plain_s = self._plain.at(num_seqs)
         if plain_s is None:
-            if not nearest:
+            known = _increasing(nearest, None)
+            if not known:
                 return None
-            plain_s = (wider[0] if wider else nearest[-1])[1]
+            plain_s = next((s for n, s in known if n > num_seqs), known[-1][1])
+        wider = _increasing([knot for knot in nearest if knot.num_tokens > num_seqs], plain_s)
         if wider:
             plain_s = min(plain_s, wider[0][1])
         else:
-            wider = [(n, max(plain_s, s)) for n, s in self._plain.points() if n > num_seqs]
+            larger = [knot for knot in self._plain.knots() if knot.num_tokens > num_seqs]
+            wider = [(n, max(plain_s, s)) for n, s in _increasing(larger, plain_s)]
         line = _lowered([(float(num_seqs), plain_s), *wider])
         last_n, last_s = line[-1]
         slope = (last_s - plain_s) / (last_n - num_seqs + _TRUSTED_SPAN)  # a few tokens tell little of many
         line.append((last_n + _FAR, last_s + _FAR * slope))
         return [n for n, _ in line], [s for _, s in line]
 
-    def _nearest(self, bucket: int) -> list[tuple[float, float]]:
-        """The points of the curve for about so many sequences, which may be one for fewer or more."""
+    def _nearest(self, bucket: int) -> list[_Knot]:
+        """The knots of the curve for about so many sequences, which may be one for fewer or more."""
         for distance in range(max(bucket, len(self._wider)) + 1):
             for index in (bucket - distance, bucket + distance):
-                if 0 <= index < len(self._wider) and (points := self._wider[index].points()):
-                    return points
+                if 0 <= index < len(self._wider) and (knots := self._wider[index].knots()):
+                    return knots
         return []
 
 
@@ -213,11 +205,18 @@ def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return lowered
 
 
-def _increasing(knots: Sequence[_Knot]) -> list[tuple[float, float]]:
-    """Points of which none lies below the one before, by pooling neighbours by weight."""
+def _increasing(knots: Sequence[_Knot], floor_s: float | None) -> list[tuple[float, float]]:
+    """Tokens and seconds, of which none lies below the one before, by pooling neighbours by weight.
+
+    `floor_s` is what a smaller step takes, None when unknown.
+    """
     pools: list[list[float]] = []  # weighted seconds, weight, first and one past the last knot
     for i, knot in enumerate(knots):
-        pool = [knot.seconds * knot.weight, knot.weight, i, i + 1]
+        seconds = knot.seconds
+        if knot.is_lone and floor_s is not None:
+            seconds = min(seconds, _MAX_FIRST_SURPRISE * floor_s)
+        floor_s = seconds if floor_s is None else max(floor_s, seconds)
+        pool = [seconds * knot.weight, knot.weight, i, i + 1]
         while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
             before = pools.pop()
             pool = [before[0] + pool[0], before[1] + pool[1], before[2], pool[3]]

@@ -110,3 +110,16 @@ def test_requests_of_a_tree_method_start_as_trees() -> None:
         first.observe_tree(3, [1])
     survival = Acceptance(prior).survival(3)
     assert sum(survival) == pytest.approx(1, abs=0.05)
+
+
+def test_bad_luck_far_along_is_forgotten_while_drafts_are_too_short_to_refute_it() -> None:
+    prior = MethodPrior()
+    others, acceptance = Acceptance(prior), Acceptance(prior)
+    for _ in range(400):
+        others.observe(4, 4)
+    for _ in range(12):
+        acceptance.observe(4, 3)
+    assert acceptance.survival(4)[3] < 0.35
+    for _ in range(200):
+        acceptance.observe(3, 3)
+    assert acceptance.survival(4)[3] > 0.8

@@ -113,8 +113,9 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
 
 def test_a_step_without_drafts_is_wanted_now_and_then() -> None:
     costs = StepCosts()
-    assert costs.needs_plain(4)
-    costs.observe(4, 4, 0.01)
+    for _ in range(2):  # the first may have been a stall
+        assert costs.needs_plain(4)
+        costs.observe(4, 4, 0.01)
     assert not costs.needs_plain(4)
     for _ in range(256):
         costs.observe(4, 9, 0.01)
@@ -136,4 +137,4 @@ def test_memory_is_bounded() -> None:
     for num_seqs in range(1, 1025, 3):
         for length in (1, 2, 3, 5, 9, 33):
             costs.observe(num_seqs, num_seqs * length, 0.01)
-    assert sum(len(curve.points()) for curve in [costs._plain, *costs._wider]) < 400
+    assert sum(len(curve.knots()) for curve in [costs._plain, *costs._wider]) < 400
