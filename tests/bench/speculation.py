@@ -1,0 +1,208 @@
+"""Speculation on against off: the same engine, the same requests, in turns.
+
+Off is a request that says `speculation: {"enabled": false}`, so both sides share weights, memory and threads.
+What is generated is compared token by token where the dtype allows it, and told where it is not equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import uvloop
+
+from engine.engine import Engine
+from engine.request import GenerationRequest, SamplingParams, SpeculationOptions
+from engine.speculation.controller import Candidate, LengthPolicy, StepLoad
+from engine.speculation.spec_stats import SpecStats
+from engine.speculation.speculative_decoder import SpeculativeDecoder
+from tests.bench.context import BenchContext
+from tests.bench.decode import loaded_engine
+from tests.bench.draft_texts import LIGHTHOUSE
+from tests.bench.report import Bar, Section
+
+COPY_TOKENS, ORDINARY_TOKENS = 256, 96
+BATCHES = (1, 8, 32)
+COPY_BAR, ORDINARY_BAR = 2.5, 0.97
+
+HARBOUR = """\
+The harbour of Eastwick lies between two low hills. In spring the fishing boats leave before dawn \
+and return at noon with herring and mackerel. The old lighthouse on the western hill was built in \
+1874 by a shipwright named Thomas Hale, who carried every stone up the slope with his two brothers. \
+Today the lighthouse is a small museum. Visitors climb one hundred and twelve steps to the lamp \
+room, where a brass telescope still points at the sea. On clear days you can see the island of \
+Sorrel and the ferry that crosses to it three times a day. The museum shop sells postcards, honey \
+from the hill farms and a little book about the storm of 1911, when forty boats were saved by the \
+light."""
+
+CODE = """\
+def total(items):
+    result = 0
+    for item in items:
+        result += item["price"] * item["count"]
+    return result
+
+
+def cheapest(items):
+    best = None
+    for item in items:
+        if best is None or item["price"] < best["price"]:
+            best = item
+    return best
+
+
+def most_expensive(items):
+    best = None
+    for item in items:
+        if best is None or item["price"] > best["price"]:
+            best = item
+    return best
+"""
+
+REWRITES = (
+    f"Rewrite the following text. Keep every word, but change Thomas Hale to Martin Grey.\n\n{HARBOUR}",
+    f"Repeat this text word for word, with one change: the keeper is called Amos Field.\n\n{LIGHTHOUSE}",
+    f"Write this Python code again, but rename the function total to sum_up.\n\n```python\n{CODE}```",
+)
+QUESTIONS = (
+    "Explain why the sky is blue and what happens to its colours at sunset.",
+    "Tell me a story about a fox who wanted to learn to swim.",
+    "What should I think about before I buy a used bicycle?",
+    "How does a steam engine turn heat into motion?",
+    "Describe a walk through an old market town in the rain.",
+    "Give me some advice for a first day at a new job.",
+    "Why do leaves change colour in autumn?",
+    "What did people eat in the Middle Ages, and how did they keep it?",
+)
+
+
+@dataclass
+class Case:
+    """Requests that are sent at once, and what both sides took for them, a figure a run."""
+
+    name: str
+    prompts: Sequence[list[int]]
+    max_tokens: int
+    temperature: float
+    bar: float
+    off: list[float] = field(default_factory=list)  # tokens/s
+    on: list[float] = field(default_factory=list)
+    stats: SpecStats = field(default_factory=SpecStats)
+    num_unequal: int = 0  # replies of which both sides gave another text
+
+    async def run(self, engine: Engine, number: int) -> None:
+        """Off then on, or on then off, by turns."""
+        texts = {}
+        for enabled in (False, True) if number % 2 else (True, False):
+            started = perf_counter()
+            replies = await asyncio.gather(
+                *(self._reply(engine, i, number, enabled) for i in range(len(self.prompts)))
+            )
+            seconds = perf_counter() - started
+            rates = self.on if enabled else self.off
+            rates.append(sum(map(len, replies)) / seconds)
+            texts[enabled] = replies
+        self.num_unequal += sum(a != b for a, b in zip(texts[False], texts[True], strict=True))
+
+    async def _reply(self, engine: Engine, index: int, number: int, enabled: bool) -> list[int]:
+        sampling = SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=1000 * number + index
+        )
+        options = SpeculationOptions(enabled=enabled)
+        name = f"{self.name}-{number}-{index}-{enabled}"
+        stream = engine.submit(
+            GenerationRequest(name, self.prompts[index], sampling, cache_salt=name, speculation=options)
+        )
+        token_ids: list[int] = []
+        async for delta in stream:
+            token_ids += delta.token_ids
+            if delta.finish is not None and delta.finish.speculation is not None:
+                self.stats.add(delta.finish.speculation)
+        return token_ids
+
+    def ratios(self) -> tuple[float, ...]:
+        """On over off, run by run."""
+        return tuple(on / off for on, off in zip(self.on, self.off, strict=True))
+
+
+class NoDrafts:
+    """A length policy that has everything drafted and nothing verified: what speculation costs at g = 0."""
+
+    def __init__(self, policy: LengthPolicy) -> None:
+        self._policy = policy
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        """None of any."""
+        return [0] * len(candidates)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._policy, name)
+
+
+async def cases_of(engine: Engine) -> list[Case]:
+    """Copying one stream at a time, and ordinary text at each batch size."""
+    rewrites = [await engine.render_chat([{"role": "user", "content": text}]) for text in REWRITES]
+    questions = [await engine.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    cases = [
+        Case(f"rewrite {number}", [prompt], COPY_TOKENS, 0.0, COPY_BAR)
+        for number, prompt in enumerate(rewrites, 1)
+    ]
+    for batch in BATCHES:
+        prompts = [questions[i % len(questions)] for i in range(batch)]
+        cases.append(Case(f"ordinary text, batch {batch}", prompts, ORDINARY_TOKENS, 0.8, ORDINARY_BAR))
+    return cases
+
+
+async def measure(context: BenchContext) -> tuple[list[Case], list[Case]]:
+    """The cases with drafts as the settings have it, and the ordinary ones with none ever verified."""
+    async with loaded_engine(context) as loaded:
+        decoder = loaded.parts.batcher.decoder
+        assert decoder is not None, "speculation is off in these settings"
+        cases = await cases_of(loaded.engine)
+        idle = [Case(c.name, c.prompts, c.max_tokens, c.temperature, c.bar) for c in cases[len(REWRITES) :]]
+        for run in range(-1, context.runs):  # the first is not counted: costs and rates are learnt
+            for case in cases:
+                context.say(f"speculation, {case.name}, run {run + 1}/{context.runs}")
+                await case.run(loaded.engine, run + 1)
+            with_no_drafts(decoder, True)
+            for case in idle:
+                context.say(f"speculation at g = 0, {case.name}, run {run + 1}/{context.runs}")
+                await case.run(loaded.engine, run + 1)
+            with_no_drafts(decoder, False)
+        for case in (*cases, *idle):
+            del case.on[0], case.off[0]
+        return cases, idle
+
+
+def with_no_drafts(decoder: SpeculativeDecoder, on: bool) -> None:
+    """Have drafts made and not verified, or as it was."""
+    policy = decoder._policy
+    decoder._policy = NoDrafts(policy) if on else policy._policy  # type: ignore[assignment,attr-defined]
+
+
+def run_speculation(context: BenchContext) -> list[Section]:
+    """The sections of the benchmark `speculation`, with a bar for each case."""
+    cases, idle = uvloop.run(measure(context))
+    dtype = (
+        "Replies that differ do so by rounding: a verified row is computed in another shape than a decode."
+    )
+    return [
+        section_of("speculation", "drafts as the settings have it, against none", cases, dtype),
+        section_of("speculation g = 0", "drafted but nothing verified, against none", idle, dtype),
+    ]
+
+
+def section_of(name: str, title: str, cases: Sequence[Case], note: str) -> Section:
+    """Rates, ratios, acceptance; a bar for each case."""
+    section = Section(name, title, notes=[note])
+    for case in cases:
+        section.add(case.name, "off", "tokens/s", case.off)
+        section.add(case.name, "on", "tokens/s", case.on)
+        ratios = section.add(case.name, "on / off", "", case.ratios())
+        section.add(case.name, "tokens a round", "", [case.stats.tokens_per_round])
+        section.add(case.name, "acceptance", "", [case.stats.acceptance_rate])
+        section.add(case.name, "replies that differ", "", [case.num_unequal])
+        section.bars.append(Bar(f"{name}: {case.name}", case.bar, "x", ratios.median, at_least=True))
+    return section
