@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.engine import Engine
-from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, Executors
+from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, Executors, StepRunner
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import StepInputs
 from engine.request import GenerationRequest, SamplingParams
@@ -92,11 +92,11 @@ def make_decoder(
 
 def make_parts(
     shape: EngineShape,
-    runner: FakeRunner,
+    runner: StepRunner,
     eos_token_ids: frozenset[int] = frozenset(),
     drafters: Sequence[Drafter] = (),
 ) -> EngineParts:
-    """The engine's parts around a fake runner."""
+    """The engine's parts around any runner."""
     config = BatchConfig(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
