@@ -1,7 +1,8 @@
 """RunAhead: has drafts made, beside the target's passes or before them, and never lets them be in the way.
 
-One micro-step of one drafter is out at a time, in an executor of one thread; what comes next is decided on the
-event loop when it is back. So nobody has to be cancelled: a request that has ended is not asked about again.
+One micro-step of one drafter is out at a time, in an executor of one thread; what comes next is decided on
+the event loop when it is back. So nobody has to be cancelled: a request that has ended is not asked about
+again.
 """
 
 from __future__ import annotations
@@ -11,25 +12,49 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
 
 from engine.batch_metrics import BatchMetrics
 from engine.speculation.circuit_breaker import CircuitBreaker
-from engine.speculation.drafter import Draft, Drafter, DraftJob, DraftResult
+from engine.speculation.draft_answers import read_answers
+from engine.speculation.drafter import Drafter, DraftJob, DraftResult
 from engine.speculation.schedule_choice import ScheduleChooser
-from engine.speculation.speculative_decoder import SpeculativeDecoder, fault_of
+from engine.speculation.speculative_decoder import SpeculativeDecoder
 
 log = logging.getLogger("slipstream.speculation")
 
-_SMOOTHING = 0.1  # of the newest micro-step in what one takes
-_PATIENCE_S = 1.0  # a micro-step that takes longer is not waited for, and counts as a failure
+_SMOOTHING = 0.1  # of the newest micro-step in what waiting costs
+_PATIENCE_S = 0.5  # a micro-step is waited for that long, or as long as a step of the target takes
+_HANGING_S = 30.0  # after that it is said that one does not come back
+_MOST_PROBABLE = 1.001  # of a probability, rounding included
+_NOTHING = DraftResult((), 0.0)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-step that is out since `started`; its result is an exception if it failed."""
+
+    index: int
+    jobs: list[DraftJob]
+    future: asyncio.Future[DraftResult | Exception]
+    started: float
+    is_hanging: bool = False
 
 
 class RunAhead:
     """Runs the drafters of one SpeculativeDecoder. Every method is for the event-loop thread.
 
-    Before a step: `draft_once` until it says False. While the target computes: `beside_step`. After its
-    commit: `after_step`. With nothing to do: `rest`. Cheap drafters are called on the spot, unless
-    `schedule` is "async"; the others as the schedule says, which "auto" finds out by measuring.
+    Before a step: `choose_arm`, then `draft_once` until it says False. While the target computes:
+    `beside_step`. After its commit: `after_step`. With nothing to do: `rest`. Cheap drafters are called on
+    the spot, unless `schedule` is "async"; the others as the schedule says, which "auto" finds out by
+    measuring.
+
+    Nothing that a drafter does is raised here. What it gets wrong, or raises, is forgotten, and after three
+    times in a row the drafter is left alone for a while. One that is slow is waited for once, and then no
+    more until it was quick again; it goes on beside the target. One that never comes back keeps its thread
+    and stops the others that need it.
     """
 
     def __init__(
@@ -48,38 +73,54 @@ class RunAhead:
         self._inline = [] if schedule == "async" else [i for i, drafter in drafters if drafter.is_cheap]
         self._remote = [i for i, _ in drafters if i not in self._inline]
         self._breakers = [CircuitBreaker(clock) for _ in drafters]
+        self._is_quick = [True for _ in drafters]
+        self._waits_s = [0.0 for _ in drafters]  # for one draft of one request
+        self._no_waits_s = (0.0,) * len(drafters)
         self._arm: str = schedule
         self._chooser: ScheduleChooser | None = None
         if schedule == "auto":
             self._arm = "sync"
             if self._remote:
                 self._chooser = ScheduleChooser(("off", "sync", "async"))
-        self._flying: asyncio.Future[DraftResult] | None = None
-        self._is_overdue = False  # what is flying is waited for no more
-        self._has_read = False  # a drafter that is behind has had its turn before this step
-        self._stopped = False
+        config = decoder.config
+        self._law_size = None if config.verification == "match" else config.vocab_size
+        self._flight: _Flight | None = None
+        self._patience_s = _PATIENCE_S
+        self._has_read = False  # drafters that are behind have had their turn before this step
+        self._is_resting = False
+        self._is_stopped = False
 
     # Around a step.
 
     def choose_arm(self, num_seqs: int) -> None:
         """A step is to be prepared: decide how its drafts are made."""
-        self._has_read = False
-        self._decoder.waited_s = 0.0
+        decoder = self._decoder
+        self._has_read = self._is_resting = False
         if self._chooser is not None:
             self._arm = self._chooser.arm(num_seqs)
+        decoder.waited_s = 0.0
+        decoder.draft_waits_s = self._waits_s if self._arm == "sync" else self._no_waits_s
+        self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
-        """Draft what must be there before the next step; False when all of it is, or will not come."""
+        """Draft what must be there before the next step; False when all of it is, or is not waited for."""
         for index in self._inline:
             self._draft_inline(index)
-        if self._arm != "sync" or not self._start(ahead=False):
+        flight = self._start(ahead=False) if self._arm == "sync" else None
+        if flight is None or not self._is_quick[flight.index]:
             return False
-        assert self._flying is not None
-        started = self._clock()
-        done, _ = await asyncio.wait([self._flying], timeout=_PATIENCE_S)
-        self._decoder.waited_s += self._clock() - started
-        self._is_overdue = not done
-        return bool(done)
+        done, _ = await asyncio.wait([flight.future], timeout=self._patience_s)
+        waited_s = self._clock() - flight.started
+        self._decoder.waited_s += waited_s
+        if not done:
+            self._is_quick[flight.index] = False
+            return False
+        if self._decoder.is_reading(flight.index, flight.jobs):
+            self._has_read = True
+        else:
+            wait_s = self._waits_s[flight.index]
+            self._waits_s[flight.index] += _SMOOTHING * (waited_s / len(flight.jobs) - wait_s)
+        return True
 
     def beside_step(self) -> None:
         """The target's pass has begun: let the drafter run beside it."""
@@ -99,14 +140,16 @@ class RunAhead:
 
     def rest(self) -> None:
         """There is nothing to do: let the drafters forget what has ended."""
+        self._is_resting = True
         for index in self._inline:
             self._close_inline(index)
-        if self._flying is None:
-            self._forget()
+        self._forget()
 
     def stop(self) -> None:
         """Ask for nothing more; what is out is not waited for."""
-        self._stopped = True
+        self._is_stopped = True
+        if self._flight is not None:
+            self._flight.future.cancel()
 
     # On the spot.
 
@@ -115,97 +158,94 @@ class RunAhead:
         if self._breakers[index].is_open:
             return
         jobs = self._decoder.jobs(index, ahead=False)
-        if not jobs:
-            return
-        try:
-            result = self._decoder.drafters[index].draft(jobs)
-        except Exception as error:
-            self._fail(index, jobs, error)
-        else:
-            self._take(index, jobs, result)
+        if jobs:
+            self._take(index, jobs, self._call(index, (), jobs))
 
     def _close_inline(self, index: int) -> None:
         closed = self._decoder.take_closed(index)
         if closed:
-            try:
-                self._decoder.drafters[index].close(closed)
-            except Exception as error:
-                self._fail(index, (), error)
+            self._take(index, [], self._call(index, closed, []))
+
+    def _call(self, index: int, closed: Sequence[str], jobs: Sequence[DraftJob]) -> DraftResult | Exception:
+        return _micro_step(self._decoder.drafters[index], closed, jobs, self._law_size)
 
     # In the draft thread.
 
-    def _start(self, *, ahead: bool) -> bool:
-        """Send a micro-step off; False if one is out already, or nobody has anything to do."""
-        if self._flying is not None or self._stopped:
-            return False
+    def _start(self, *, ahead: bool) -> _Flight | None:
+        """Send a micro-step off; None if one is out already, or nobody has anything to do."""
+        if self._flight is not None:
+            self._note_hanging(self._flight)
+            return None
         for index in self._remote:
             if self._breakers[index].is_open:
                 continue
-            jobs = self._decoder.jobs(index, ahead=ahead)
-            if not ahead and self._decoder.all_behind(index, jobs):
-                jobs, self._has_read = [] if self._has_read else jobs, True
+            jobs = self._decoder.jobs(index, ahead=ahead, may_read=ahead or not self._has_read)
             if jobs:
-                self._send(index, jobs)
-                return True
+                return self._send(index, jobs, self._decoder.take_closed(index))
         self._forget()
-        return False
+        return None
 
     def _forget(self) -> None:
-        """Have the first drafter that has anything to forget do so."""
-        for index in self._remote:
-            closed = None if self._stopped else self._decoder.take_closed(index)
+        """If no micro-step is out, have the first drafter that has anything to forget do so."""
+        for index in self._remote if self._flight is None else ():
+            closed = self._decoder.take_closed(index)
             if closed:
                 self._send(index, [], closed)
                 return
 
-    def _send(self, index: int, jobs: list[DraftJob], closed: Sequence[str] | None = None) -> None:
-        closed = self._decoder.take_closed(index) if closed is None else closed
-        drafter = self._decoder.drafters[index]
+    def _send(self, index: int, jobs: list[DraftJob], closed: Sequence[str]) -> _Flight | None:
+        if self._is_stopped:
+            return None
         loop = asyncio.get_running_loop()
-        flying = self._flying = loop.run_in_executor(self._executor, _micro_step, drafter, closed, jobs)
-        flying.add_done_callback(lambda future: self._land(index, jobs, future))
+        future = loop.run_in_executor(self._executor, self._call, index, closed, jobs)
+        flight = self._flight = _Flight(index, jobs, future, self._clock())
+        future.add_done_callback(lambda _: self._land(flight))
+        return flight
 
-    def _land(self, index: int, jobs: list[DraftJob], future: asyncio.Future[DraftResult]) -> None:
-        self._flying = None
-        was_overdue, self._is_overdue = self._is_overdue, False
-        if future.cancelled():
+    def _land(self, flight: _Flight) -> None:
+        self._flight = None
+        if flight.future.cancelled():
             return
-        error = future.exception()
-        if error is None:
-            self._take(index, jobs, future.result())
-            error = TimeoutError(f"a micro-step took longer than {_PATIENCE_S} s") if was_overdue else None
-        if error is not None:
-            self._fail(index, jobs, error)
+        error = flight.future.exception()
+        result = flight.future.result() if error is None else error
+        self._is_quick[flight.index] = self._clock() - flight.started <= self._patience_s
+        self._take(flight.index, flight.jobs, result)
         if self._arm == "async":
             self._start(ahead=True)
+        elif self._is_resting:
+            self._forget()
+
+    def _note_hanging(self, flight: _Flight) -> None:
+        seconds = self._clock() - flight.started
+        if seconds >= _HANGING_S and not flight.is_hanging:
+            flight.is_hanging = True
+            self._metrics.engine_errors["drafter"] += 1
+            method = self._decoder.drafters[flight.index].method
+            log.warning("the %s drafter has not answered for %.0f s and keeps its thread", method, seconds)
 
     # What comes back.
 
-    def _take(self, index: int, jobs: Sequence[DraftJob], result: DraftResult) -> None:
+    def _take(self, index: int, jobs: Sequence[DraftJob], result: DraftResult | BaseException) -> None:
+        """Put the answers of a micro-step on the tapes; whatever they are, nothing is raised."""
+        if isinstance(result, BaseException):
+            self._fail(index, jobs, result)
+            return
         if not jobs:
             return
-        self._metrics.draft_duration.observe(result.draft_s)
-        self._decoder.stats.draft_s += result.draft_s
-        if index in self._remote:
-            waits = self._decoder.step_waits_s
-            exposed_s = result.draft_s if self._arm == "sync" else 0.0
-            waits[index] += _SMOOTHING * (exposed_s - waits[index])
-        drafts = {draft.request_id: draft for draft in result.drafts}
-        wrong: list[DraftJob] = []
-        for job in jobs:
-            nothing = Draft(job.request.request_id, job.epoch, job.next_position, ())
-            draft = drafts.get(job.request.request_id, nothing)
-            fault = fault_of(job, draft, self._decoder.config.vocab_size)
-            if fault is None:
-                self._decoder.put(index, job, draft)
-            else:
-                wrong.append(job)
-                self._decoder.stats.dropped["error"] += len(draft.token_ids)
-                error = ValueError(fault)
-        if wrong:
-            self._fail(index, wrong, error)
-        else:
+        try:
+            answers = read_answers(jobs, result, self._decoder.config.vocab_size)
+        except ValueError as error:
+            self._fail(index, jobs, error)
+            return
+        self._metrics.draft_duration.observe(answers.seconds)
+        self._decoder.stats.draft_s += answers.seconds
+        self._decoder.stats.dropped["error"] += answers.num_unfit_tokens
+        for job, draft in answers.fitting:
+            self._decoder.put(index, job, draft)
+        if answers.fault is None:
             self._breakers[index].succeed()
+        else:
+            self._fail(index, answers.unfit, ValueError(answers.fault))
 
     def _fail(self, index: int, jobs: Sequence[DraftJob], error: BaseException) -> None:
         """A drafter failed, which costs no request anything but speed."""
@@ -218,7 +258,36 @@ class RunAhead:
             log.debug("the %s drafter failed", method, exc_info=error)
 
 
-def _micro_step(drafter: Drafter, closed: Sequence[str], jobs: Sequence[DraftJob]) -> DraftResult:
-    if closed:
-        drafter.close(closed)
-    return drafter.draft(jobs) if jobs else DraftResult((), 0.0)
+def _micro_step(
+    drafter: Drafter, closed: Sequence[str], jobs: Sequence[DraftJob], law_size: int | None
+) -> DraftResult | Exception:
+    """What the drafter answers, or raises: some exceptions no future can hold.
+
+    `law_size` is how many probabilities a draft comes with; None if nobody asks for them.
+    """
+    try:
+        if closed:
+            drafter.close(closed)
+        result = drafter.draft(jobs) if jobs else _NOTHING
+        if law_size is not None:
+            _check_laws(result, law_size)
+    except Exception as error:
+        return error
+    return result
+
+
+def _check_laws(result: DraftResult, vocab_size: int) -> None:
+    """ValueError unless what drafts are said to be drawn from could be that.
+
+    Verification computes with it for all requests of a step, and garbage would not stay with its own.
+    """
+    laws = [law for draft in result.drafts for law in draft.probs]
+    bounds: list[torch.Tensor] = []
+    for law in laws:
+        if not isinstance(law, torch.Tensor) or (law.dtype, law.shape) != (torch.float32, (vocab_size,)):
+            raise ValueError(f"a draft's distribution is no float32 vector of {vocab_size}")
+        bounds += law.aminmax()  # which pass NaN on, and that fails all comparisons
+    if bounds:
+        ends = torch.stack(bounds)
+        if not bool(((ends >= 0) & (ends < _MOST_PROBABLE)).all()):
+            raise ValueError("a draft's distribution holds what is no probability")

@@ -121,6 +121,26 @@ class DraftTape:
         return outcome, num_equal
 
 
+def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> list[int]:
+    """The indices of the drafts that `tokens` begin with, along one path from the root."""
+    accepted: list[int] = []
+    for token_id in tokens:
+        found = _child(drafted, accepted[-1] if accepted else -1, token_id)
+        if found is None:
+            break
+        accepted.append(found)
+    return accepted
+
+
+def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
+    """The draft that follows `root` with this token; the first of equal siblings."""
+    if drafted[0].parent is None:
+        index = root + 1
+        return index if index < len(drafted) and drafted[index].token_id == token_id else None
+    found = (i for i, draft in enumerate(drafted) if draft.parent == root and draft.token_id == token_id)
+    return next(found, None)
+
+
 def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
     num_tokens = len(draft.token_ids)
     parents = draft.parents or (None,) * num_tokens
@@ -145,8 +165,7 @@ def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedTok
         return drafted[len(known) :] if _num_equal(drafted, known) == num_known else None
     root = -1
     for token_id in known:
-        children = (i for i, draft in enumerate(drafted) if draft.parent == root)
-        found = next((i for i in children if drafted[i].token_id == token_id), None)
+        found = _child(drafted, root, token_id)
         if found is None:
             return None
         root = found

@@ -7,67 +7,32 @@ threads. Loop thread only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.request import Request
 from engine.speculation.acceptance import Acceptance, MethodPrior
 from engine.speculation.controller import Candidate, LengthPolicy, StepLoad
-from engine.speculation.draft_tape import DraftedToken, DraftTape, PutOutcome, TapeOutcome
+from engine.speculation.draft_tape import (
+    DraftedToken,
+    DraftTape,
+    PutOutcome,
+    TapeOutcome,
+    accepted_drafts,
+)
+from engine.speculation.drafted_sequence import DraftedSequence, DraftView, RecentRatio
 from engine.speculation.drafter import Draft, Drafter, DraftJob, DraftRequest, TargetFeatures
 from engine.speculation.spec_stats import SpecStats
 from engine.speculation.speculation_config import SpeculationConfig
 from engine.speculation.step_costs import StepCosts
 
-_FORGETTING = 0.02  # a step's share in figures of late
-
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A drafter and its part: how long its drafts may be, and whether it drafts for requests that name none."""
+    """A drafter and its part: how long its drafts may be, and whether those get any who name no method."""
 
     drafter: Drafter
     max_tokens: int
     unasked: bool = True
-
-
-@dataclass(slots=True)
-class _View:
-    """What one drafter has to do with one sequence.
-
-    `told` is how many leading tokens it knows to be as they are, drafts included. `silent_at` is how many
-    were known when it last had nothing to say. `max_tokens` is the longest draft it may make, and `limit` how
-    long a draft is worth having.
-    """
-
-    acceptance: Acceptance
-    max_tokens: int
-    limit: int
-    told: int = 0
-    silent_at: int = -1
-    is_behind: bool = False
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One request that drafts may be made for. `num_flying` drafts of its tape are being verified."""
-
-    request: Request
-    about: DraftRequest
-    tape: DraftTape
-    views: list[_View | None]  # by drafter; None for those it does not want
-    num_flying: int = 0
-    features: TargetFeatures | None = None
-    author: _View | None = field(default=None)  # whose drafts the tape holds
-
-    @property
-    def num_known(self) -> int:
-        """Tokens up to the end of the tape."""
-        return len(self.request.token_ids) + len(self.tape)
-
-    @property
-    def is_decoding(self) -> bool:
-        """True when a step would compute nothing of it but its newest token, and drafts."""
-        return len(self.request.token_ids) - self.request.num_computed_tokens == 1
 
 
 class SpeculativeDecoder:
@@ -75,7 +40,10 @@ class SpeculativeDecoder:
 
     A request takes part from `open` to `close`, except while it is preempted (`pause`). Drafters are only
     asked for their names and ways: whoever runs them asks for `jobs`, by their place in `sources`, the most
-    trusted first. `can_rewind` False verifies nothing and counts what might have been.
+    trusted first. `can_rewind` False drafts nothing and counts the steps that might have had drafts.
+
+    Beside each sequence's tokens it knows what each drafter was told of them, so that a job tells only what
+    is new. All that is wrong with an answer costs that answer, and at most what its drafter remembers.
     """
 
     def __init__(
@@ -91,45 +59,57 @@ class SpeculativeDecoder:
         self.costs = costs
         self.stats = SpecStats()
         self.waited_s = 0.0  # for drafts, before the step that comes next
-        self.step_waits_s = [0.0] * len(sources)  # by drafter: what a micro-step that is waited for takes
-        self.draft_length = 0.0  # drafts a round, of late
-        self.speedup = 1.0  # of late, over steps without drafts as the costs know them
+        self.draft_waits_s: Sequence[float] = (0.0,) * len(sources)  # by drafter: for one draft of a request
         self.drafters = tuple(source.drafter for source in sources)
         self._sources = tuple(sources)
         self._policy = policy
         self._can_rewind = can_rewind
         self._priors = [MethodPrior() for _ in sources]
-        self._sequences: dict[str, _Sequence] = {}  # those that have not ended
-        self._active: dict[str, _Sequence] = {}  # those that have a seat
+        self._sequences: dict[str, DraftedSequence] = {}  # those that have not ended
+        self._active: dict[str, DraftedSequence] = {}  # those that have a seat
+        self._clients: list[dict[str, tuple[DraftedSequence, DraftView]]] = [
+            {} for _ in sources
+        ]  # of them, by drafter
         self._closed: list[list[str]] = [[] for _ in sources]  # to be forgotten by each drafter
+        self._lengths = RecentRatio()
+        self._pace = RecentRatio()
 
     @property
-    def has_active(self) -> bool:
-        """True while any running request may be drafted for."""
-        return bool(self._active)
+    def draft_length(self) -> float:
+        """Drafts a round, of late; 0 before the first."""
+        return self._lengths.ratio
+
+    @property
+    def speedup(self) -> float:
+        """Of late, over steps without drafts as the costs know them; 1 while they are unknown."""
+        return self._pace.ratio or 1.0
 
     # Requests come and go.
 
     def open(self, request: Request) -> None:
         """A request has taken a seat, maybe again."""
-        options = request.speculation
-        if not options.enabled:
+        if not request.speculation.enabled:
             return
-        sequence = self._sequences.get(request.request_id)
+        request_id = request.request_id
+        sequence = self._sequences.get(request_id)
         if sequence is None:
-            sequence = self._sequences[request.request_id] = self._make(request)
+            sequence = self._sequences[request_id] = self._make(request)
             request.spec_stats = SpecStats()
-        self._active[request.request_id] = sequence
+        self._active[request_id] = sequence
+        for clients, view in zip(self._clients, sequence.views, strict=True):
+            if view is not None:
+                clients[request_id] = (sequence, view)
 
-    def _make(self, request: Request) -> _Sequence:
+    def _make(self, request: Request) -> DraftedSequence:
         options = request.speculation
         method = None if options.method == "auto" else options.method
-        views: list[_View | None] = []
+        views: list[DraftView | None] = []
         for source, prior in zip(self._sources, self._priors, strict=True):
-            if source.unasked if method is None else method == source.drafter.method:
+            is_meant = source.unasked if method is None else method == source.drafter.method
+            if is_meant and self._can_rewind:
                 acceptance = Acceptance(prior)
                 max_tokens = min(source.max_tokens, options.num_tokens or source.max_tokens)
-                views.append(_View(acceptance, max_tokens, self._policy.wanted(acceptance, max_tokens)))
+                views.append(DraftView(acceptance, max_tokens, self._policy.wanted(acceptance, max_tokens)))
             else:
                 views.append(None)
         about = DraftRequest(
@@ -139,7 +119,7 @@ class SpeculativeDecoder:
             stop_token_ids=request.stop_token_ids,
             prediction=options.prediction,
         )
-        return _Sequence(request, about, DraftTape(len(request.token_ids)), views)
+        return DraftedSequence(request, about, DraftTape(len(request.token_ids)), views)
 
     def pause(self, request_id: str) -> None:
         """A request has lost its seat: its drafts and what drafters hold for it are dropped."""
@@ -151,17 +131,23 @@ class SpeculativeDecoder:
         sequence.tape.epoch += 1
         sequence.num_flying = 0
         sequence.features = None
-        for index, view in enumerate(sequence.views):
-            if view is not None:
-                view.told, view.silent_at, view.is_behind = 0, -1, False
-                self._closed[index].append(request_id)
+        for index in range(len(self._sources)):
+            self._forget(index, request_id)
+            self._clients[index].pop(request_id, None)
+
+    def _forget(self, index: int, request_id: str) -> None:
+        """Have a drafter forget what it knows of a request, if it knows anything."""
+        found = self._clients[index].get(request_id)
+        if found is not None and found[1].told:
+            self._closed[index].append(request_id)
+            found[1].forget()
 
     def give_up(self, request_id: str) -> None:
         """Draft for this request no more."""
         self.pause(request_id)
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            sequence.views = [None] * len(self.drafters)
+            sequence.views = [None] * len(self._sources)
 
     def close(self, request_id: str) -> None:
         """A request has ended; unknown ones are passed over."""
@@ -187,15 +173,15 @@ class SpeculativeDecoder:
             if not self._can_rewind:
                 self.stats.num_fallbacks += 1
                 continue
-            author = sequence.author
-            if author is None:
+            author, num_drafted = sequence.author, len(sequence.tape.drafted)
+            if author is None or not num_drafted:
                 continue
             room = min(author.max_tokens, request.max_num_tokens - len(request.token_ids) - 1)
-            num_available = min(len(sequence.tape), room)
+            num_available = min(num_drafted, room)
             if num_available > 0:
                 sequences.append(sequence)
                 candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
-        if not candidates:
+        if not (self._active and self._can_rewind):
             return []
         chosen = []
         lengths = self._policy.lengths(candidates, load)
@@ -206,21 +192,24 @@ class SpeculativeDecoder:
         return chosen
 
     def settle(self, request: Request, drafted: Sequence[DraftedToken], num_tokens: int) -> None:
-        """A step has committed so many tokens, of which it had these drafts; before the request ends by it."""
+        """A step that verified these drafts has committed so many tokens; before the request ends by it."""
         sequence = self._active.get(request.request_id)
         if sequence is None or num_tokens == 0:
             return
         tokens = request.token_ids[-num_tokens:]
+        sequence.num_flying = len(drafted)  # there may not have been room for all that were chosen
         if drafted:
             self._judge(sequence, drafted, tokens)
         self._settle_tape(sequence, tokens)
-        for view, wait_s in zip(sequence.views, self.step_waits_s, strict=True):
+        for view, wait_s in zip(sequence.views, self.draft_waits_s, strict=True):
             if view is not None:
                 view.limit = self._policy.wanted(view.acceptance, view.max_tokens, wait_s)
 
-    def _judge(self, sequence: _Sequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> None:
+    def _judge(
+        self, sequence: DraftedSequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]
+    ) -> None:
         """Count one round."""
-        self.draft_length += _FORGETTING * (len(drafted) - self.draft_length)
+        self._lengths.observe(len(drafted), 1)
         author, request = sequence.author, sequence.request
         assert author is not None and request.spec_stats is not None
         accepted = accepted_drafts(drafted, tokens)
@@ -232,7 +221,7 @@ class SpeculativeDecoder:
         for stats in (self.stats, request.spec_stats):
             stats.observe_round(sequence.tape.method, len(drafted), len(accepted), len(tokens))
 
-    def _settle_tape(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
+    def _settle_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
         tape, first = sequence.tape, sequence.tape.first
         num_ahead = len(tape) - sequence.num_flying
         outcome, num_right = tape.settle(tokens)
@@ -255,37 +244,39 @@ class SpeculativeDecoder:
 
     # For whoever runs the drafters.
 
-    def jobs(self, index: int, *, ahead: bool) -> list[DraftJob]:
-        """What this drafter is to do now; none for those it has done enough for.
+    def jobs(self, index: int, *, ahead: bool, may_read: bool = True) -> list[DraftJob]:
+        """What this drafter is to do now, and from now on counts as told of; none if it has done enough.
 
-        `ahead` is beside the target's pass: past what is being verified and the token drawn after it.
+        `ahead` is beside the target's pass: past what is being verified and the token drawn after it. None
+        either if `may_read` is False and it could not draft, having more to read of every sequence.
         """
-        jobs = []
-        for sequence in self._active.values():
-            view = sequence.views[index]
-            if view is None or not (ahead or sequence.is_decoding):
-                continue
-            wanted = self._num_wanted(sequence, view, index, ahead)
-            if wanted > 0:
-                jobs.append(self._job(sequence, view, wanted))
-        return jobs
+        wanted = [
+            (sequence, view, count)
+            for sequence, view in self._clients[index].values()
+            if view.limit and (count := self._num_wanted(sequence, view, ahead)) > 0
+        ]
+        if wanted and self.drafters[index].reads_features:
+            wanted = [entry for entry in wanted if entry[0].has_new_features]
+        if not may_read and all(view.is_behind for _, view, _ in wanted):
+            return []
+        return [self._job(*entry) for entry in wanted]
 
-    def _num_wanted(self, sequence: _Sequence, view: _View, index: int, ahead: bool) -> int:
-        request, tape = sequence.request, sequence.tape
-        if view.limit == 0 or view.silent_at == sequence.num_known:
+    def _num_wanted(self, sequence: DraftedSequence, view: DraftView, ahead: bool) -> int:
+        """How many more drafts; those that need none are found out first, since they are most."""
+        request, drafted = sequence.request, sequence.tape.drafted
+        num_committed = len(request.token_ids)
+        if view.silent_at == num_committed + len(drafted):
             return 0
-        if self.drafters[index].reads_features and sequence.features is None:
-            return 0
-        if tape.drafted:
+        if not ahead and num_committed - request.num_computed_tokens != 1:
+            return 0  # it will not decode in the next step
+        if drafted:
             by_another = sequence.author is not view
-            ended = tape.drafted[-1].token_id in request.stop_token_ids
-            if by_another or ended or tape.is_tree:
+            if by_another or drafted[-1].token_id in request.stop_token_ids or sequence.tape.is_tree:
                 return 0
         length = view.limit + (sequence.num_flying + 1 if ahead else 0)
-        room = request.max_num_tokens - len(request.token_ids) - 1
-        return min(length, room) - len(tape)
+        return min(length, request.max_num_tokens - num_committed - 1) - len(drafted)
 
-    def _job(self, sequence: _Sequence, view: _View, num_wanted: int) -> DraftJob:
+    def _job(self, sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:
         token_ids, tape = sequence.request.token_ids, sequence.tape
         num_committed = len(token_ids)
         first = min(view.told, sequence.num_known)
@@ -302,56 +293,71 @@ class SpeculativeDecoder:
         )
 
     def put(self, index: int, job: DraftJob, draft: Draft) -> None:
-        """Take a drafter's answer, which fits the job; see `fault_of`."""
+        """Take a drafter's answer, which fits the job; see `read_answers`."""
         sequence = self._active.get(draft.request_id)
         view = None if sequence is None else sequence.views[index]
         if sequence is None or view is None:
             self.stats.dropped["cancelled"] += len(draft.token_ids)
             return
-        if draft.epoch != sequence.tape.epoch:
+        tape = sequence.tape
+        if draft.epoch != tape.epoch:
             self._drop_stale(len(draft.token_ids))
             return
         view.is_behind = draft.is_behind
         if not draft.token_ids:
-            if not draft.is_behind:
-                view.silent_at = job.next_position
+            self._note_silence(index, view, job)
             return
-        tape = sequence.tape
+        view.num_turns = 0
         was_empty, num_late = not tape.drafted, tape.num_late
-        if tape.drafted and sequence.author is not view:
-            self._drop_stale(len(draft.token_ids))  # another was faster
-            view.told = min(view.told, draft.first)
-            return
-        outcome = tape.put(draft, sequence.request.token_ids, draft.method or self.drafters[index].method)
-        if outcome is PutOutcome.TAKEN:
-            if was_empty:
-                sequence.author = view
-            if draft.parents is None:
-                view.told = job.next_position + len(draft.token_ids)
-            self.stats.num_late += tape.num_late > num_late
-            self.stats.dropped["late"] += tape.num_late - num_late
-        else:
+        outcome = PutOutcome.WRONG  # if another was faster
+        if was_empty or sequence.author is view:
+            method = draft.method or self.drafters[index].method
+            outcome = tape.put(draft, sequence.request.token_ids, method)
+        if outcome is not PutOutcome.TAKEN:
             view.told = min(view.told, draft.first)
             self._drop_stale(len(draft.token_ids))
+            return
+        if was_empty:
+            sequence.author = view
+        if draft.parents is None:
+            view.told = job.next_position + len(draft.token_ids)
+        self.stats.num_late += tape.num_late > num_late
+        self.stats.dropped["late"] += tape.num_late - num_late
+
+    def _note_silence(self, index: int, view: DraftView, job: DraftJob) -> None:
+        """A drafter had nothing to say: it is asked again at once if it has yet to read, but not for ever.
+
+        One that reads anything at all needs fewer turns than there are tokens.
+        """
+        view.num_turns += 1
+        is_reading = view.is_behind and (
+            view.num_turns <= job.next_position
+            or view.num_turns <= sum(sequence.num_known for sequence, _ in self._clients[index].values())
+        )
+        if not is_reading:
+            view.silent_at, view.is_behind = job.next_position, False
 
     def _drop_stale(self, num_tokens: int) -> None:
         self.stats.num_stale += 1
         self.stats.dropped["stale"] += num_tokens
 
     def lose(self, index: int, jobs: Iterable[DraftJob]) -> None:
-        """A micro-step failed: nobody knows what its drafter remembers of these, so it forgets them."""
+        """A micro-step failed: nobody knows what its drafter remembers of these, so it forgets them.
+
+        It is not asked about them again before something new is known.
+        """
         for job in jobs:
             request_id = job.request.request_id
-            self._closed[index].append(request_id)
-            sequence = self._active.get(request_id)
-            view = None if sequence is None else sequence.views[index]
-            if sequence is not None and view is not None:
-                view.told, view.silent_at = 0, sequence.num_known
+            found = self._clients[index].get(request_id)
+            if found is not None:  # else it is about to be forgotten anyway
+                self._forget(index, request_id)
+                found[1].silent_at = found[0].num_known
 
-    def all_behind(self, index: int, jobs: Sequence[DraftJob]) -> bool:
-        """True if the drafter has more to read of all of these before it can answer."""
-        views = (self._active[job.request.request_id].views[index] for job in jobs)
-        return all(view is not None and view.is_behind for view in views)
+    def is_reading(self, index: int, jobs: Iterable[DraftJob]) -> bool:
+        """True if the drafter has more to read of any of these before it can draft for it."""
+        clients = self._clients[index]
+        found = (clients.get(job.request.request_id) for job in jobs)
+        return any(client is not None and client[1].is_behind for client in found)
 
     # What steps took.
 
@@ -365,42 +371,4 @@ class SpeculativeDecoder:
         """So many sequences got so many tokens in a step, drafting included."""
         plain_s = self.costs.seconds(num_seqs, num_seqs)
         if plain_s is not None and seconds > 0:
-            self.speedup += _FORGETTING * (num_committed / num_seqs * plain_s / seconds - self.speedup)
-
-
-def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> list[int]:
-    """The indices of the drafts that `tokens` begin with, along one path from the root."""
-    accepted: list[int] = []
-    for token_id in tokens:
-        found = _child(drafted, accepted[-1] if accepted else -1, token_id)
-        if found is None:
-            break
-        accepted.append(found)
-    return accepted
-
-
-def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
-    """The draft that follows `root` with this token."""
-    if drafted[0].parent is None:
-        index = root + 1
-        return index if index < len(drafted) and drafted[index].token_id == token_id else None
-    found = (i for i, draft in enumerate(drafted) if draft.parent == root and draft.token_id == token_id)
-    return next(found, None)
-
-
-def fault_of(job: DraftJob, draft: Draft, vocab_size: int) -> str | None:
-    """What is wrong with an answer, in a few words; None if it can be put on a tape."""
-    num_tokens = len(draft.token_ids)
-    if num_tokens > job.num_wanted:
-        return f"{num_tokens} tokens where {job.num_wanted} were wanted"
-    wrong = [t for t in draft.token_ids if not (isinstance(t, int) and 0 <= t < vocab_size)]
-    if wrong:
-        return f"token id {wrong[0]} is outside the vocabulary [0, {vocab_size})"
-    if draft.parents is None:
-        if num_tokens and (draft.first, draft.epoch) != (job.next_position, job.epoch):
-            return f"drafts for position {draft.first} where {job.next_position} comes next"
-    elif len(draft.parents) != num_tokens or any(not -1 <= p < i for i, p in enumerate(draft.parents)):
-        return "drafts that are no tree"
-    if draft.probs and len(draft.probs) != num_tokens:
-        return f"{len(draft.probs)} distributions for {num_tokens} tokens"
-    return None
+            self._pace.observe(num_committed / num_seqs * plain_s, seconds)
