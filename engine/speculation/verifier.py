@@ -95,6 +95,8 @@ class LawVerifier:
     def _draw_others(self, logits: torch.Tensor, sampling: SamplingInputs, ruled: Int64) -> Draws:
         """Plain draws for the rows that no rule decides, NO_TOKEN in the others."""
         others = np.setdiff1d(np.arange(len(logits)), ruled, assume_unique=True)
+        if len(others) == len(logits):
+            return Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
         token_ids = np.full(len(logits), NO_TOKEN, np.int64)
         if not len(others):
             return Draws(token_ids, {})
