@@ -13,11 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.batch_metrics import BatchMetrics
 from engine.engine_parts import EngineParts, Executors
 from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed
 from engine.open_requests import OpenRequests
-from engine.outputs import BatchDecision, SampledRows, StepInputs, StepResult
+from engine.outputs import BatchDecision, PromptRows, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
 from engine.run_ahead import RunAhead
 from engine.scheduling.committed_token import CommittedToken
@@ -145,6 +147,8 @@ class EngineLoop:
                 if self._run_ahead is not None:
                     num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
                     self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
+                if decision.inputs.prompt_rows is not None:
+                    self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
                 self._deliver(committed, result.rows, now)
                 self._record(decision, now - started)
         self._measure_drain(self._clock() - started)
@@ -217,6 +221,20 @@ class EngineLoop:
         failure = RequestFailed(f"The forward pass failed ({type(error).__name__}).", "forward")
         for request in self._batcher.abandon(decision, fail=True):
             self._requests.finish(request, FinishReason.ERROR, error=failure)
+
+    def _deliver_prompts(self, decision: BatchDecision, rows: PromptRows, result: StepResult) -> None:
+        """Hand the log-probabilities of prompt tokens to the streams of those that asked."""
+        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1)).tolist()
+        for start, end in zip(starts, [*starts[1:], len(rows.sequence)], strict=True):
+            scheduled = decision.scheduled[rows.sequence[start]]
+            request = self._requests.get(scheduled.request_id)
+            if request is None:
+                continue  # ended while the step ran
+            records = [record for record in result.prompt_logprobs[start:end] if record is not None]
+            if len(records) < end - start:
+                self._fail(request, "sampler", "the logits of the prompt hold NaN or infinity")
+            else:
+                self._requests.put_prompt_logprobs(request.request_id, scheduled.first_position, records)
 
     def _deliver(self, committed: list[CommittedToken], rows: SampledRows, now: float) -> None:
         """Hand each token to its stream; end what has ended. One request's fault stays with that request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.batch_metrics import BatchMetrics
 from engine.errors import EngineError
@@ -115,6 +115,10 @@ class OpenRequests:
             self._metrics.time_to_first_token.observe(now - request.arrival_time)
         stream.last_token_time = now
         return stream.put(token.token_id, logprobs, shown=token.finish_reason is not FinishReason.STOP)
+
+    def put_prompt_logprobs(self, request_id: str, first: int, records: Sequence[TokenLogprobs]) -> None:
+        """Hand an open request's stream the log-probabilities of prompt tokens; see RequestStream."""
+        self._streams[request_id].put_prompt_logprobs(first, records)
 
     def end_step(self, now: float) -> None:
         """Count the gap to the last step's tokens, once for all requests that had one in both."""

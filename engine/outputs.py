@@ -106,6 +106,20 @@ class DraftInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Prompt tokens whose log-probabilities a step has to tell: P of them, in packed order.
+
+    `rows` are the tokens before them, whose logits they are read from. `num_top` is how many of the likeliest
+    to report beside each.
+    """
+
+    sequence: Int32  # [P] indices into [0, S)
+    rows: Int64  # [P] indices into [0, N)
+    token_ids: Int64  # [P]
+    num_top: Int32  # [P]
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One packed forward pass: sequences one after another, sequence s owning `query_lens[s]` tokens.
 
@@ -130,6 +144,7 @@ class StepInputs:
     logits_rows: Int64  # [R] indices into [0, N)
     sampling: SamplingInputs
     drafts: DraftInputs | None = None
+    prompt_rows: PromptRows | None = None  # None when no prompt's log-probabilities are asked for
     seats: Int32 | None = None  # [S]
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
@@ -163,7 +178,7 @@ class BatchDecision:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities (before any processor) at one generated position.
+    """Raw log-probabilities (before any processor) at one position.
 
     `rank` is 1 for the likeliest token. `top` is sorted, likeliest first, with as many entries as asked for.
     """
@@ -197,6 +212,7 @@ class StepResult:
     `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host; `sample_s`
     includes verification. Where drafts formed a tree, the K/V of the accepted ones lies at their positions.
     `features` has one row for each sampled sequence, for drafters that read the target; None when none does.
+    `prompt_logprobs` has a record for each of the inputs' prompt rows, None where the logits are not finite.
     """
 
     rows: SampledRows
@@ -205,6 +221,7 @@ class StepResult:
     swap_s: float = 0.0
     swap_bytes: int = 0
     features: tuple[object, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off.
     `seed` is always set: the admission draws one when the caller gave none. `logprobs` None returns none,
-    0 the sampled token's only, n > 0 the n likeliest as well.
+    0 the sampled token's only, n > 0 the n likeliest as well; `prompt_logprobs` is the same for the prompt's
+    tokens. `bad_words` are token sequences of which the last token is not drawn where the others just were.
     """
 
     max_tokens: int
@@ -64,6 +65,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -175,6 +178,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while log-probabilities of its prompt are wanted: then the whole prompt is computed for it."""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def is_finished(self) -> bool:

@@ -8,7 +8,7 @@ strings make the loop need it at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,13 +53,15 @@ class OutputDelta(NamedTuple):
     """What came since the last one; `finish` is set on the last and only there.
 
     `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
-    unless asked for, else one for each of `token_ids`.
+    unless asked for, else one for each of `token_ids`. `prompt_logprobs` come with the first token, one for
+    each token of the prompt but its first, if they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestStream:
@@ -77,6 +79,7 @@ class RequestStream:
         "_logprobs",
         "_loop",
         "_on_abandon",
+        "_prompt_logprobs",
         "_stopped",
         "_taken",
         "_text",
@@ -104,6 +107,7 @@ class RequestStream:
         self._checks_stops = checks_stops
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []  # until the first token is taken
         self._text = ""
         self._finish: Finish | None = None
         self._hides_last = False  # the text of the newest token is not part of the output
@@ -135,6 +139,13 @@ class RequestStream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
         return stop
+
+    def put_prompt_logprobs(self, first: int, records: Sequence[TokenLogprobs]) -> None:
+        """Add those of the prompt tokens behind its `first` + 1 ones, over what was known of the same tokens.
+
+        All that comes before must be known; a prompt that is computed again gives them again.
+        """
+        self._prompt_logprobs[first:] = records
 
     def finish(self, finish: Finish) -> None:
         """Set the terminal event; only the first one counts."""
@@ -170,6 +181,10 @@ class RequestStream:
         if self._logprobs:
             logprobs = tuple(self._logprobs)
             self._logprobs.clear()
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._prompt_logprobs and token_ids:
+            prompt_logprobs = tuple(self._prompt_logprobs)
+            self._prompt_logprobs.clear()
         try:
             text = self._take_text(token_ids)
         except Exception as error:  # one request's text must not cost another request anything
@@ -180,7 +195,7 @@ class RequestStream:
                 self._on_abandon(self.request_id, failure)
             text = ""
         self._taken = self._finish is not None
-        return OutputDelta(text, token_ids, logprobs, self._finish)
+        return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs)
 
     def _take_text(self, token_ids: tuple[int, ...]) -> str:
         if self._checks_stops:

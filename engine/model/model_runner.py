@@ -10,6 +10,7 @@ from engine.model.attention.draft_tree import accepted_moves
 from engine.model.device import is_out_of_memory, mark, seconds_between
 from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
+from engine.model.prompt_scorer import PromptScorer
 from engine.model.rehearsal import Part, pack_step
 from engine.model.self_check import check_forward
 from engine.model.swap_tensors import SwapTensors
@@ -42,6 +43,7 @@ class ModelRunner:
     ) -> None:
         self._forward = PackedForward(loaded)
         self._sampler = sampler
+        self._scorer = PromptScorer(loaded)
         self._verifier = make_verifier(verification, sampler)
         self._keeps_features = keeps_features
         self.kv = self._forward.make_kv(num_blocks, block_size)
@@ -62,16 +64,18 @@ class ModelRunner:
             self._move_blocks(inputs)
             begin = mark(device) if num_swapped else start
             hidden = None
-            if self._keeps_features:
-                logits, hidden = self._forward.with_features(inputs, self.kv)
-            else:
-                logits = self._forward(inputs, self.kv)
+            with self._scorer.watching(inputs.prompt_rows) as seen:
+                if self._keeps_features:
+                    logits, hidden = self._forward.with_features(inputs, self.kv)
+                else:
+                    logits = self._forward(inputs, self.kv)
             middle = mark(device)
             verified = Verified(SampledRows([]))
             if len(logits):
                 verified = self._verifier.draw(logits, inputs.sampling, inputs.drafts)
                 if inputs.drafts is not None:
                     self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
+            scores = self._scorer.score(inputs.prompt_rows, seen)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -84,6 +88,7 @@ class ModelRunner:
             seconds_between(start, begin) if num_swapped else 0.0,
             num_swapped * self.kv.block_bytes,
             None if hidden is None else hidden[_last_rows(inputs, verified)].unbind(0),
+            scores,
         )
 
     def _move_blocks(self, inputs: StepInputs) -> None:

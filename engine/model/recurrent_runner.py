@@ -10,6 +10,7 @@ import torch
 from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
 from engine.model.device import is_out_of_memory, mark, seconds_between
 from engine.model.loader import LoadedModel
+from engine.model.prompt_scorer import PromptScorer
 from engine.model.recurrent_forward import RecurrentForward
 from engine.model.rehearsal import Part, pack_step
 from engine.model.self_check import check_forward
@@ -32,6 +33,7 @@ class RecurrentRunner:
     ) -> None:
         self._forward = RecurrentForward(loaded)
         self._sampler = sampler
+        self._scorer = PromptScorer(loaded)
         self._memory = self._forward.make_memory(num_blocks, block_size, num_slots)
         self.kv = self._memory.kv
         self.states = self._memory.states
@@ -53,15 +55,19 @@ class RecurrentRunner:
         try:
             start = mark(device)
             self.kv.scrub_blocks(inputs.scrub_blocks)
-            logits = self._forward(inputs, self._memory)
+            with self._scorer.watching(inputs.prompt_rows) as seen:
+                logits = self._forward(inputs, self._memory)
             middle = mark(device)
             rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
+            scores = self._scorer.score(inputs.prompt_rows, seen)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
         end = mark(device)
-        return StepResult(rows, seconds_between(start, middle), seconds_between(middle, end))
+        return StepResult(
+            rows, seconds_between(start, middle), seconds_between(middle, end), prompt_logprobs=scores
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -29,6 +29,23 @@ def logprob_records(
     return tuple(records)
 
 
+def known_logprobs(logits: torch.Tensor, token_ids: Int64, num_top: Int32) -> list[TokenLogprobs | None]:
+    """A record for each of `token_ids`, which nobody drew; None for a row of `logits` that is not finite.
+
+    `logits` is [rows, vocab] in any float type.
+    """
+    records: list[TokenLogprobs | None] = [None] * len(token_ids)
+    sound = logits.amax(dim=1).isfinite().cpu().numpy()  # NaN wins
+    rows = np.flatnonzero(sound)
+    if len(rows):
+        if len(rows) < len(records):
+            logits = logits[torch.from_numpy(rows).to(logits.device)]
+        found = raw_logprobs(logits.float(), token_ids[rows].tolist(), num_top[rows].tolist())
+        for row, record in zip(rows.tolist(), found, strict=True):
+            records[row] = record
+    return records
+
+
 def raw_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     """The record of each row's token: its log-softmax in float32, its rank, the row's `num_top` likeliest.
 

@@ -21,6 +21,7 @@ class SamplingTable:
         self._seed = np.zeros(num_rows, np.int64)
         self._num_logprobs = np.full(num_rows, -1, np.int32)
         self._may_adjust = np.zeros(num_rows, np.bool_)
+        self._scores_prompt = np.zeros(num_rows, np.bool_)
 
     def seat(self, row: int, request: Request) -> None:
         """Write the request's parameters into its row, over whatever an earlier one left there."""
@@ -35,8 +36,15 @@ class SamplingTable:
             sampling.logit_bias
             or sampling.allowed_token_ids is not None
             or sampling.has_penalties
+            or sampling.bad_words
             or request.num_output_tokens < sampling.min_tokens
         )
+        self._scores_prompt[row] = request.scores_prompt
+
+    def scoring(self, rows: Int64) -> list[int]:
+        """Which of these rows may want log-probabilities of prompt tokens, as indices into `rows`."""
+        found: list[int] = np.flatnonzero(self._scores_prompt[rows]).tolist()
+        return found
 
     def gather(
         self,
@@ -91,6 +99,8 @@ def adjustment_of(
     banned: tuple[int, ...] = ()
     if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
         banned = tuple(sorted(stop_token_ids))
+    if sampling.bad_words:
+        banned += _ends_of_bad_words(sampling.bad_words, token_ids, num_prompt_tokens)
     has_penalties = sampling.has_penalties
     if not (banned or sampling.logit_bias or sampling.allowed_token_ids is not None or has_penalties):
         return None
@@ -105,3 +115,16 @@ def adjustment_of(
         prompt_token_ids=tuple(token_ids[:num_prompt_tokens]) if has_penalties else (),
         output_token_ids=tuple(token_ids[num_prompt_tokens:]) if has_penalties else (),
     )
+
+
+def _ends_of_bad_words(
+    bad_words: Sequence[tuple[int, ...]], token_ids: Sequence[int], num_prompt_tokens: int
+) -> tuple[int, ...]:
+    """The last tokens of those bad words whose other tokens end the output; the prompt does not count."""
+    num_output = len(token_ids) - num_prompt_tokens
+    ends = []
+    for word in bad_words:
+        num_before = len(word) - 1
+        if num_before <= num_output and tuple(token_ids[len(token_ids) - num_before :]) == word[:-1]:
+            ends.append(word[-1])
+    return tuple(ends)

@@ -158,7 +158,9 @@ class Seats:
 
     def _ready_parent(self, request: Request) -> Request | None:
         """Who this waiting request can be forked from now: its parent's prompt is computed and good."""
-        if not self.kv.can_rewind or request.fork_of is None or request.status is not RequestStatus.WAITING:
+        if not self.kv.can_rewind or request.fork_of is None or request.scores_prompt:
+            return None
+        if request.status is not RequestStatus.WAITING:
             return None
         return None if request.fork_of in self._unproven else self._running.get(request.fork_of)
 
@@ -168,6 +170,8 @@ class Seats:
 
     def _num_findable(self, request: Request) -> int:
         """Full blocks that the request need not compute; at least one token always is."""
+        if request.scores_prompt:
+            return 0  # the logits of every prompt token are wanted, and nobody keeps logits
         saved = request.request_id in self.kv.host
         num_tokens = request.num_computed_tokens if saved else len(request.token_ids) - 1
         return num_tokens // self.kv.block_size

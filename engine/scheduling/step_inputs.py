@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BlockCopy, DraftInputs, Int32, Int64, ScheduledRequest, StepInputs
+from engine.outputs import BlockCopy, DraftInputs, Int32, Int64, PromptRows, ScheduledRequest, StepInputs
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
 from engine.speculation.draft_tape import DraftedToken
@@ -71,6 +71,7 @@ def build_step_inputs(
             _paths(drafted, samples) if has_drafts else None,
         ),
         drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
+        prompt_rows=_prompt_rows(cargo, sampling.scoring(rows), ends),
         seats=rows.astype(np.int32),
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
@@ -92,6 +93,30 @@ def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) ->
     sequences = np.repeat(np.arange(len(ends)), counts)  # [R]
     behind = np.cumsum(counts)[sequences] - np.arange(len(sequences))  # [R] rows to its sequence's last, +1
     return _Sampled(sequences, ends[sequences] - behind)
+
+
+def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> PromptRows | None:
+    """The prompt tokens that follow those computed for the sequences that ask; None if there are none."""
+    sequence: list[int] = []
+    rows: list[int] = []
+    token_ids: list[int] = []
+    num_top: list[int] = []
+    for s in asking:
+        (_, first, count, _, _), request, _ = cargo[s]
+        known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
+        start = int(ends[s]) - count
+        sequence += [s] * len(known)
+        rows += range(start, start + len(known))
+        token_ids += known
+        num_top += [request.sampling.prompt_logprobs or 0] * len(known)
+    if not rows:
+        return None
+    return PromptRows(
+        np.array(sequence, np.int32),
+        np.array(rows, np.int64),
+        np.array(token_ids, np.int64),
+        np.array(num_top, np.int32),
+    )
 
 
 def _token_ids(cargo: Sequence[Cargo]) -> Int64:
