@@ -7,8 +7,10 @@ gives wrong drafts where right ones were due.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from engine.speculation.drafter import Draft, DraftJob, DraftResult
 from tests.fakes import VOCAB_SIZE, next_token
@@ -18,9 +20,10 @@ from tests.fakes import VOCAB_SIZE, next_token
 class FakeDrafter:
     """Draws each draft right with chance `alpha`, by a hash of the prefix, so that time plays no part.
 
-    `step_s` is what a micro-step is said to take. `before(jobs)` may raise or block. `spoil(draft)` may
-    replace an answer. `tree` is how many siblings the first draft of an answer has. Sequences longer than
-    `reads` tokens beyond what is known are read in so many turns.
+    `step_s` is what a micro-step is said to take. `before(jobs)` may raise or block. `spoil(job, draft)` may
+    replace an answer, and `mangle(result)` all of them. `tree` is how many siblings the first draft of an
+    answer has. Of what is known `reads` tokens are read in one turn. `touched` counts the micro-steps that
+    had a job for a request.
     """
 
     method: str = "draft_model"
@@ -33,26 +36,33 @@ class FakeDrafter:
     tree: int = 0
     is_shy: bool = False  # now and then it has nothing to say
     before: Callable[[Sequence[DraftJob]], None] | None = None
+    before_close: Callable[[Sequence[str]], None] | None = None
     spoil: Callable[[DraftJob, Draft], Draft] | None = None
+    mangle: Callable[[DraftResult], object] | None = None
     known: dict[str, list[int]] = field(default_factory=dict)
     num_read: dict[str, int] = field(default_factory=dict)
     num_calls: int = 0
     num_drafted: int = 0
+    touched: Counter[str] = field(default_factory=Counter)
     closed: list[str] = field(default_factory=list)
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """See Drafter."""
         self.num_calls += 1
+        self.touched.update(job.request.request_id for job in jobs)
         if self.before is not None:
             self.before(jobs)
         assert len({job.request.request_id for job in jobs}) == len(jobs), "two jobs for one request"
         drafts = [self._answer(job) for job in jobs]
         if self.spoil is not None:
             drafts = [self.spoil(job, draft) for job, draft in zip(jobs, drafts, strict=True)]
-        return DraftResult(tuple(drafts), self.step_s)
+        result = DraftResult(tuple(drafts), self.step_s)
+        return result if self.mangle is None else cast(DraftResult, self.mangle(result))
 
     def close(self, request_ids: Sequence[str]) -> None:
         """See Drafter."""
+        if self.before_close is not None:
+            self.before_close(request_ids)
         for request_id in request_ids:
             self.known.pop(request_id, None)
             self.num_read.pop(request_id, None)

@@ -105,8 +105,9 @@ class FakeRunner:
             error = self.row_errors(self.num_steps, row) if self.row_errors else None
             if error is not None:
                 errors[row] = error
-                written = slice(ends[sequence] - inputs.query_lens[sequence], ends[sequence])
-                self.slots[inputs.slot_mapping[written]] = POISON
+                if inputs.drafts is None or sequence not in inputs.drafts.sequence:
+                    written = slice(ends[sequence] - inputs.query_lens[sequence], ends[sequence])
+                    self.slots[inputs.slot_mapping[written]] = POISON
         return self._verify(inputs, drawn, errors)
 
     def _prefix(self, inputs: StepInputs, sequence: int, index: int) -> list[int]:
@@ -126,7 +127,7 @@ class FakeRunner:
         return tokens[: num_known + 1] + [tokens[num_known + 1 + node] for node in reversed(path)]
 
     def _verify(self, inputs: StepInputs, drawn: list[int], errors: dict[int, str]) -> SampledRows:
-        """What a verifier gives: each sequence's tokens in order, then NO_TOKEN; K/V of a path laid straight."""
+        """What a verifier gives: a sequence's tokens in order, then NO_TOKEN; a path's K/V laid straight."""
         drafts = inputs.drafts
         if drafts is None:
             return SampledRows(drawn, row_errors=errors or None)
@@ -148,7 +149,8 @@ class FakeRunner:
                     break
                 path.append(child[0])
             rows = [first + node + 1 for node in path]
-            spoiled += [row for row in range(first, first + count + 1) if row in errors and row not in rows]
+            lost = [row for row in range(first, first + count + 1) if row in errors and row not in rows]
+            spoiled += lost
             for place, row in enumerate(range(first, first + count + 1)):
                 row_errors.pop(row, None)
                 token_ids[row] = NO_TOKEN_DRAWN
@@ -160,6 +162,9 @@ class FakeRunner:
             accepted = self.slots[slots[[node + 1 for node in path]]]
             self.slots[slots[: len(path)]] = accepted
             self.slots[slots[len(path) :]] = STALE
+            self.slots[[slots[row - first] for row in lost if row - first >= len(path)]] = POISON
+            if rows[-1] in errors:
+                self.slots[slots] = POISON
         return SampledRows(token_ids, row_errors=row_errors or None, spoiled_rows=tuple(spoiled))
 
     def _prepare(self, inputs: StepInputs) -> None:

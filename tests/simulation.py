@@ -384,6 +384,7 @@ def _of_drafts(harness: Harness) -> dict[str, int]:
     return {
         "drafts accepted": stats.num_accepted,
         "drafts rejected": stats.num_rejected,
+        "drafters failed": harness.engine.metrics.engine_errors["drafter"],
         **{f"drafts dropped: {reason}": number for reason, number in stats.dropped.items()},
         **{f"ahead: {result}": number for result, number in stats.run_ahead.items()},
     }

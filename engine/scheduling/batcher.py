@@ -353,49 +353,40 @@ class ContinuousBatcher:
     def _take_rows(
         self, request: Request, own: range, rows: SampledRows, drafted: Sequence[DraftedToken]
     ) -> list[CommittedToken]:
-        """Commit what a request's own rows hold: tokens up to its end, an error, or NO_TOKEN."""
-        row_errors = rows.row_errors or {}
-        committed: list[CommittedToken] = []
-        reason: FinishReason | None = None
-        for row in own:
-            token_id, error = rows.token_ids[row], row_errors.get(row)
-            if error is None and token_id == NO_TOKEN:
-                break
-            if error is not None:
-                self._seats.distrust(request.request_id)
-                reason = FinishReason.ERROR
-            else:
-                reason = request.append(token_id)
-            committed.append(CommittedToken(request, token_id, row, len(request.token_ids), reason, error))
-            if reason is not None:
-                break
-        num_tokens = len(committed) - (reason is FinishReason.ERROR)
+        """Commit what a request's own rows hold, and end it or get it ready to go on."""
+        committed = _append_rows(request, own, rows)
+        reason = committed[-1].finish_reason
+        has_failed = reason is FinishReason.ERROR
+        num_tokens = len(committed) - has_failed
+        if has_failed:
+            self._seats.distrust(request.request_id)
         if num_tokens:
             request.num_computed_tokens += num_tokens - 1
-            if self._seats.prove(request):
+            if not has_failed and self._seats.prove(request):
                 self._queue.let_go(request.request_id)
             self._policy.charge(request, 0, num_tokens)
         if self.decoder is not None:
             self.decoder.settle(request, drafted, num_tokens)
+        if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
+            self._seats.doubt(request.request_id)
+            if reason is None:
+                self._compute_again(request)
+        elif reason is None and len(own) > 1:
+            self.kv.rewind(request.request_id, request.num_computed_tokens)
         if reason is not None:
             self._end(request, reason)
-        elif len(own) > 1:
-            self._cut(request, any(row in own for row in rows.spoiled_rows))
         return committed
 
-    def _cut(self, request: Request, spoiled: bool) -> None:
-        """Drop what rejected drafts left behind a request's tokens.
+    def _compute_again(self, request: Request) -> None:
+        """Rows behind a request's tokens were spoiled: compute it again, and draft for it no more.
 
-        Slots are written before they are read again, but a spoiled one may hold NaN, which spoils a sum even
-        at weight zero: the request is computed again then, and drafts for it no more.
+        What rejected drafts leave is written before it is read again, but where it may be NaN that is not
+        enough: it spoils a sum even at weight zero.
         """
-        self.kv.rewind(request.request_id, request.num_computed_tokens)
-        if spoiled:
-            assert self.decoder is not None
-            self.decoder.give_up(request.request_id)
-            self._seats.doubt(request.request_id)
-            self._seats.preempt(request, may_swap=False)
-            self._requeue([request])
+        assert self.decoder is not None
+        self.decoder.give_up(request.request_id)
+        self._seats.preempt(request, may_swap=False)
+        self._requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
         """Drop a step that gave no result; nothing counts as computed.
@@ -477,3 +468,18 @@ class ContinuousBatcher:
             self.decoder.close(request_id)
         self.kv.host.release(request_id)
         self._queue.let_go(request_id)
+
+
+def _append_rows(request: Request, own: range, rows: SampledRows) -> list[CommittedToken]:
+    """Append the tokens of a request's own rows, at least one or an error, up to its end or NO_TOKEN."""
+    row_errors = rows.row_errors or {}
+    committed: list[CommittedToken] = []
+    for row in own:
+        token_id, error = rows.token_ids[row], row_errors.get(row)
+        if error is None and token_id == NO_TOKEN:
+            break
+        reason = FinishReason.ERROR if error is not None else request.append(token_id)
+        committed.append(CommittedToken(request, token_id, row, len(request.token_ids), reason, error))
+        if reason is not None:
+            break
+    return committed

@@ -39,14 +39,14 @@ class DraftView:
 class DraftedSequence:
     """One request, and its tape, of which `num_flying` drafts are being verified.
 
-    `views` has an entry for each drafter, None for those it does not want. The `author` is the view whose
-    drafts the tape holds, or held last.
+    `views` has the drafters that may draft for it, by their places. The `author` is the view whose drafts the
+    tape holds, or held last.
     """
 
     request: Request
     about: DraftRequest
     tape: DraftTape
-    views: list[DraftView | None]
+    views: dict[int, DraftView]
     num_flying: int = 0
     features: TargetFeatures | None = None
     author: DraftView | None = None

@@ -96,22 +96,20 @@ class SpeculativeDecoder:
             sequence = self._sequences[request_id] = self._make(request)
             request.spec_stats = SpecStats()
         self._active[request_id] = sequence
-        for clients, view in zip(self._clients, sequence.views, strict=True):
-            if view is not None:
-                clients[request_id] = (sequence, view)
+        for index, view in sequence.views.items():
+            self._clients[index][request_id] = (sequence, view)
 
     def _make(self, request: Request) -> DraftedSequence:
         options = request.speculation
         method = None if options.method == "auto" else options.method
-        views: list[DraftView | None] = []
-        for source, prior in zip(self._sources, self._priors, strict=True):
+        views: dict[int, DraftView] = {}
+        for index, source in enumerate(self._sources):
             is_meant = source.unasked if method is None else method == source.drafter.method
             if is_meant and self._can_rewind:
-                acceptance = Acceptance(prior)
+                acceptance = Acceptance(self._priors[index])
                 max_tokens = min(source.max_tokens, options.num_tokens or source.max_tokens)
-                views.append(DraftView(acceptance, max_tokens, self._policy.wanted(acceptance, max_tokens)))
-            else:
-                views.append(None)
+                limit = self._policy.wanted(acceptance, max_tokens)
+                views[index] = DraftView(acceptance, max_tokens, limit)
         about = DraftRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -131,9 +129,9 @@ class SpeculativeDecoder:
         sequence.tape.epoch += 1
         sequence.num_flying = 0
         sequence.features = None
-        for index in range(len(self._sources)):
+        for index in sequence.views:
             self._forget(index, request_id)
-            self._clients[index].pop(request_id, None)
+            del self._clients[index][request_id]
 
     def _forget(self, index: int, request_id: str) -> None:
         """Have a drafter forget what it knows of a request, if it knows anything."""
@@ -147,7 +145,7 @@ class SpeculativeDecoder:
         self.pause(request_id)
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            sequence.views = [None] * len(self._sources)
+            sequence.views = {}
 
     def close(self, request_id: str) -> None:
         """A request has ended; unknown ones are passed over."""
@@ -196,14 +194,16 @@ class SpeculativeDecoder:
         sequence = self._active.get(request.request_id)
         if sequence is None or num_tokens == 0:
             return
-        tokens = request.token_ids[-num_tokens:]
-        sequence.num_flying = len(drafted)  # there may not have been room for all that were chosen
-        if drafted:
-            self._judge(sequence, drafted, tokens)
-        self._settle_tape(sequence, tokens)
-        for view, wait_s in zip(sequence.views, self.draft_waits_s, strict=True):
-            if view is not None:
-                view.limit = self._policy.wanted(view.acceptance, view.max_tokens, wait_s)
+        if sequence.tape.drafted:
+            tokens = request.token_ids[-num_tokens:]
+            sequence.num_flying = len(drafted)  # there may not have been room for all that were chosen
+            if drafted:
+                self._judge(sequence, drafted, tokens)
+            self._settle_tape(sequence, tokens)
+        else:
+            sequence.tape.first += num_tokens
+        for index, view in sequence.views.items():
+            view.limit = self._policy.wanted(view.acceptance, view.max_tokens, self.draft_waits_s[index])
 
     def _judge(
         self, sequence: DraftedSequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]
@@ -227,9 +227,8 @@ class SpeculativeDecoder:
         outcome, num_right = tape.settle(tokens)
         sequence.num_flying = 0
         if outcome is TapeOutcome.MISS:
-            for view in sequence.views:
-                if view is not None:
-                    view.told = min(view.told, first + num_right)
+            for view in sequence.views.values():
+                view.told = min(view.told, first + num_right)
         if num_ahead > 0:
             hit = outcome is TapeOutcome.HIT
             self.stats.run_ahead["hit" if hit else "miss"] += 1
@@ -295,7 +294,7 @@ class SpeculativeDecoder:
     def put(self, index: int, job: DraftJob, draft: Draft) -> None:
         """Take a drafter's answer, which fits the job; see `read_answers`."""
         sequence = self._active.get(draft.request_id)
-        view = None if sequence is None else sequence.views[index]
+        view = None if sequence is None else sequence.views.get(index)
         if sequence is None or view is None:
             self.stats.dropped["cancelled"] += len(draft.token_ids)
             return
