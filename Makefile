@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check bench sim clean
+.PHONY: help serve test test-all check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -14,6 +14,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
+	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -44,6 +45,9 @@ bench: $(STAMP)
 
 sim: $(STAMP)
 	@$(BIN)/python -m tests.bench.sim $(ARGS)
+
+sim-spec: $(STAMP)
+	@$(BIN)/python -m tests.bench.sim_spec $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info
