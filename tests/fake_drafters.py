@@ -44,6 +44,7 @@ class FakeDrafter:
     num_calls: int = 0
     num_drafted: int = 0
     touched: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)  # of the protocol: jobs that cannot be
     closed: list[str] = field(default_factory=list)
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
@@ -52,10 +53,14 @@ class FakeDrafter:
         self.touched.update(job.request.request_id for job in jobs)
         if self.before is not None:
             self.before(jobs)
-        assert len({job.request.request_id for job in jobs}) == len(jobs), "two jobs for one request"
-        drafts = [self._answer(job) for job in jobs]
+        try:
+            assert len({job.request.request_id for job in jobs}) == len(jobs), "two jobs for one request"
+            drafts = [self._answer(job) for job in jobs]
+        except AssertionError as violation:
+            self.violations.append(str(violation))
+            raise
         if self.spoil is not None:
-            drafts = [self.spoil(job, draft) for job, draft in zip(jobs, drafts, strict=True)]
+            drafts = [self._spoil(job, draft) for job, draft in zip(jobs, drafts, strict=True)]
         result = DraftResult(tuple(drafts), self.step_s)
         return result if self.mangle is None else cast(DraftResult, self.mangle(result))
 
@@ -67,6 +72,14 @@ class FakeDrafter:
             self.known.pop(request_id, None)
             self.num_read.pop(request_id, None)
             self.closed.append(request_id)
+
+    def _spoil(self, job: DraftJob, draft: Draft) -> Draft:
+        """Another answer; what it says counts as known."""
+        assert self.spoil is not None
+        spoilt = self.spoil(job, draft)
+        if spoilt is not draft and isinstance(spoilt, Draft) and isinstance(spoilt.token_ids, tuple):
+            self.known[job.request.request_id][job.next_position :] = spoilt.token_ids
+        return spoilt
 
     def _answer(self, job: DraftJob) -> Draft:
         request_id = job.request.request_id

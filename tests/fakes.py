@@ -56,6 +56,7 @@ class FakeRunner:
     seconds: Callable[[StepInputs], tuple[float, float]] | None = None
     instant: bool = False
     num_host_blocks: int = 0
+    violations: list[str] = field(default_factory=list)  # of what nobody may do, also in passes that failed
     num_steps: int = 0
     max_tokens_seen: int = 0
     num_swapped_out: int = 0  # blocks
@@ -70,6 +71,13 @@ class FakeRunner:
 
     def run(self, inputs: StepInputs) -> StepResult:
         """Write the step's tokens, then hash each sampled row's prefix."""
+        try:
+            return self._run(inputs)
+        except AssertionError as violation:
+            self.violations.append(str(violation))
+            raise
+
+    def _run(self, inputs: StepInputs) -> StepResult:
         self.num_steps += 1
         self.thread_names.add(threading.current_thread().name)
         if self.before is not None:

@@ -369,6 +369,8 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         harness.runner.seconds = scenario.seconds
         run = Run(scenario, harness, faulty, outcome)
         await run.play()
+        assert not harness.runner.violations
+        assert not any(drafter.violations for drafter in scenario.drafters)
         metrics = harness.engine.metrics
         outcome.seen.update({f"preempted by {how}": number for how, number in metrics.preemptions.items()})
         outcome.seen["blocks swapped in"] += harness.runner.num_swapped_in

@@ -29,6 +29,13 @@ EVENTS = {
     "blocks swapped in": 50,
     "blocks forgotten": 50,
     "cached": 1000,
+    "drafts accepted": 500,
+    "drafts rejected": 500,
+    "ahead: hit": 500,
+    "ahead: miss": 500,
+    "drafts dropped: stale": 500,
+    "drafts dropped: late": 20,
+    "drafts dropped: cancelled": 500,
 }
 
 pytestmark = pytest.mark.parametrize("faulty", [False, True], ids=["healthy", "faulty"])
@@ -48,7 +55,8 @@ def test_every_request_gets_its_serial_text_or_ends_for_a_reason(faulty: bool) -
         seen += simulate(seed, faulty=faulty).seen
     for event, least in EVENTS.items():
         assert seen[event] >= least, f"{event} hardly ever happens: {seen}"
-    assert (seen["error"] > 0) is faulty
+    for event in ("error", "drafters failed", "drafts dropped: error"):
+        assert (seen[event] > 0) is faulty, f"{event}: {seen}"
 
 
 @pytest.mark.slow
