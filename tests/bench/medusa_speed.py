@@ -25,8 +25,10 @@ from tests.bench.report import Section
 
 BATCHES = (1, 8)
 TEMPERATURES = (0.0, 0.7)
-NODES = (None, 1, 4, 8)  # the most drafts a step verifies; None leaves it to the heads' own tree
+NODES = (4, 8)  # drafts in every step of the arms that leave nothing to the controller
 MAX_TOKENS = 128
+# Several engines stand side by side.
+SIZES = ("--max-model-len", "1024", "--kv-cache-memory", "256MiB", "--swap-space", "0")
 CALLS = 20
 Say = Callable[[str], None]
 
@@ -86,23 +88,28 @@ def call_s(drafter: MedusaDrafter, jobs: Sequence[DraftJob]) -> float:
 
 def make_arms(heads: Path) -> dict[str, list[str]]:
     """The flags of each side of the comparison."""
-    arms = {"off": ["--speculative-method", "none"]}
+    medusa = ["--speculative-method", "medusa", "--medusa-heads", str(heads)]
+    always = [
+        "--draft-length-policy",
+        "fixed",
+        "--min-acceptance-rate",
+        "0",
+        "--speculation-schedule",
+        "sync",
+    ]
+    arms = {"off": ["--speculative-method", "none"], "default": medusa}
     for nodes in NODES:
-        flags = ["--speculative-method", "medusa", "--medusa-heads", str(heads)]
-        if nodes is None:
-            arms["heads"] = flags
-        else:
-            arms[f"{nodes} drafts"] = [*flags, "--num-speculative-tokens", str(nodes)]
+        arms[f"always {nodes}"] = [*medusa, *always, "--num-speculative-tokens", str(nodes)]
     return arms
 
 
 async def engine_section(heads: Path, runs: int, threads: int | None, say: Say) -> Section:
-    """Whole generations: without drafts, and with trees of several sizes, run by run in turns."""
-    section = Section("medusa speed", f"{MAX_TOKENS} tokens an answer, off and with heads, in turns")
+    """Whole answers: without drafts, by default, and with a tree in every step; run by run in turns."""
+    section = Section("medusa speed", f"answers of up to {MAX_TOKENS} tokens, off and with heads, in turns")
     async with AsyncExitStack() as stack:
         engines = {}
         for name, flags in make_arms(heads).items():
-            context = BenchContext(load_settings(flags), tuple(flags), runs, say)
+            context = BenchContext(load_settings([*flags, *SIZES]), (*flags, *SIZES), runs, say)
             engines[name] = await stack.enter_async_context(loaded_engine(context))
             if threads is not None:
                 target = engines[name].executors.target
@@ -153,9 +160,7 @@ async def burst(loaded: LoadedEngine, batch: int, temperature: float, run: int) 
             GenerationRequest(
                 request_id=f"medusa-{batch}-{temperature}-{run}-{row}",
                 prompt_token_ids=prompt,
-                sampling=SamplingParams(
-                    max_tokens=MAX_TOKENS, temperature=temperature, seed=row, ignore_eos=True
-                ),
+                sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=row),
             )
         )
         for row, prompt in enumerate(prompts)
