@@ -28,14 +28,15 @@ class DaemonExecutor(Executor):
         self._is_closed = False
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """The future of the call. RuntimeError after `shutdown`."""
+        """The future of the call. RuntimeError after `shutdown`, or if there can be no thread."""
         if self._is_closed:
             raise RuntimeError("this executor takes no more work")
+        if self._thread is None:
+            thread = Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
         future: Future[T] = Future()
         self._calls.put(_Call(future, lambda: call(*args, **kwargs)))
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
         return future
 
     def _work(self) -> None:

@@ -197,7 +197,11 @@ class RunAhead:
         if self._is_stopped:
             return None
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, self._call, index, closed, jobs)
+        try:
+            future = loop.run_in_executor(self._executor, self._call, index, closed, jobs)
+        except RuntimeError as error:  # there is no thread to be had
+            self._fail(index, jobs, error)
+            return None
         flight = self._flight = _Flight(index, jobs, future, self._clock())
         future.add_done_callback(lambda _: self._land(flight))
         return flight
