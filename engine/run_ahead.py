@@ -103,21 +103,27 @@ class RunAhead:
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
-        """Draft what must be there before the next step; False when all of it is, or is not waited for."""
+        """Draft what must be there before the next step; False when all of it is, or is not waited for.
+
+        What is still out from before is waited for first.
+        """
         for index in self._inline:
             self._draft_inline(index)
-        flight = self._start(ahead=False) if self._arm == "sync" else None
+        if self._arm != "sync":
+            return False
+        flight = self._flight or self._start(ahead=False)
         if flight is None or not self._is_quick[flight.index]:
             return False
+        begin = self._clock()
         done, _ = await asyncio.wait([flight.future], timeout=self._patience_s)
-        waited_s = self._clock() - flight.started
+        waited_s = self._clock() - begin
         self._decoder.waited_s += waited_s
         if not done:
             self._is_quick[flight.index] = False
             return False
         if self._decoder.is_reading(flight.index, flight.jobs):
             self._has_read = True
-        else:
+        elif flight.jobs:
             wait_s = self._waits_s[flight.index]
             self._waits_s[flight.index] += _SMOOTHING * (waited_s / len(flight.jobs) - wait_s)
         return True
@@ -136,6 +142,8 @@ class RunAhead:
             self._decoder.observe_pace(num_seqs, num_committed, seconds)
             if self._chooser is not None:
                 self._chooser.observe(num_seqs, num_committed, seconds)
+        if self._flight is not None:
+            self._note_hanging(self._flight)
         self.beside_step()
 
     def rest(self) -> None:
@@ -174,7 +182,6 @@ class RunAhead:
     def _start(self, *, ahead: bool) -> _Flight | None:
         """Send a micro-step off; None if one is out already, or nobody has anything to do."""
         if self._flight is not None:
-            self._note_hanging(self._flight)
             return None
         for index in self._remote:
             if self._breakers[index].is_open:
