@@ -1,0 +1,100 @@
+"""Speculation changes no token: whole engines over tiny models, off against everything that can draft.
+
+test_speculation_slow has the same with a thousand requests a cell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.repetitive_world import Family, World, make_families, make_world
+from tests.speculated import Run, differences, is_cut, single_threaded
+from tests.speculation_matrix import (
+    ALWAYS,
+    NEVER_IN_TIME,
+    SETTINGS,
+    SOURCES,
+    Tally,
+    speak_drafted,
+    speak_plainly,
+)
+from tests.tiny_models import save_tiny_model
+
+# Alone and in a crowd, in chunks, preempted either way, by turns and in threads: not all of it with everyone.
+SETTINGS_OF = {"sync": ("crowd", "chunks", "swap"), "async": ("alone", "recompute", "swap, threads")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    """Models this small only wait for their threads."""
+    with single_threaded():
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(small: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def families(world: World) -> list[Family]:
+    return make_families(world, 48)
+
+
+@pytest.fixture(scope="module")
+def expected(world: World, families: list[Family]) -> Run:
+    return asyncio.run(speak_plainly(world.target, families))
+
+
+@pytest.mark.parametrize("schedule", SETTINGS_OF)
+@pytest.mark.parametrize("source", SOURCES)
+async def test_text_is_the_same_whoever_drafts(
+    source: str, schedule: str, world: World, families: list[Family], expected: Run
+) -> None:
+    flags = [*SOURCES[source].flags_in(world), "--speculation-schedule", schedule, *ALWAYS]
+    tally = Tally()
+    for name in SETTINGS_OF[schedule]:
+        some = families[::3] if name == "alone" else families
+        found = await speak_drafted(world.target, flags, SETTINGS[name], some, expected)
+        tally.add(SOURCES[source].method, expected, found)
+    print("\n".join(tally.lines()))
+    assert not tally.differences
+    assert tally.total("preempted") > 0 < tally.total("cancelled")
+    assert tally.total("cached") > 0
+    if schedule == "sync":
+        tally.assert_drafted(source, in_each=10)
+    elif (source, schedule) != NEVER_IN_TIME:
+        tally.assert_drafted(source, in_all=10)
+
+
+@pytest.mark.parametrize("more", [(), ("--draft-model", "near", "--medusa-heads", "heads")])
+async def test_text_is_the_same_by_default(
+    more: tuple[str, ...], world: World, families: list[Family], expected: Run
+) -> None:
+    """Whoever is at hand drafts as long as it pays."""
+    flags = [str(getattr(world, flag, flag)) for flag in more]
+    for name in ("crowd", "swap, threads"):
+        found = await speak_drafted(world.target, flags, SETTINGS[name], families, expected)
+        assert differences(expected, found) == []
+        assert found.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid"])
+async def test_text_is_the_same_where_nothing_can_be_taken_back(
+    family: str, world: World, families: list[Family], tmp_path: Path
+) -> None:
+    """Everyone drafts, and it is only counted what might have been."""
+    target = save_tiny_model(family, tmp_path / family)
+    some = families[::2]
+    expected = await speak_plainly(target, some)
+    for schedule, name in (("sync", "chunks"), ("async", "recompute")):
+        flags = ["--draft-model", str(world.near), "--speculation-schedule", schedule, *ALWAYS]
+        found = await speak_drafted(target, flags, SETTINGS[name], some, expected)
+        assert differences(expected, found) == []
+        assert any(map(is_cut, found.spoken.values()))
+        assert found.stats.num_fallbacks > 0
+        assert found.stats.num_proposed == found.stats.num_rounds == 0
