@@ -1,4 +1,4 @@
-"""The command `slipstream`. Imports nothing heavy until a model is to be served."""
+"""The command `slipstream`. Imports nothing heavy until a command needs it."""
 
 from __future__ import annotations
 
@@ -87,6 +87,20 @@ def train_medusa(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def bench(argv: Sequence[str]) -> int:
+    """Measure a server. Raises SettingsError before anything is sent."""
+    from server.bench.command import run
+
+    return run(argv)
+
+
+def chat(argv: Sequence[str]) -> int:
+    """Talk with a server's model. Raises SettingsError before anything is sent."""
+    from server.chat_client.command import run
+
+    return run(argv)
+
+
 def _not_yet(name: str) -> Callable[[Sequence[str]], int]:
     def refuse(_argv: Sequence[str]) -> int:
         raise SettingsError(f"{name}: not available yet")
@@ -105,7 +119,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "serve": serve,
     "config": config_show,
     "train-medusa": train_medusa,
-    "bench": _not_yet("bench"),
-    "chat": _not_yet("chat"),
+    "bench": bench,
+    "chat": chat,
     "doctor": _not_yet("doctor"),
 }

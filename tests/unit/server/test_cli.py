@@ -71,8 +71,6 @@ MISSING = "flag --compile: model.compile = 'on' is not available yet; use auto o
         (["config"], "config: expected slipstream config show [--origins]"),
         (["config", "shwo"], "config: expected slipstream config show [--origins]"),
         (["config", "show", "--orgins"], "flag --orgins: unknown flag (see slipstream serve --help)"),
-        (["bench"], "bench: not available yet"),
-        (["chat", "--url", "x"], "chat: not available yet"),
         (["doctor"], "doctor: not available yet"),
     ],
 )

@@ -1,0 +1,1 @@
+"""`slipstream chat`: a conversation on a terminal, or one answer in a pipe, with any OpenAI-style server."""
