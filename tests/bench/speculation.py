@@ -20,7 +20,7 @@ from engine.speculation.spec_stats import SpecStats
 from engine.speculation.speculative_decoder import SpeculativeDecoder
 from tests.bench.context import BenchContext
 from tests.bench.decode import loaded_engine
-from tests.bench.draft_texts import LIGHTHOUSE
+from tests.bench.draft_texts import LIGHTHOUSE, REPORT
 from tests.bench.report import Bar, Section
 
 COPY_TOKENS, ORDINARY_TOKENS = 256, 96
@@ -37,34 +37,10 @@ Sorrel and the ferry that crosses to it three times a day. The museum shop sells
 from the hill farms and a little book about the storm of 1911, when forty boats were saved by the \
 light."""
 
-CODE = """\
-def total(items):
-    result = 0
-    for item in items:
-        result += item["price"] * item["count"]
-    return result
-
-
-def cheapest(items):
-    best = None
-    for item in items:
-        if best is None or item["price"] < best["price"]:
-            best = item
-    return best
-
-
-def most_expensive(items):
-    best = None
-    for item in items:
-        if best is None or item["price"] > best["price"]:
-            best = item
-    return best
-"""
-
 REWRITES = (
     f"Rewrite the following text. Keep every word, but change Thomas Hale to Martin Grey.\n\n{HARBOUR}",
     f"Repeat this text word for word, with one change: the keeper is called Amos Field.\n\n{LIGHTHOUSE}",
-    f"Write this Python code again, but rename the function total to sum_up.\n\n```python\n{CODE}```",
+    f"Copy this text exactly, but write Mill Road instead of Mill Lane.\n\n{REPORT}",
 )
 QUESTIONS = (
     "Explain why the sky is blue and what happens to its colours at sunset.",
@@ -90,25 +66,32 @@ class Case:
     off: list[float] = field(default_factory=list)  # tokens/s
     on: list[float] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
+    replies: list[list[int]] = field(default_factory=list)  # the newest
     num_unequal: int = 0  # replies of which both sides gave another text
 
     async def run(self, engine: Engine, number: int) -> None:
         """Off then on, or on then off, by turns."""
         texts = {}
         for enabled in (False, True) if number % 2 else (True, False):
-            started = perf_counter()
-            replies = await asyncio.gather(
-                *(self._reply(engine, i, number, enabled) for i in range(len(self.prompts)))
-            )
-            seconds = perf_counter() - started
-            rates = self.on if enabled else self.off
-            rates.append(sum(map(len, replies)) / seconds)
-            texts[enabled] = replies
+            rate = await self.rate(engine, number, enabled=enabled)
+            (self.on if enabled else self.off).append(rate)
+            texts[enabled] = self.replies
         self.num_unequal += sum(a != b for a, b in zip(texts[False], texts[True], strict=True))
+
+    async def rate(self, engine: Engine, number: int, *, enabled: bool) -> float:
+        """Tokens a second of one side; `replies` are what it said."""
+        started = perf_counter()
+        self.replies = await asyncio.gather(
+            *(self._reply(engine, i, number, enabled) for i in range(len(self.prompts)))
+        )
+        return sum(map(len, self.replies)) / (perf_counter() - started)
 
     async def _reply(self, engine: Engine, index: int, number: int, enabled: bool) -> list[int]:
         sampling = SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=1000 * number + index
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=1000 * number + index,
+            ignore_eos=self.temperature > 0,  # ordinary text: as many tokens on both sides
         )
         options = SpeculationOptions(enabled=enabled)
         name = f"{self.name}-{number}-{index}-{enabled}"
