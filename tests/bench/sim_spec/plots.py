@@ -38,7 +38,7 @@ def plot_grid(rows: Sequence[Row], folder: Path) -> Path:
         _points(axes, on_line, "async", name, lambda row: row.beside)
         axes.set(xlabel=label, ylabel="tokens per pass time")
         axes.grid(visible=True, alpha=0.3)
-        axes.legend()
+    figure.axes[0].legend()
     figure.suptitle("else α {:g}, c {:g}, γ {}; bars are two standard errors".format(*CENTRE))
     path = folder / "speculation.png"
     figure.savefig(path, dpi=120)
