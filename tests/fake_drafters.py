@@ -35,8 +35,8 @@ class FakeDrafter:
     reads: int = 10_000
     tree: int = 0
     is_shy: bool = False  # now and then it has nothing to say
-    before: Callable[[Sequence[DraftJob]], None] | None = None
-    before_close: Callable[[Sequence[str]], None] | None = None
+    before: Callable[[Sequence[DraftJob]], object] | None = None
+    before_close: Callable[[Sequence[str]], object] | None = None
     spoil: Callable[[DraftJob, Draft], Draft] | None = None
     mangle: Callable[[DraftResult], object] | None = None
     known: dict[str, list[int]] = field(default_factory=dict)
