@@ -4,6 +4,7 @@ from typing import Any
 
 from config import Settings
 from engine.batch_metrics import BatchMetrics, EngineGauges, Histogram
+from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.engine import Engine
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.errors import (
@@ -54,10 +55,21 @@ def train_medusa_heads(
     return train(settings, plan, progress)
 
 
+def diagnose(settings: Settings) -> Diagnosis:
+    """What a start with `settings` would use, and what would stop it; no weights are loaded."""
+    from engine.doctor import diagnose as examine
+
+    return examine(settings)
+
+
 __all__ = [
     "BatchMetrics",
+    "CacheFacts",
     "ContextLengthExceeded",
     "DeadlineExceeded",
+    "DeviceFacts",
+    "Diagnosis",
+    "DraftFacts",
     "Engine",
     "EngineDead",
     "EngineError",
@@ -70,6 +82,7 @@ __all__ = [
     "Histogram",
     "InvalidRequest",
     "MedusaPlan",
+    "ModelFacts",
     "OutputDelta",
     "Overloaded",
     "Priority",
@@ -86,6 +99,7 @@ __all__ = [
     "TrainingProgress",
     "UnsupportedModel",
     "build_engine",
+    "diagnose",
     "prepare_process",
     "settle_memory",
     "train_medusa_heads",

@@ -101,11 +101,11 @@ def chat(argv: Sequence[str]) -> int:
     return run(argv)
 
 
-def _not_yet(name: str) -> Callable[[Sequence[str]], int]:
-    def refuse(_argv: Sequence[str]) -> int:
-        raise SettingsError(f"{name}: not available yet")
+def doctor(argv: Sequence[str]) -> int:
+    """Say what `serve` would use, and what would stop it. Raises SettingsError."""
+    from server.doctor.command import run
 
-    return refuse
+    return run(argv)
 
 
 def _version() -> str:
@@ -121,5 +121,5 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "train-medusa": train_medusa,
     "bench": bench,
     "chat": chat,
-    "doctor": _not_yet("doctor"),
+    "doctor": doctor,
 }

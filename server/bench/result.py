@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.bench.client_load import ClientLoad
-from server.bench.machine import machine, versions
 from server.bench.plan import BenchPlan, Load, Workload
 from server.bench.record import RequestRecord
 from server.bench.summary import Summary, is_good
+from server.machine import machine, versions
 from server.remote.chunks import Drafts
 
 FORMAT = 1  # counts up when a report's readers must change
@@ -50,7 +50,11 @@ def make_report(result: BenchResult) -> dict[str, Any]:
             "slos": asdict(plan.slos),
             "prompt_lengths": "measured" if result.is_input_measured else "estimated",
         },
-        "client": {"machine": machine(), "versions": versions(), **asdict(result.client)},
+        "client": {
+            "machine": machine(),
+            "versions": versions("slipstream", "httptools", "uvloop"),
+            **asdict(result.client),
+        },
         "summary": {**asdict(summary), "drafts": _drafts(summary.drafts)},
         "requests": [_request(record, result) for record in result.records],
     }

@@ -71,7 +71,6 @@ MISSING = "flag --compile: model.compile = 'on' is not available yet; use auto o
         (["config"], "config: expected slipstream config show [--origins]"),
         (["config", "shwo"], "config: expected slipstream config show [--origins]"),
         (["config", "show", "--orgins"], "flag --orgins: unknown flag (see slipstream serve --help)"),
-        (["doctor"], "doctor: not available yet"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr_and_code_2(
