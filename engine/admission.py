@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from engine.request import GenerationRequest
+from engine.request import GenerationRequest, SamplingParams
 
 
 class Permit:
@@ -86,4 +86,18 @@ def check_prompt(request: GenerationRequest, max_model_len: int, vocab_size: int
         raise InvalidRequest(
             f"The prompt holds a token id outside the vocabulary, which goes from 0 to {vocab_size - 1}.",
             param="prompt",
+        )
+
+
+def check_choice_of_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+    """Raise InvalidRequest when what is banned from the start leaves none of the allowed tokens."""
+    if sampling.allowed_token_ids is None:
+        return
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned |= sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
+    if banned.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequest(
+            "'allowed_token_ids' holds only tokens that 'bad_words' or 'min_tokens' forbids.",
+            param="allowed_token_ids",
         )

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TypeVar
 
-from engine.admission import Admission, Permit, check_prompt
+from engine.admission import Admission, Permit, check_choice_of_tokens, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
 from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
@@ -168,11 +168,19 @@ class Engine:
             self._executors.text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    async def render_chat(self, messages: list[dict[str, object]]) -> list[int]:
-        """Apply the chat template and tokenize, off the loop. Raises InvalidRequest."""
+    async def render_chat(
+        self, messages: list[dict[str, object]], *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Apply the chat template and tokenize, off the loop. Raises InvalidRequest.
+
+        Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
+        """
         tokenizer = self._loaded.tokenizer
         self._check_length(sum(len(str(message.get("content") or "")) for message in messages), "messages")
-        return await self._in_thread(self._executors.text, lambda: tokenizer.render_chat(messages))
+        return await self._in_thread(
+            self._executors.text,
+            lambda: tokenizer.render_chat(messages, add_special_tokens=add_special_tokens),
+        )
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole token list, off the loop."""
@@ -184,6 +192,18 @@ class Engine:
     def token_text(self, token_id: int) -> str:
         """The text of a single token, as logprobs show it."""
         return self._loaded.tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a single token, which may be part of a character; None for an id without a token."""
+        return self._loaded.tokenizer.token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id without one."""
+        return self._loaded.tokenizer.token_name(token_id)
+
+    def describe_tokenizer(self) -> dict[str, object]:
+        """The tokenizer's class, special tokens and chat template, for clients that render by themselves."""
+        return self._loaded.tokenizer.describe()
 
     def _check_length(self, num_chars: int, param: str) -> None:
         """Refuse text that cannot fit the context whatever its tokens are, so that none is spent on it."""
@@ -214,6 +234,7 @@ class Engine:
         kept then.
         """
         check_prompt(request, self.info.max_model_len, self.info.vocab_size)
+        check_choice_of_tokens(request.sampling, self._loaded.eos_token_ids)
         batcher = self._loaded.batcher
         try:
             self._check_open()

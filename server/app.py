@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from config import Settings
 from engine import Engine, EngineError
-from server import chat, completions, health, models, requests
+from server import chat, completions, health, models, requests, server_info, tokens
 from server.auth import AuthMiddleware, KeyRing, read_keys
 from server.client import ClientMiddleware
 from server.context import ServerContext
@@ -21,6 +21,10 @@ from server.metrics import metrics_router
 from server.middleware import ExchangeMiddleware
 from server.openapi import describe_bodies
 from server.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
+from server.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.status_page import status_router
+
+BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, RequestPatch)
 
 
 def build_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -34,12 +38,13 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.slipstream = context
-    routers = (completions.router, chat.router, models.router, requests.router, health.router)
-    for router in (*routers, metrics_router(context)):
-        app.include_router(router)
+    for part in (completions, chat, models, tokens, requests, health, server_info):
+        app.include_router(part.router)
+    app.include_router(metrics_router(context))
+    app.include_router(status_router())
     for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    describe_bodies(app, CompletionRequest, ChatCompletionRequest, RequestPatch)
+    describe_bodies(app, *BODIES)
     # The last added is the outermost: label and count, then keys, then the body and the client's leaving.
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)

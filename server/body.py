@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -17,6 +17,7 @@ from server.protocol_refusals import Refusal, check_refusals
 from server.time_limit import deadline_header, soonest
 
 T = TypeVar("T", bound=GenerationBody)
+M = TypeVar("M", bound=BaseModel)
 
 IGNORED_HEADER = b"x-slipstream-ignored"
 _MAX_IGNORED_SHOWN = 16
@@ -24,17 +25,23 @@ _MAX_ERRORS_SHOWN = 5
 
 
 async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
-    """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
+    """A generating request's body as `kind`, with what its headers add. Raises ApiError."""
     from_header = deadline_header(request.headers)
+    body = await read_fields(request, kind, refusals)
+    body.deadline_ms = soonest(body.deadline_ms, from_header)
+    exchange = exchange_of(request.scope)
+    exchange.caller_id = exchange.caller_id or body.request_id
+    return body
+
+
+async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Refusal]) -> M:
+    """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
     data = parse_json(await request.body())
     check_refusals(data, refusals)
     try:
         body = kind.model_validate(data)
     except ValidationError as error:
         raise describe(error) from None
-    body.deadline_ms = soonest(body.deadline_ms, from_header)
-    exchange = exchange_of(request.scope)
-    exchange.caller_id = exchange.caller_id or body.request_id
     unknown = [name for name in body.model_extra or () if name not in refusals]
     if unknown:
         _report_unknown(request, context_of(request), unknown)

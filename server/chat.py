@@ -14,7 +14,7 @@ from server.body import read_request
 from server.context import context_of, exchange_of
 from server.errors import invalid
 from server.generation import Choice, Order, Prompt, open_generation, truncated
-from server.logprobs import TokenText, chat_logprobs
+from server.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.models import check_model
 from server.openapi import json_body
 from server.protocol import ChatCompletionRequest, ChatMessage
@@ -35,9 +35,10 @@ async def create_chat_completion(request: Request) -> Response:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
     async def prepare(engine: Engine) -> list[Prompt]:
-        return [Prompt(truncated(body, await engine.render_chat(messages), engine.info))]
+        token_ids = await engine.render_chat(messages, add_special_tokens=bool(body.add_special_tokens))
+        return [Prompt(truncated(body, token_ids, engine.info))]
 
-    shape = ChatShape(body, context.engine.token_text)
+    shape = ChatShape(body, TokenSpelling.of(context.engine, body))
     order = Order(fresh_id(shape), body, 1, prepare, exchange_of(request.scope))
     generation = await open_generation(context, order)
     return await Reply(context, body, shape, order.reply_id).respond(generation)
@@ -68,7 +69,7 @@ class ChatShape:
     """OpenAI's chat.completion objects."""
 
     body: ChatCompletionRequest
-    token_text: TokenText
+    spelling: TokenSpelling
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -81,7 +82,7 @@ class ChatShape:
             opening = self._chunk(choice, {"role": "assistant", "content": ""})
             if self.body.return_token_ids:
                 opening["prompt_token_ids"] = list(choice.prompt.token_ids)
-            yield opening
+            yield {**opening, **self._prompt_logprobs(choice)}
         if delta.text or delta.logprobs or (self.body.return_token_ids and delta.token_ids):
             yield self._chunk(choice, {"content": delta.text}, delta)
         if delta.finish is not None:
@@ -114,10 +115,17 @@ class ChatShape:
         return entry
 
     def extras(self, choices: list[Choice]) -> dict[str, object]:
-        """The prompt's token ids, which all choices share."""
-        if not self.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(choices[0].prompt.token_ids)}
+        """What is told of the prompt, which all choices share."""
+        extras = self._prompt_logprobs(choices[0])
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = list(choices[0].prompt.token_ids)
+        return extras
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
-        return chat_logprobs(logprobs, self.token_text) if self.body.logprobs else None
+        return chat_logprobs(logprobs, self.spelling) if self.body.logprobs else None
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
+        scores, number = choice.prompt.scores, self.body.prompt_logprobs
+        if number is None or scores is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(scores.records, number, self.spelling.text)}

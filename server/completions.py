@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter
@@ -13,7 +13,7 @@ from engine import Engine, OutputDelta, TokenLogprobs
 from server.body import read_request
 from server.context import ServerContext, context_of, exchange_of
 from server.generation import Choice, Order, Prompt, open_generation, truncated
-from server.logprobs import TokenText, completion_logprobs
+from server.logprobs import TokenSpelling, completion_logprobs, echoed_logprobs, prompt_logprobs
 from server.models import check_model
 from server.openapi import json_body
 from server.protocol import CompletionRequest
@@ -31,7 +31,7 @@ async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
     check_model(context, body.model)
-    shape = CompletionShape(body, context.engine.token_text)
+    shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
     order = Order(
         reply_id=fresh_id(shape),
         body=body,
@@ -73,7 +73,7 @@ class CompletionShape:
     """OpenAI's text_completion objects."""
 
     body: CompletionRequest
-    token_text: TokenText
+    spelling: TokenSpelling
 
     id_prefix = "cmpl"
     object_name = "text_completion"
@@ -82,15 +82,18 @@ class CompletionShape:
     def chunks(self, choice: Choice, delta: OutputDelta) -> Iterator[dict[str, object]]:
         """One chunk with text and end together; none for a delta that shows nothing."""
         first, choice.started = not choice.started, True
+        logprobs = self._logprobs(choice, delta.logprobs, first)
         text = (choice.prompt.text or "") + delta.text if first else delta.text
         carries_ids = bool(self.body.return_token_ids)
-        if not (text or delta.finish or delta.logprobs or carries_ids):
+        tells_prompt = first and choice.prompt.scores is not None
+        if not (text or delta.finish or delta.logprobs or carries_ids or tells_prompt):
             return
         entry = {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, delta.logprobs),
+            "logprobs": logprobs,
             **finish_fields(choice),
+            **(self._prompt_logprobs(choice) if first else {}),
         }
         if carries_ids:
             entry["prompt_token_ids"] = list(choice.prompt.token_ids) if first else None
@@ -102,8 +105,9 @@ class CompletionShape:
         entry = {
             "index": choice.index,
             "text": (choice.prompt.text or "") + "".join(output.text),
-            "logprobs": self._logprobs(choice, output.logprobs),
+            "logprobs": self._logprobs(choice, output.logprobs, first=True),
             **finish_fields(choice),
+            **self._prompt_logprobs(choice),
         }
         if self.body.return_token_ids:
             entry["prompt_token_ids"] = list(choice.prompt.token_ids)
@@ -115,11 +119,23 @@ class CompletionShape:
         return {}
 
     def _logprobs(
-        self, choice: Choice, logprobs: tuple[TokenLogprobs, ...] | list[TokenLogprobs]
-    ) -> dict[str, object] | None:
-        """The logprobs object; moves the choice's text offset on."""
+        self, choice: Choice, logprobs: Sequence[TokenLogprobs], first: bool
+    ) -> dict[str, list[object]] | None:
+        """The logprobs object, which begins with an echoed prompt's; moves the choice's text offset on."""
         if self.body.logprobs is None:
             return None
-        result = completion_logprobs(logprobs, self.token_text, choice.text_offset)
-        choice.text_offset += sum(len(self.token_text(each.token_id)) for each in logprobs)
-        return result
+        text, prompt = self.spelling.text, choice.prompt
+        echoed: dict[str, list[object]] = {}
+        if first and self.body.echo and prompt.scores is not None:
+            echoed = echoed_logprobs(prompt.token_ids, prompt.scores.records, self.body.logprobs, text)
+            choice.text_offset = sum(len(text(token_id)) for token_id in prompt.token_ids)
+        result = completion_logprobs(logprobs, text, choice.text_offset)
+        choice.text_offset += sum(len(text(each.token_id)) for each in logprobs)
+        return {name: [*echoed.get(name, ()), *values] for name, values in result.items()}
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
+        """The prompt's own, where they are asked for."""
+        scores, number = choice.prompt.scores, self.body.prompt_logprobs
+        if number is None or scores is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(scores.records, number, self.spelling.text)}

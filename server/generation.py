@@ -22,21 +22,34 @@ from engine import (
     RequestTiming,
     SpeculationOptions,
 )
+from server.bad_words import read_bad_words
 from server.context import Exchange, ServerContext
 from server.errors import invalid
 from server.live_replies import LiveReply
+from server.prompt_scores import PromptScores, ScoresOnly, scoring_request
 from server.protocol import GenerationBody
-from server.sampling import base_seed, check_limits, choice_seed, priority_of, sampling_params
+from server.sampling import (
+    base_seed,
+    check_limits,
+    check_token_ids,
+    choice_seed,
+    priority_of,
+    sampling_params,
+)
 from server.speculation import read_prediction, speculation_options
 from server.time_limit import allowed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads. `text` is what `echo` shows, None when nothing echoes it."""
+    """What the model reads. `text` is what `echo` shows, None when nothing echoes it.
+
+    `scores` is None unless log-probabilities of the prompt itself are asked for.
+    """
 
     token_ids: Sequence[int]
     text: str | None = None
+    scores: PromptScores | None = None
 
 
 class DeltaStream(Protocol):
@@ -62,10 +75,24 @@ class Choice:
     index: int
     prompt: Prompt
     stream: DeltaStream
+    brings_scores: bool = False  # those of its prompt
     started: bool = False
     num_tokens: int = 0
     text_offset: int = 0
     finish: Finish | None = None
+
+    async def read(self) -> OutputDelta:
+        """The next delta; the prompt's scores are known with the first one of any choice.
+
+        Cancelling the wait loses nothing.
+        """
+        scores = self.prompt.scores
+        if scores is not None and not self.brings_scores:
+            await scores.known.wait()
+        delta = await anext(self.stream)
+        if scores is not None and self.brings_scores:
+            scores.note(delta)
+        return delta
 
 
 _Pumped: TypeAlias = tuple[Choice, OutputDelta | Exception, asyncio.Event]
@@ -98,7 +125,7 @@ class Generation:
             choice, delta = await self._next_pumped()
         else:
             choice = self.choices[0]
-            delta = await anext(choice.stream)
+            delta = await choice.read()
         choice.num_tokens += len(delta.token_ids)
         if delta.finish is not None:
             if delta.finish.error is not None:
@@ -118,8 +145,11 @@ class Generation:
         """Offer the choice's deltas one by one: the next is read only when the last was taken."""
         taken = asyncio.Event()
         try:
-            async for delta in choice.stream:
+            while True:
+                delta = await choice.read()
                 self._ready.put_nowait((choice, delta, taken))
+                if delta.finish is not None:
+                    return
                 await taken.wait()
                 taken.clear()
         except Exception as error:
@@ -172,6 +202,15 @@ class Order:
     exchange: Exchange
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of a request had to be read off the loop."""
+
+    prompts: Sequence[Prompt]
+    speculation: SpeculationOptions
+    bad_words: tuple[tuple[int, ...], ...]
+
+
 async def open_generation(context: ServerContext, order: Order) -> Generation:
     """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs."""
     body, engine = order.body, context.engine
@@ -183,7 +222,9 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
             speculation = speculation_options(body, engine.info)
             prompts = await order.prepare(engine)
             speculation = replace(speculation, prediction=await read_prediction(body, engine))
-            requests = _make_requests(order, prompts, speculation, context)
+            bad_words = await read_bad_words(body.bad_words or (), engine)
+            wanted = Wanted(prompts, speculation, bad_words)
+            requests = _make_requests(order, wanted, context)
             choices = _submit(engine, requests)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
@@ -215,30 +256,36 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) 
 
 
 def _make_requests(
-    order: Order, prompts: Sequence[Prompt], speculation: SpeculationOptions, context: ServerContext
+    order: Order, wanted: Wanted, context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
     body, seed, info = order.body, base_seed(order.body), context.engine.info
     limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
-    for prompt in prompts:
+    for prompt in wanted.prompts:
         if not prompt.token_ids:
             raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
         max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
-        sampling = sampling_params(body, info, max_tokens)
+        sampling = replace(sampling_params(body, info, max_tokens), bad_words=wanted.bad_words)
+        if sampling.prompt_logprobs is not None:
+            prompt = replace(prompt, scores=PromptScores())
         first_id = f"{order.reply_id}-{len(requests)}"
         for j in range(body.num_choices):
             request = GenerationRequest(
                 request_id=f"{order.reply_id}-{len(requests)}",
                 prompt_token_ids=prompt.token_ids,
-                sampling=replace(sampling, seed=choice_seed(seed, j)),
+                sampling=replace(
+                    sampling,
+                    seed=choice_seed(seed, j),
+                    prompt_logprobs=None if j else sampling.prompt_logprobs,
+                ),
                 priority=priority_of(body),
                 group=order.reply_id,
                 tenant=order.exchange.tenant,
                 deadline_s=None if limit_s is None else limit_s - order.exchange.age_s,
                 cache_salt=body.cache_salt,
                 fork_of=first_id if j else None,
-                speculation=speculation,
+                speculation=wanted.speculation,
             )
             requests.append((prompt, request))
     return requests
@@ -264,14 +311,22 @@ def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]
     choices: list[Choice] = []
     try:
         for prompt, request in requests:
-            stream: DeltaStream
-            if request.sampling.max_tokens == 0:
-                stream = EmptyStream(len(prompt.token_ids))
-            else:
-                stream = engine.submit(request)
-            choices.append(Choice(len(choices), prompt, stream))
+            brings_scores = request.sampling.prompt_logprobs is not None
+            stream = _open_stream(engine, request)
+            choices.append(Choice(len(choices), prompt, stream, brings_scores))
     except Exception:
         for choice in choices:
             choice.stream.close()
         raise
     return choices
+
+
+def _open_stream(engine: Engine, request: GenerationRequest) -> DeltaStream:
+    """The engine's own stream, if there is anything to compute."""
+    if request.sampling.max_tokens > 0:
+        return engine.submit(request)
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if request.sampling.prompt_logprobs is None or num_prompt_tokens == 1:
+        return EmptyStream(num_prompt_tokens)
+    check_token_ids("prompt", request.prompt_token_ids, engine.info.vocab_size)
+    return ScoresOnly(engine.submit(scoring_request(request)), num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Liveness, readiness and version. Answered from memory, never through the engine's queue."""
+"""Liveness and readiness. Answered from memory, never through the engine's queue."""
 
 from __future__ import annotations
 
@@ -48,12 +48,6 @@ async def ready(request: Request) -> Response:
         return refusal.response()
     reply = await live(request)
     return json_response({"status": "ready"}) if reply.status_code == 200 else reply
-
-
-@router.get("/version")
-async def show_version() -> Response:
-    """The server's version."""
-    return json_response({"version": server_version()})
 
 
 def server_version() -> str:

@@ -32,6 +32,7 @@ from server.protocol_values import (
     TopK,
     TopP,
     Truncation,
+    Words,
 )
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -95,6 +96,9 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Count | None = None
+    bad_words: Words | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int64 | None = None
@@ -111,8 +115,6 @@ class GenerationBody(BaseModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    bad_words: Any = None
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
 
@@ -135,6 +137,11 @@ class GenerationBody(BaseModel):
     def logprobs_param(self) -> str:
         """The field that says how many."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens, as many as anything in the reply shows."""
+        return self.prompt_logprobs
 
 
 class RequestPatch(BaseModel):
@@ -171,6 +178,13 @@ class CompletionRequest(GenerationBody):
     def logprobs_param(self) -> str:
         """One field says both whether and how many."""
         return "logprobs"
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echoed prompt carries log-probabilities like the output."""
+        echoed = self.logprobs if self.echo else None
+        asked = [number for number in (self.prompt_logprobs, echoed) if number is not None]
+        return max(asked, default=None)
 
 
 class ChatMessage(BaseModel):

@@ -31,12 +31,15 @@ _USE_STRUCTURED = ": see 'structured_outputs'"
 
 ON_BOTH: Mapping[str, Refusal] = dict(
     (
-        _not_yet("bad_words", []),
-        _not_yet("prompt_logprobs"),
         _not_yet("response_format", {"type": "text"}),
         _not_yet("structured_outputs"),
         _never("prompt_embeds"),
         _never("use_beam_search", False),
+        _never("logits_processors", []),
+        _never("logprob_token_ids", []),
+        _never("repetition_detection"),
+        _never("thinking_token_budget"),
+        _never("truncation_side", "left"),
         *(
             _never(f"guided_{kind}", hint=_USE_STRUCTURED)
             for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
@@ -48,7 +51,6 @@ ON_CHAT: Mapping[str, Refusal] = {
     **ON_BOTH,
     **dict(
         (
-            _not_yet("add_special_tokens", False),
             _not_yet("functions", []),
             _not_yet("function_call", "none"),
             _not_yet("parallel_tool_calls", True, False),
@@ -68,6 +70,17 @@ ON_CHAT: Mapping[str, Refusal] = {
         )
     ),
 }
+
+
+_TEMPLATE_FIELDS = (
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "tools",
+)
+ON_TOKENIZE: Mapping[str, Refusal] = {name: ON_CHAT[name] for name in _TEMPLATE_FIELDS if name in ON_CHAT}
 
 
 def check_refusals(body: Mapping[str, object], refusals: Mapping[str, Refusal]) -> None:

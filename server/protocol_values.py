@@ -15,6 +15,7 @@ MAX_INT64 = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
 MAX_LABEL = 128
 MAX_SALT = 1024
 # Penalties multiply and divide logits: beyond these they overflow float32 and mean nothing anyway.
@@ -71,6 +72,17 @@ def check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), float(bias)) for key, bias in value.items())
 
 
+def check_words(value: object) -> tuple[str, ...]:
+    """Words that must not be generated: strings with more than spaces in them, none of them long."""
+    if not isinstance(value, list) or set(map(type, value)) - {str}:
+        refuse("must be a list of strings")
+    if len(value) > MAX_BAD_WORDS:
+        refuse(f"has {len(value)} strings; the limit is {MAX_BAD_WORDS}")
+    if any(not word.strip() or len(word.encode("utf-8", "replace")) > MAX_STOP_BYTES for word in value):
+        refuse(f"must hold words, of {MAX_STOP_BYTES} bytes at most")
+    return tuple(value)
+
+
 def check_content(value: object) -> str | None:
     """The text of a chat message: a string, or text parts, which are joined by newlines (vLLM's way)."""
     if value is None or isinstance(value, str):
@@ -111,6 +123,11 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 _STOP_SCHEMA: dict[str, Any] = {
     "anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}]
 }
+_WORDS_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "string", "pattern": r"\S", "maxLength": MAX_STOP_BYTES},
+    "maxItems": MAX_BAD_WORDS,
+}
 _LOGIT_BIAS_SCHEMA: dict[str, Any] = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
@@ -133,6 +150,7 @@ def _described(schema: dict[str, Any]) -> Any:
 
 Prompt = Annotated[list[PromptItem], PlainValidator(check_prompt, Any), _described(_PROMPT_SCHEMA)]
 Stop = Annotated[tuple[str, ...], PlainValidator(check_stop, Any), _described(_STOP_SCHEMA)]
+Words = Annotated[tuple[str, ...], PlainValidator(check_words, Any), _described(_WORDS_SCHEMA)]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...], PlainValidator(check_logit_bias, Any), _described(_LOGIT_BIAS_SCHEMA)
 ]

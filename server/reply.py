@@ -91,6 +91,8 @@ class Reply:
             "created": int(time.time()),
             "model": body.model or context.served_names[0],
         }
+        if body.service_tier is not None:
+            self._envelope["service_tier"] = "default" if body.service_tier == "auto" else body.service_tier
 
     async def respond(self, generation: Generation) -> Response:
         """The response: at the first event of a stream, or at the end for JSON.

@@ -26,6 +26,11 @@ def check_limits(body: GenerationBody, settings: ServerSettings) -> None:
             f"'{body.logprobs_param}' is {body.num_logprobs}; the limit is {settings.max_logprobs}.",
             body.logprobs_param,
         )
+    if (body.prompt_logprobs or 0) > settings.max_logprobs:
+        raise invalid(
+            f"'prompt_logprobs' is {body.prompt_logprobs}; the limit is {settings.max_logprobs}.",
+            "prompt_logprobs",
+        )
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' needs 'stream': true.", "stream_options")
     if body.truncate_prompt_tokens == 0:
@@ -38,8 +43,6 @@ def check_limits(body: GenerationBody, settings: ServerSettings) -> None:
 def _check_completion(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != body.num_choices:
         raise invalid(f"'best_of' is {body.best_of}: it is supported only when equal to 'n'.", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise invalid("'echo' with 'logprobs' is not supported yet.", "echo")
 
 
 def priority_of(body: GenerationBody) -> int:
@@ -81,6 +84,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
     )
 
 

@@ -46,7 +46,8 @@ class FakeEngine:
     """The engine's public face. Tests set the fields and look at `streams`.
 
     `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta. Text of
-    more than `char_limit` characters is too long to be encoded. Every stream ends with `speculation`.
+    more than `char_limit` characters is too long to be encoded; `adds_bos` puts a special ^ before it. Every
+    stream ends with `speculation`.
     """
 
     max_model_len: int = 256
@@ -59,6 +60,7 @@ class FakeEngine:
     merge: int = 1
     start_error: Exception | None = None
     char_limit: int = 1 << 20
+    adds_bos: bool = False
     draft_methods: tuple[str, ...] = ("ngram", "suffix", "prediction")
     max_draft_tokens: int = 8
     speculation: SpecStats | None = None
@@ -116,10 +118,14 @@ class FakeEngine:
                 limit=self.max_model_len, prompt_tokens=len(text), max_tokens=0, param="prompt"
             )
         await asyncio.sleep(0)
-        return [ord(char) for char in text]
+        return [ord("^")] * self.adds_bos * add_special_tokens + [ord(char) for char in text]
 
-    async def render_chat(self, messages: list[dict[str, object]]) -> list[int]:
+    async def render_chat(
+        self, messages: list[dict[str, object]], *, add_special_tokens: bool = False
+    ) -> list[int]:
         self.messages = messages
+        if add_special_tokens:
+            return [ord("^"), *await self.render_chat(messages)]
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
         return await self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
@@ -129,6 +135,15 @@ class FakeEngine:
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return chr(token_id).encode("utf-8", "replace")
+
+    def token_name(self, token_id: int) -> str | None:
+        return f"<{chr(token_id)}>"
+
+    def describe_tokenizer(self) -> dict[str, object]:
+        return {"tokenizer_class": "Fake", "eos_token": "$", "bos_token": None, "chat_template": "{{ 1 }}"}
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)
@@ -187,10 +202,13 @@ class FakeStream:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(self._logprobs(token, sampling.logprobs) for token in tokens)
-        delta = OutputDelta(text, tokens, logprobs, None)
+        scores = self._prompt_logprobs() if sent == 0 else ()
+        delta = OutputDelta(text, tokens, logprobs, None, scores)
         stop = next((each for each in sampling.stop if each == text), None)
         if stop is not None:
-            return self._end(OutputDelta("", tokens, logprobs, None), FinishReason.STOP, stop_reason=stop)
+            return self._end(
+                OutputDelta("", tokens, logprobs, None, scores), FinishReason.STOP, stop_reason=stop
+            )
         if self.num_sent == sampling.max_tokens:
             return self._end(delta, FinishReason.LENGTH)
         return delta
@@ -203,6 +221,17 @@ class FakeStream:
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         top = tuple((token + i, -0.5 - i) for i in range(num_top))
         return TokenLogprobs(token, -0.5, 1, top)
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The token at place i has -i / 4."""
+        number = self.request.sampling.prompt_logprobs
+        if number is None:
+            return ()
+        prompt = self.request.prompt_token_ids
+        return tuple(
+            TokenLogprobs(token, -i / 4, 2, tuple((ord("A") + k, -0.125 * k) for k in range(number)))
+            for i, token in enumerate(prompt[1:], 1)
+        )
 
     def _end(
         self,
@@ -217,7 +246,7 @@ class FakeStream:
         finish = Finish(
             reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING, self.engine.speculation
         )
-        return OutputDelta(delta.text, delta.token_ids, delta.logprobs, finish)
+        return OutputDelta(delta.text, delta.token_ids, delta.logprobs, finish, delta.prompt_logprobs)
 
     def close(self) -> None:
         if not self.over.is_set():

@@ -32,6 +32,11 @@ class ChatTemplate:
         """True when there is a template."""
         return self._template is not None
 
+    @property
+    def text(self) -> str | None:
+        """The template itself; None without one."""
+        return self._template
+
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
         """The prompt text, ending where the assistant's reply begins; raises InvalidRequest."""
         if self._template is None:

@@ -33,6 +33,7 @@ class Tokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._description = _describe(tokenizer)
         self.pieces = TokenBytes.of(self._backend)
         self._chat_template = ChatTemplate(tokenizer, chat_template)
         self._max_token_chars = max(1, self.pieces.max_chars)
@@ -80,14 +81,40 @@ class Tokenizer:
         table = self.pieces.table(skip_special_tokens=False)
         return table[token_id] or None if 0 <= token_id < len(table) else None
 
+    def token_name(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, such as \u0120the; None for an id without a token."""
+        name: str | None = self._backend.id_to_token(token_id)
+        return name
+
+    def describe(self) -> dict[str, object]:
+        """Its class, special tokens (null where there is none) and the chat template in use; a copy."""
+        return {**self._description, "chat_template": self._chat_template.text}
+
     def render_chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
         """The prompt text the chat template makes of `messages`; raises InvalidRequest."""
         return self._chat_template.render(messages)
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """The same as token ids. The template writes the special tokens, so none are added."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The same as token ids. Templates write the special tokens, so none are added unless asked for."""
         text = self.render_chat_text(messages)
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+def _describe(tokenizer: Any) -> dict[str, object]:
+    """What a transformers tokenizer says about itself, as its tokenizer_config.json spells it."""
+    special = {name: getattr(tokenizer, name, None) for name in _SPECIAL_TOKENS}
+    others = getattr(tokenizer, "extra_special_tokens", None) or ()
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        **{name: None if token is None else str(token) for name, token in special.items()},
+        "additional_special_tokens": [str(token) for token in others],
+        "vocab_size": len(tokenizer),
+    }
 
 
 def _load(directory: Path) -> Any:

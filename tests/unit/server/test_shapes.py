@@ -24,7 +24,7 @@ from engine import (
 from server.auth import KeyRing, read_keys
 from server.errors import error_reply, invalid, shown
 from server.http_metrics import HttpMetrics
-from server.logprobs import chat_logprobs, completion_logprobs
+from server.logprobs import TokenSpelling, chat_logprobs, completion_logprobs
 from server.sse import encode_event
 
 
@@ -66,7 +66,8 @@ def test_text_that_is_sent_back_is_short() -> None:
 
 def test_a_token_that_cannot_be_drawn_is_still_json() -> None:
     logprobs = [TokenLogprobs(65, -math.inf, 3, ((66, -0.5), (66, -1.0), (65, -math.inf)))]
-    shapes = completion_logprobs(logprobs, chr, 10), chat_logprobs(logprobs, chr)
+    spelling = TokenSpelling(chr, lambda token_id: None)
+    shapes = completion_logprobs(logprobs, chr, 10), chat_logprobs(logprobs, spelling)
     for shape in shapes:
         encode_event(shape)
     assert shapes[0]["token_logprobs"] == [-9999.0]
