@@ -1,0 +1,153 @@
+"use strict";
+// From a scrape to the cards: which metrics the page reads, and how each is shown.
+
+const RATE_S = 3; // long enough for a smooth line at one scrape a second
+const RECENT_S = 60;
+const DRAFTS_S = 10;
+const LATENCY_SHARES = [0.5, 0.95];
+
+// What one scrape says, at `at` seconds of the browser's clock.
+function readSnapshot(metrics, at) {
+  const finished = (...reasons) =>
+    metrics.sum("slipstream_requests_total", (labels) => reasons.includes(labels.finish_reason));
+  const blocks = (state) => metrics.sum("slipstream_kv_cache_blocks", (labels) => labels.state === state);
+  return {
+    at,
+    model: metrics.label("slipstream_num_requests_running", "model_name"),
+    version: metrics.label("slipstream_build_info", "version"),
+    started: metrics.sum("process_start_time_seconds"),
+    generated: metrics.sum("slipstream_generation_tokens_total"),
+    running: metrics.sum("slipstream_num_requests_running"),
+    waiting: metrics.sum("slipstream_num_requests_waiting"),
+    swapped: metrics.sum("slipstream_num_requests_swapped"),
+    ttft: metrics.histogram("slipstream_time_to_first_token_seconds"),
+    itl: metrics.histogram("slipstream_inter_token_latency_seconds"),
+    drafted: metrics.sum("slipstream_spec_decode_num_draft_tokens_total"),
+    accepted: metrics.sum("slipstream_spec_decode_num_accepted_tokens_total"),
+    rounds: metrics.sum("slipstream_spec_decode_num_drafts_total"),
+    speedup: metrics.sum("slipstream_speculation_speedup_ratio"),
+    kv: { used: blocks("used"), cached: blocks("cached"), free: blocks("free") },
+    prefixQueries: metrics.sum("slipstream_prefix_cache_queries_total"),
+    prefixHits: metrics.sum("slipstream_prefix_cache_hits_total"),
+    counts: {
+      completed: finished("stop", "length"),
+      failed: finished("error"),
+      aborted: finished("abort"),
+      late: metrics.sum("slipstream_deadline_missed_total"),
+      refused: metrics.sum("slipstream_requests_rejected_total"),
+      http: metrics.sum("slipstream_http_requests_total", isServerError),
+      preempted: metrics.sum("slipstream_preemptions_total"),
+      faults: metrics.sum("slipstream_engine_errors_total"),
+    },
+  };
+}
+
+// A probe that is told "not ready" is no error of the server.
+function isServerError({ code, route }) {
+  return code.startsWith("5") && route.startsWith("/v1");
+}
+
+// What the charts draw for the latest snapshot; null where nothing is known.
+function chartValues(timeline) {
+  const now = timeline.latest;
+  const blocks = now.kv.used + now.kv.cached + now.kv.free;
+  const drafts = timeline.growth((each) => each.rounds, DRAFTS_S);
+  return {
+    "tokens-per-second": [timeline.rate((each) => each.generated, RATE_S)],
+    requests: [now.running, now.waiting],
+    ttft: timeline.quantiles((each) => each.ttft, LATENCY_SHARES, RECENT_S),
+    itl: timeline.quantiles((each) => each.itl, LATENCY_SHARES, RECENT_S),
+    acceptance: [timeline.ratio((each) => each.accepted, (each) => each.drafted, DRAFTS_S)],
+    speedup: [drafts ? now.speedup : null],
+    kv: blocks ? [now.kv.used / blocks, now.kv.cached / blocks] : [null, null],
+  };
+}
+
+const CHARTS = {
+  "tokens-per-second": { name: "Tokens per second", format: sayNumber, floor: 10 },
+  requests: { name: "Requests running and waiting", format: sayNumber, floor: 5 },
+  ttft: { name: "Time to first token, p50 and p95", format: saySeconds, floor: 0.01 },
+  itl: { name: "Time between tokens, p50 and p95", format: saySeconds, floor: 0.001 },
+  acceptance: { name: "Share of drafts accepted", format: sayShare, floor: 1 },
+  speedup: { name: "Speed-up by speculation", format: sayTimes, floor: 2, mark: 1 },
+  kv: { name: "Share of the cache used and cached", format: sayShare, floor: 1 },
+};
+
+// The cards. `show` redraws them all from the timeline, whose latest snapshot must be new.
+class Figures {
+  constructor() {
+    this.timeline = new Timeline();
+    this.charts = new Map();
+    for (const figure of document.querySelectorAll("[data-chart]")) {
+      const name = figure.dataset.chart;
+      this.charts.set(name, new Chart(figure, CHARTS[name]));
+    }
+    this.drawCharts();
+  }
+
+  add(snapshot) {
+    this.timeline.add(snapshot);
+    snapshot.charted = chartValues(this.timeline);
+    this.drawCharts();
+    this.showSpeed(snapshot);
+    this.showDrafts(snapshot);
+    this.showCache(snapshot);
+    for (const [name, count] of Object.entries(snapshot.counts)) this.showCount(name, count);
+  }
+
+  drawCharts() {
+    const { snapshots, latest } = this.timeline;
+    for (const [name, chart] of this.charts) {
+      chart.draw(snapshots.map((each) => ({ age: latest.at - each.at, values: each.charted[name] })));
+    }
+  }
+
+  showSpeed({ charted, generated, running, waiting, swapped }) {
+    const within = (pick) => this.timeline.growth((each) => pick(each).at(-1)?.[1] ?? 0, RECENT_S);
+    setText("tokens-per-second", say(charted["tokens-per-second"][0], sayNumber));
+    setText("tokens-note", `${sayNumber(generated)} since the start`);
+    setText("running", sayNumber(running));
+    setText("waiting", sayNumber(waiting));
+    setText("requests-note", swapped > 0 ? `${sayNumber(swapped)} swapped to host memory` : "none swapped out");
+    for (const name of ["ttft", "itl"]) {
+      setText(`${name}-p50`, say(charted[name][0], saySeconds));
+      setText(`${name}-p95`, say(charted[name][1], saySeconds));
+    }
+    setText("ttft-note", sayCount(within((each) => each.ttft), "request", "in the last minute"));
+    setText("itl-note", sayCount(within((each) => each.itl), "gap", "in the last minute"));
+  }
+
+  showDrafts() {
+    const grown = (pick) => this.timeline.growth(pick, HISTORY_S) ?? 0;
+    const drafted = grown((each) => each.drafted);
+    const accepted = grown((each) => each.accepted);
+    const rounds = grown((each) => each.rounds);
+    setText("acceptance", drafted > 0 ? sayShare(accepted / drafted) : "–");
+    setText(
+      "acceptance-note",
+      drafted > 0 ? `${sayNumber(accepted)} of ${sayNumber(drafted)} in 5 min` : "nothing drafted in 5 min",
+    );
+    setText("speedup", rounds > 0 ? sayTimes(this.timeline.latest.speedup) : "–");
+    const perRound = `${(1 + accepted / rounds).toFixed(1)} tokens a step with drafts`;
+    setText("speedup-note", rounds > 0 ? perRound : "no step verified drafts in 5 min");
+  }
+
+  showCache({ kv, charted }) {
+    const blocks = kv.used + kv.cached + kv.free;
+    const [used, cached] = charted.kv;
+    const hits = this.timeline.ratio((each) => each.prefixHits, (each) => each.prefixQueries, HISTORY_S);
+    setText("kv-used", say(used, sayShare));
+    setText("kv-cached", say(cached, sayShare));
+    setText("kv-free", blocks > 0 ? sayShare(kv.free / blocks) : "–");
+    const prefix = hits === null ? "" : ` · ${sayShare(hits)} prefix hits`;
+    setText("kv-note", blocks > 0 ? `${sayNumber(blocks)} blocks${prefix}` : "not allocated yet");
+  }
+
+  showCount(name, count) {
+    const recent = this.timeline.growth((each) => each.counts[name], HISTORY_S) ?? 0;
+    const cell = document.getElementById(`count-${name}`);
+    cell.textContent = recent > 0 ? `${sayNumber(count)} (+${sayNumber(recent)})` : sayNumber(count);
+    cell.title = recent > 0 ? `${sayNumber(recent)} in the last 5 minutes` : "";
+    cell.classList.toggle("risen", recent > 0);
+  }
+}
