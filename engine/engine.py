@@ -72,8 +72,7 @@ class Engine:
         """
         parts = await self._in_thread(self._executors.target, self._load)
         self._parts = parts
-        if parts.batcher.decoder is not None:
-            self.metrics.speculation = parts.batcher.decoder.stats
+        self.metrics.speculation = parts.batcher.decoder.stats
         self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors, self._clock)
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
@@ -155,9 +154,9 @@ class Engine:
             kv_blocks_cached=kv_blocks_cached,
             kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
             heartbeat_age_s=self._heartbeat_age_s,
-            speculation_draft_length=decoder.draft_length if decoder else 0.0,
-            speculation_acceptance=decoder.stats.ema_acceptance if decoder else 0.0,
-            speculation_speedup=decoder.speedup if decoder else 0.0,
+            speculation_draft_length=decoder.draft_length,
+            speculation_acceptance=decoder.stats.ema_acceptance,
+            speculation_speedup=decoder.speedup,
         )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +61,8 @@ class EngineLoop:
         self._metrics = metrics
         self._target = executors.target
         self._clock = clock
-        decoder = parts.batcher.decoder
-        self._decoder = decoder
-        self._run_ahead = None if decoder is None else RunAhead(decoder, executors.draft, metrics, clock)
+        self._decoder = parts.batcher.decoder
+        self._run_ahead = RunAhead(self._decoder, executors.draft, metrics, clock)
         self._endings: dict[str, Ending] = {}
         self._wake = asyncio.Event()
         self._stopping = False
@@ -107,17 +105,17 @@ class EngineLoop:
         Raises what killed the loop: MAX_FAILED_PASSES failed passes in a row, or a fault of the loop itself.
         Open requests are then still open: the caller ends them with `fail_all`.
         """
-        while not self._stopping:
-            self._carry_out_endings()
-            if self._batcher.has_work:
-                await self._step()
-            else:
-                if self._run_ahead is not None:
+        try:
+            while not self._stopping:
+                self._carry_out_endings()
+                if self._batcher.has_work:
+                    await self._step()
+                else:
                     self._run_ahead.rest()
-                self._wake.clear()
-                await self._wake.wait()
-        self._carry_out_endings()
-        if self._run_ahead is not None:
+                    self._wake.clear()
+                    await self._wake.wait()
+            self._carry_out_endings()
+        finally:
             self._run_ahead.stop()
 
     def fail_all(self, error: EngineError) -> None:
@@ -144,9 +142,8 @@ class EngineLoop:
                 committed = self._batcher.commit(decision, result.rows)
                 self._keep_features(decision, result)
                 self._learn_costs(decision, result)
-                if self._run_ahead is not None:
-                    num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
-                    self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
+                num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
+                self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
                 if decision.inputs.prompt_rows is not None:
                     self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
                 self._deliver(committed, result.rows, now)
@@ -156,14 +153,12 @@ class EngineLoop:
 
     async def _draft(self) -> None:
         """Have drafts made, where they are made before a step; endings are carried out in between."""
-        if self._run_ahead is None:
-            return
         self._run_ahead.choose_arm(self._batcher.num_running)
         while await self._run_ahead.draft_once():
             self._carry_out_endings()
 
     def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
-        if result.features is None or self._decoder is None:
+        if result.features is None:
             return
         sampled = [request.request_id for request in decision.scheduled if request.samples]
         for request_id, features in zip(sampled, result.features, strict=True):
@@ -176,7 +171,7 @@ class EngineLoop:
             costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         else:
             self._metrics.verify_duration.observe(seconds)
-        if self._decoder is not None and decision.num_prefill_tokens == 0:
+        if decision.num_prefill_tokens == 0:
             num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
             self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, seconds)
         if result.swap_bytes:
@@ -197,8 +192,7 @@ class EngineLoop:
         loop = asyncio.get_running_loop()
         try:
             flying = loop.run_in_executor(self._target, self._runner.run, inputs)
-            if self._run_ahead is not None:
-                self._run_ahead.beside_step()
+            self._run_ahead.beside_step()
             result = await flying
         except Exception as error:
             log.exception("a forward pass failed")

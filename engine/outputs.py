@@ -157,8 +157,9 @@ class BatchDecision:
     """The scheduler's order for one step; immutable, so the model's thread may read it freely.
 
     `scheduled` lists decodes first, then prefill chunks in policy order, then decodes with drafts; each that
-    `samples` has one row of logits and one more for each of its drafts, in this order. `inputs` is None exactly when nothing is scheduled. Of the
-    `preempted`, those `swapped` keep their KV on the host; the others compute it again.
+    `samples` has one row of logits and one more for each of its drafts, in this order. `inputs` is None
+    exactly when nothing is scheduled. Of the `preempted`, those `swapped` keep their KV on the host; the
+    others compute it again.
     """
 
     step_id: int

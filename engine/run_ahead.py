@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import torch
-
 from engine.batch_metrics import BatchMetrics
 from engine.speculation.circuit_breaker import CircuitBreaker
 from engine.speculation.draft_answers import read_answers
@@ -25,10 +23,8 @@ from engine.speculation.speculative_decoder import SpeculativeDecoder
 
 log = logging.getLogger("slipstream.speculation")
 
-_SMOOTHING = 0.1  # of the newest micro-step in what waiting costs
 _PATIENCE_S = 0.5  # a micro-step is waited for that long, or as long as a step of the target takes
 _HANGING_S = 30.0  # after that it is said that one does not come back
-_MOST_PROBABLE = 1.001  # of a probability, rounding included
 _NOTHING = DraftResult((), 0.0)
 
 
@@ -49,7 +45,8 @@ class RunAhead:
     Before a step: `choose_arm`, then `draft_once` until it says False. While the target computes:
     `beside_step`. After its commit: `after_step`. With nothing to do: `rest`. Cheap drafters are called on
     the spot, unless `schedule` is "async"; the others as the schedule says, which "auto" finds out by
-    measuring.
+    measuring. Those that read the target's features have nothing to read while it computes: where others run
+    ahead, they are waited for.
 
     Nothing that a drafter does is raised here. What it gets wrong, or raises, is forgotten, and after three
     times in a row the drafter is left alone for a while. One that is slow is waited for once, and then no
@@ -74,14 +71,16 @@ class RunAhead:
         self._remote = [i for i, _ in drafters if i not in self._inline]
         self._breakers = [CircuitBreaker(clock) for _ in drafters]
         self._is_quick = [True for _ in drafters]
-        self._waits_s = [0.0 for _ in drafters]  # for one draft of one request
-        self._no_waits_s = (0.0,) * len(drafters)
         self._arm: str = schedule
         self._chooser: ScheduleChooser | None = None
+        self._readers = frozenset(i for i, drafter in drafters if drafter.reads_features)
         if schedule == "auto":
             self._arm = "sync"
+            can_run_ahead = not self._readers.issuperset(self._remote)
             if self._remote:
-                self._chooser = ScheduleChooser(("off", "sync", "async"))
+                self._chooser = ScheduleChooser(
+                    ("off", "sync", "async") if can_run_ahead else ("off", "sync")
+                )
         config = decoder.config
         self._law_size = None if config.verification == "match" else config.vocab_size
         self._flight: _Flight | None = None
@@ -99,7 +98,7 @@ class RunAhead:
         if self._chooser is not None:
             self._arm = self._chooser.arm(num_seqs)
         decoder.waited_s = 0.0
-        decoder.draft_waits_s = self._waits_s if self._arm == "sync" else self._no_waits_s
+        decoder.awaited = self._awaited()
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
@@ -109,10 +108,11 @@ class RunAhead:
         """
         for index in self._inline:
             self._draft_inline(index)
-        if self._arm != "sync":
+        awaited = self._decoder.awaited
+        if not awaited:
             return False
-        flight = self._flight or self._start(ahead=False)
-        if flight is None or not self._is_quick[flight.index]:
+        flight = self._flight or self._start(awaited, ahead=False)
+        if flight is None or flight.index not in awaited or not self._is_quick[flight.index]:
             return False
         begin = self._clock()
         done, _ = await asyncio.wait([flight.future], timeout=self._patience_s)
@@ -124,14 +124,13 @@ class RunAhead:
         if self._decoder.is_reading(flight.index, flight.jobs):
             self._has_read = True
         elif flight.jobs:
-            wait_s = self._waits_s[flight.index]
-            self._waits_s[flight.index] += _SMOOTHING * (waited_s / len(flight.jobs) - wait_s)
+            self._decoder.waits[flight.index].observe(len(flight.jobs), len(flight.jobs), waited_s)
         return True
 
     def beside_step(self) -> None:
         """The target's pass has begun: let the drafter run beside it."""
         if self._arm == "async":
-            self._start(ahead=True)
+            self._start(self._ahead(), ahead=True)
 
     def after_step(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """A step has been committed; `seconds` are from before its drafts to here.
@@ -179,12 +178,22 @@ class RunAhead:
 
     # In the draft thread.
 
-    def _start(self, *, ahead: bool) -> _Flight | None:
-        """Send a micro-step off; None if one is out already, or nobody has anything to do."""
+    def _awaited(self) -> frozenset[int]:
+        """The drafters that a step waits for."""
+        if self._arm == "sync":
+            return frozenset(self._remote)
+        return self._readers.intersection(self._remote) if self._arm == "async" else frozenset()
+
+    def _ahead(self) -> frozenset[int]:
+        """The drafters that run ahead when any does."""
+        return frozenset(self._remote) - self._readers
+
+    def _start(self, indices: frozenset[int], *, ahead: bool) -> _Flight | None:
+        """Send a micro-step of one of these off; None if one is out already, or they have nothing to do."""
         if self._flight is not None:
             return None
         for index in self._remote:
-            if self._breakers[index].is_open:
+            if index not in indices or self._breakers[index].is_open:
                 continue
             jobs = self._decoder.jobs(index, ahead=ahead, may_read=ahead or not self._has_read)
             if jobs:
@@ -222,7 +231,7 @@ class RunAhead:
         self._is_quick[flight.index] = self._clock() - flight.started <= self._patience_s
         self._take(flight.index, flight.jobs, result)
         if self._arm == "async":
-            self._start(ahead=True)
+            self._start(self._ahead(), ahead=True)
         elif self._is_resting:
             self._forget()
 
@@ -281,24 +290,9 @@ def _micro_step(
             drafter.close(closed)
         result = drafter.draft(jobs) if jobs else _NOTHING
         if law_size is not None:
-            _check_laws(result, law_size)
+            from engine.speculation.draft_laws import check_laws  # torch, which nobody else here needs
+
+            check_laws(result, law_size)
     except Exception as error:
         return error
     return result
-
-
-def _check_laws(result: DraftResult, vocab_size: int) -> None:
-    """ValueError unless what drafts are said to be drawn from could be that.
-
-    Verification computes with it for all requests of a step, and garbage would not stay with its own.
-    """
-    laws = [law for draft in result.drafts for law in draft.probs]
-    bounds: list[torch.Tensor] = []
-    for law in laws:
-        if not isinstance(law, torch.Tensor) or (law.dtype, law.shape) != (torch.float32, (vocab_size,)):
-            raise ValueError(f"a draft's distribution is no float32 vector of {vocab_size}")
-        bounds += law.aminmax()  # which pass NaN on, and that fails all comparisons
-    if bounds:
-        ends = torch.stack(bounds)
-        if not bool(((ends >= 0) & (ends < _MOST_PROBABLE)).all()):
-            raise ValueError("a draft's distribution holds what is no probability")

@@ -379,10 +379,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
 
 
 def _of_drafts(harness: Harness) -> dict[str, int]:
-    decoder = harness.parts.batcher.decoder
-    if decoder is None:
-        return {}
-    stats = decoder.stats
+    stats = harness.parts.batcher.decoder.stats
     return {
         "drafts accepted": stats.num_accepted,
         "drafts rejected": stats.num_rejected,

@@ -101,8 +101,6 @@ async def assert_quiet(engine: Engine) -> None:
     assert metrics.requests_started == sum(metrics.requests_finished.values())
     batcher = engine._loaded.batcher
     batcher.kv.check_integrity()
-    if batcher.decoder is None:
-        return
     for drafter in batcher.decoder.drafters:
         if drafter.method == "draft_model":
             async with asyncio.timeout(5):

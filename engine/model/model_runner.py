@@ -27,7 +27,8 @@ _WARM_UP_SEQUENCES = 8
 class ModelRunner:
     """Owns the model's paged K/V tensors and what is swapped out of them into `num_host_blocks`.
 
-    `keeps_features` has results carry what drafters that read the target need. Every method runs on the one thread that made it.
+    `keeps_features` has results carry what drafters that read the target need. Every method runs on the one
+    thread that made it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepResult:
-        """One step: move blocks, write K/V, attend, draw, judge drafts. The seconds are by the device's clock.
+        """One step: move blocks, write K/V, attend, draw, judge drafts. Seconds are by the device's clock.
 
         A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
         the forward pass come through.

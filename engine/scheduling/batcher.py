@@ -60,7 +60,7 @@ class ContinuousBatcher:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.decoder = decoder
+        self.decoder = decoder or SpeculativeDecoder.without_drafters()
         self.costs = CostModel()  # whoever runs the steps tells it what they took
         self._policy = policy
         self._clock = clock
@@ -255,8 +255,7 @@ class ContinuousBatcher:
             if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
                 request = self._queue.pop()
                 self._seats.take(request)
-                if self.decoder is not None:
-                    self.decoder.open(request)
+                self.decoder.open(request)
             elif seated:
                 request = seated.pop()
             else:
@@ -270,7 +269,7 @@ class ContinuousBatcher:
     def _draft(self, decodes: list[Request], budget: TokenBudget) -> list[Cargo]:
         """Spend what is left of the budget on drafts, best first; those that get any leave `decodes`."""
         decoder = self.decoder
-        if decoder is None or not decodes:
+        if not decodes:
             return []
         verified: list[Cargo] = []
         load = StepLoad(
@@ -365,8 +364,7 @@ class ContinuousBatcher:
             if not has_failed and self._seats.prove(request):
                 self._queue.let_go(request.request_id)
             self._policy.charge(request, 0, num_tokens)
-        if self.decoder is not None:
-            self.decoder.settle(request, drafted, num_tokens)
+        self.decoder.settle(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
             self._seats.doubt(request.request_id)
             if reason is None:
@@ -383,7 +381,6 @@ class ContinuousBatcher:
         What rejected drafts leave is written before it is read again, but where it may be NaN that is not
         enough: it spoils a sum even at weight zero.
         """
-        assert self.decoder is not None
         self.decoder.give_up(request.request_id)
         self._seats.preempt(request, may_swap=False)
         self._requeue([request])
@@ -433,8 +430,7 @@ class ContinuousBatcher:
 
     def _requeue(self, preempted: list[Request]) -> None:
         for request in preempted:
-            if self.decoder is not None:
-                self.decoder.pause(request.request_id)
+            self.decoder.pause(request.request_id)
             swapped = request.status is RequestStatus.SWAPPED
             request.preemptions.append((self._clock(), "swap" if swapped else "recompute"))
             self._queue.add(request)
@@ -464,8 +460,7 @@ class ContinuousBatcher:
 
     def _leave_nothing(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and let go those that were held for it."""
-        if self.decoder is not None:
-            self.decoder.close(request_id)
+        self.decoder.close(request_id)
         self.kv.host.release(request_id)
         self._queue.let_go(request_id)
 

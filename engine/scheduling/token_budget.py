@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TokenBudget:
-    """Counts down one step's tokens: in all, for prefill, for decoding sequences (one token each), for drafts."""
+    """Counts down one step's tokens: in all, for prefill, for decodes (one token each), for drafts."""
 
     __slots__ = (
         "_max_decodes",

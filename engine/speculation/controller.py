@@ -76,6 +76,14 @@ class LengthPolicy(Protocol):
         """
         ...
 
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        """For how many requests, the first ones, to run a micro-step that the target waits for; 0: for none.
+
+        `gains` are the tokens that it would bring each, never increasing, and `seconds` what it takes for
+        one, two, ... of them. What is not worth it for one may be for many, since they share it.
+        """
+        ...
+
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """A chain was verified."""
         ...
@@ -153,6 +161,10 @@ class FixedPolicy:
             return self._brake.probe(acceptance, limit)
         return min(limit, self._length)
 
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        """See LengthPolicy."""
+        return len(gains)
+
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
         acceptance.observe(num_proposed, num_accepted)
@@ -189,6 +201,10 @@ class ThresholdPolicy:
             return self._brake.probe(acceptance, limit)
         return min(limit, self._length(acceptance))
 
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        """See LengthPolicy."""
+        return len(gains)
+
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
         acceptance.observe(num_proposed, num_accepted)
@@ -224,6 +240,7 @@ class GoodputPolicy:
         self._is_verifying = True  # the last step with a choice verified drafts
         self._rate = 0.0  # expected tokens per second of late
         self._slot_s = 0.0  # what one more draft adds to a step
+        self._probe_s = 0.0  # that may be waited for drafts though they are not worth it
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """See LengthPolicy. Unknown costs verify a few drafts of each."""
@@ -244,6 +261,7 @@ class GoodputPolicy:
         num_chosen = sum(chosen)
         self._add_probes(candidates, chosen, load.max_draft_tokens - num_chosen)
         self._brake.credit_s = min(0.0, self._brake.credit_s + _PROBE_SHARE * float(step_s[0]))
+        self._probe_s += _PROBE_SHARE * float(step_s[0])
         if sum(chosen) > num_chosen:
             waited_s = 0.0 if num_chosen else load.draft_s
             self._brake.credit_s -= float(step_s[min(sum(chosen), num_slots)] - step_s[num_chosen]) + waited_s
@@ -323,6 +341,21 @@ class GoodputPolicy:
             if acceptance.num_rounds % _STRETCH_EVERY == 0:
                 count = min(count + 1, limit)
         return count
+
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        """See LengthPolicy. It must bring tokens faster than steps do anyway, or be a probe for all."""
+        if not self._rate:
+            return len(gains)
+        price = self._rate * self._slot_s
+        worth = np.cumsum(np.array(gains) - price) - self._rate * np.array(seconds)
+        best = int(np.argmax(worth))
+        if worth[best] > 0:
+            self._probe_s = 0.0
+            return best + 1
+        if self._probe_s < seconds[-1]:
+            return 0
+        self._probe_s = 0.0
+        return len(gains)
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""

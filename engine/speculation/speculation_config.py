@@ -14,7 +14,8 @@ LengthPolicyName = Literal["fixed", "threshold", "goodput"]
 class SpeculationConfig:
     """Checked against the settings already.
 
-    `max_draft_tokens` is the most that a step verifies of one request. `min_acceptance_rate` 0 never disables.
+    `max_draft_tokens` is the most that a step verifies of one request. `min_acceptance_rate` 0 never
+    disables.
     """
 
     vocab_size: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.request import Request
 from engine.speculation.acceptance import Acceptance, MethodPrior
-from engine.speculation.controller import Candidate, LengthPolicy, StepLoad
+from engine.speculation.controller import Candidate, LengthPolicy, StepLoad, make_length_policy
 from engine.speculation.draft_tape import (
     DraftedToken,
     DraftTape,
@@ -33,6 +33,9 @@ class DraftSource:
     drafter: Drafter
     max_tokens: int
     unasked: bool = True
+
+
+_HARDLY_S = 1e-9  # that one more draft of a request adds to a micro-step
 
 
 class SpeculativeDecoder:
@@ -59,7 +62,8 @@ class SpeculativeDecoder:
         self.costs = costs
         self.stats = SpecStats()
         self.waited_s = 0.0  # for drafts, before the step that comes next
-        self.draft_waits_s: Sequence[float] = (0.0,) * len(sources)  # by drafter: for one draft of a request
+        self.waits = [StepCosts() for _ in sources]  # by drafter: micro-steps that were waited for
+        self.awaited: frozenset[int] = frozenset()  # the drafters that the next step waits for
         self.drafters = tuple(source.drafter for source in sources)
         self._sources = tuple(sources)
         self._policy = policy
@@ -73,6 +77,13 @@ class SpeculativeDecoder:
         self._closed: list[list[str]] = [[] for _ in sources]  # to be forgotten by each drafter
         self._lengths = RecentRatio()
         self._pace = RecentRatio()
+
+    @classmethod
+    def without_drafters(cls) -> SpeculativeDecoder:
+        """One that does nothing, at next to no cost."""
+        config = SpeculationConfig(vocab_size=0, max_draft_tokens=0)
+        costs = StepCosts()
+        return cls(config, (), make_length_policy(config, costs), costs)
 
     @property
     def draft_length(self) -> float:
@@ -88,7 +99,7 @@ class SpeculativeDecoder:
 
     def open(self, request: Request) -> None:
         """A request has taken a seat, maybe again."""
-        if not request.speculation.enabled:
+        if not (self._sources and request.speculation.enabled):
             return
         request_id = request.request_id
         sequence = self._sequences.get(request_id)
@@ -163,6 +174,8 @@ class SpeculativeDecoder:
         self, decodes: Sequence[Request], load: StepLoad
     ) -> list[tuple[Request, tuple[DraftedToken, ...]]]:
         """The drafts to verify in this step, for those of `decodes` that get any."""
+        if not self._active:
+            return []
         sequences, candidates = [], []
         for request in decodes:
             sequence = self._active.get(request.request_id)
@@ -179,7 +192,7 @@ class SpeculativeDecoder:
             if num_available > 0:
                 sequences.append(sequence)
                 candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
-        if not (self._active and self._can_rewind):
+        if not self._can_rewind:
             return []
         chosen = []
         lengths = self._policy.lengths(candidates, load)
@@ -203,7 +216,8 @@ class SpeculativeDecoder:
         else:
             sequence.tape.first += num_tokens
         for index, view in sequence.views.items():
-            view.limit = self._policy.wanted(view.acceptance, view.max_tokens, self.draft_waits_s[index])
+            draft_s = _HARDLY_S if self._waits_for(index) else 0.0
+            view.limit = self._policy.wanted(view.acceptance, view.max_tokens, draft_s)
 
     def _judge(
         self, sequence: DraftedSequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]
@@ -258,7 +272,28 @@ class SpeculativeDecoder:
             wanted = [entry for entry in wanted if entry[0].has_new_features]
         if not may_read and all(view.is_behind for _, view, _ in wanted):
             return []
+        if wanted and self._waits_for(index) and not any(view.is_behind for _, view, _ in wanted):
+            wanted = self._worth_waiting_for(index, wanted)
         return [self._job(*entry) for entry in wanted]
+
+    def _waits_for(self, index: int) -> bool:
+        """True if this drafter makes the next step later, and by how much is known."""
+        return index in self.awaited and self.waits[index].seconds(1, 1) is not None
+
+    def _worth_waiting_for(
+        self, index: int, wanted: list[tuple[DraftedSequence, DraftView, int]]
+    ) -> list[tuple[DraftedSequence, DraftView, int]]:
+        """Those for which a micro-step makes up for the time that all requests lose by it."""
+        gains: list[float] = []
+        for sequence, view, count in wanted:
+            num_drafted = len(sequence.tape)
+            is_chain = self.drafters[index].is_stepwise and not self.drafters[index].reads_features
+            num_more = 1 if is_chain else count  # a tree comes at once
+            gains.append(sum(view.acceptance.survival(num_drafted + num_more)[num_drafted:]))
+        order = sorted(range(len(wanted)), key=lambda place: -gains[place])
+        seconds = [self.waits[index].seconds(count, count) or 0.0 for count in range(1, len(wanted) + 1)]
+        served = order[: self._policy.num_served([gains[place] for place in order], seconds)]
+        return [wanted[place] for place in sorted(served)]
 
     def _num_wanted(self, sequence: DraftedSequence, view: DraftView, ahead: bool) -> int:
         """How many more drafts; those that need none are found out first, since they are most."""

@@ -306,7 +306,7 @@ class Distillation:
         wanted = target[real].float()
         loss = loss + self._arguments.hidden_weight * F.mse_loss(hidden[real].float(), wanted) / wanted.var()
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         return float(loss.detach())

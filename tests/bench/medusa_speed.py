@@ -146,7 +146,7 @@ async def burst(loaded: LoadedEngine, batch: int, temperature: float, run: int) 
     """Tokens a second of `batch` answers at once, and tokens a round of drafts (0 without rounds)."""
     engine = loaded.engine
     decoder = loaded.parts.batcher.decoder
-    stats = decoder.stats if decoder is not None else SpecStats()
+    stats = decoder.stats
     rounds, committed = stats.num_rounds, stats.num_committed
     prompts = [
         await engine.render_chat(

@@ -142,7 +142,6 @@ async def measure(context: BenchContext) -> tuple[list[Case], list[Case]]:
     """The cases with drafts as the settings have it, and the ordinary ones with none ever verified."""
     async with loaded_engine(context) as loaded:
         decoder = loaded.parts.batcher.decoder
-        assert decoder is not None, "speculation is off in these settings"
         cases = await cases_of(loaded.engine)
         idle = [Case(c.name, c.prompts, c.max_tokens, c.temperature, c.bar) for c in cases[len(REWRITES) :]]
         for run in range(-1, context.runs):  # the first is not counted: costs and rates are learnt

@@ -54,6 +54,11 @@ def test_auto_takes_the_best_schedule() -> None:
     assert choice.rates["off"].value == pytest.approx(1.0)
 
 
+def test_a_batch_shares_the_wait_for_a_micro_step() -> None:
+    cell = replace(CELL, num_seqs=16, max_drafts=8, schedule="sync", policy="goodput")
+    assert measure(cell, 320, seed=5, warm_up=100).value > 0.95 * (best_fixed(cell).formula or 0)
+
+
 def test_formulas_are_only_given_where_they_hold() -> None:
     assert replace(CELL, cost_ratio=0.2, max_drafts=4).formula == pytest.approx(2.2832, abs=1e-4)
     assert replace(CELL, cost_ratio=0.21, max_drafts=4).formula is None

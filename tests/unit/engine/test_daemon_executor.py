@@ -96,8 +96,14 @@ def test_a_cancelled_call_is_not_run(executor: DaemonExecutor) -> None:
 
 def test_shutdown_does_not_wait_for_what_hangs() -> None:
     executor = DaemonExecutor("test-draft")
-    gate = threading.Event()
-    hung = executor.submit(gate.wait)
+    begun, gate = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return gate.wait()
+
+    hung = executor.submit(hang)
+    assert begun.wait(5)
     start = time.perf_counter()
     executor.shutdown(wait=True, cancel_futures=True)
     assert time.perf_counter() - start < 1.0

@@ -104,7 +104,8 @@ def assert_flips_half(flips: Uint32) -> None:
 
 def test_seed_and_position_are_not_interchangeable() -> None:
     numbers = np.arange(300, dtype=np.int64)
-    keys = row_keys(*(grid.ravel() for grid in np.meshgrid(numbers, numbers)))
+    seeds, positions = np.meshgrid(numbers, numbers)
+    keys = row_keys(seeds.ravel(), positions.ravel())
     assert len(np.unique(keys.numpy(), axis=0)) == 300 * 300
 
 

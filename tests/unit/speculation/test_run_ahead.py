@@ -232,7 +232,7 @@ def test_a_slow_target_waits_as_long_as_its_own_step() -> None:
     run_in_virtual_time(main())
 
 
-def test_the_price_of_waiting_is_of_one_draft_and_holds_only_while_waiting() -> None:
+def test_what_waiting_takes_is_learnt_and_holds_only_while_waiting() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stage = Stage("sync", perfect(step_s=0.1), clock=loop.time)
@@ -240,10 +240,11 @@ def test_the_price_of_waiting_is_of_one_draft_and_holds_only_while_waiting() -> 
         for _ in range(20):
             await stage.step(*requests)
         stage.run_ahead.choose_arm(1)
-        assert stage.decoder.draft_waits_s[0] == pytest.approx(0.01, rel=0.05)
+        assert stage.decoder.awaited == {0}
+        assert stage.decoder.waits[0].seconds(10, 10) == pytest.approx(0.1, rel=0.05)
         stage.run_ahead._arm = "async"
         stage.run_ahead.choose_arm(1)
-        assert stage.decoder.draft_waits_s == (0.0,)
+        assert not stage.decoder.awaited
 
     run_in_virtual_time(main())
 

@@ -28,6 +28,7 @@ class NotingPolicy(FixedPolicy):
         super().__init__(config)
         self.num_asked: list[int] = []
         self.waits_s: list[float] = []
+        self.shared: list[list[float]] = []
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         self.num_asked.append(len(candidates))
@@ -36,6 +37,10 @@ class NotingPolicy(FixedPolicy):
     def wanted(self, acceptance: Any, limit: int, draft_s: float = 0.0) -> int:
         self.waits_s.append(draft_s)
         return super().wanted(acceptance, limit, draft_s)
+
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        self.shared.append(list(seconds))
+        return super().num_served(gains, seconds)
 
 
 class World:
@@ -327,13 +332,18 @@ def test_the_policy_is_asked_once_a_step_also_when_there_are_no_drafts() -> None
     assert world.policy.num_asked == [0, 1], "nobody is drafted for"
 
 
-def test_the_price_of_a_draft_is_its_own_drafter_s() -> None:
+def test_only_a_drafter_that_is_waited_for_has_a_price() -> None:
     world = World("draft_model", "medusa")
     a = world.open()
+    world.decoder.awaited = frozenset({0, 1})
+    world.decoder.waits[1].observe(1, 1, 0.25)
     world.policy.waits_s.clear()
-    world.decoder.draft_waits_s = (0.5, 0.25)
     world.commit(a, 5)
-    assert world.policy.waits_s == [0.5, 0.25]
+    assert world.policy.waits_s[0] == 0 < world.policy.waits_s[1]
+    world.job()
+    assert world.policy.shared == []
+    world.job(index=1)
+    assert world.policy.shared == [[0.25]]
 
 
 def test_what_found_no_room_counts_as_ahead_not_as_verified() -> None:
