@@ -1,10 +1,11 @@
 "use strict";
 // From a scrape to the cards: which metrics the page reads, and how each is shown.
 
-const RATE_S = 3; // long enough for a smooth line at one scrape a second
+const RATE_S = LONGEST_STEP_S; // smooths the line, and is there however slowly scrapes come
 const RECENT_S = 60;
 const DRAFTS_S = 10;
 const LATENCY_SHARES = [0.5, 0.95];
+const CHART_SPANS_S = [60, 120, HISTORY_S]; // the first that holds all there is
 
 // What one scrape says, at `at` seconds of the browser's clock.
 function readSnapshot(metrics, at) {
@@ -97,8 +98,11 @@ class Figures {
 
   drawCharts() {
     const { snapshots, latest } = this.timeline;
+    const length = snapshots.length > 0 ? latest.at - snapshots[0].at : 0;
+    const span = CHART_SPANS_S.find((each) => each > length) ?? HISTORY_S;
     for (const [name, chart] of this.charts) {
-      chart.draw(snapshots.map((each) => ({ age: latest.at - each.at, values: each.charted[name] })));
+      const points = snapshots.map((each) => ({ age: latest.at - each.at, values: each.charted[name] }));
+      chart.draw(points, span);
     }
   }
 
@@ -138,9 +142,9 @@ class Figures {
     const hits = this.timeline.ratio((each) => each.prefixHits, (each) => each.prefixQueries, HISTORY_S);
     setText("kv-used", say(used, sayShare));
     setText("kv-cached", say(cached, sayShare));
-    setText("kv-free", blocks > 0 ? sayShare(kv.free / blocks) : "–");
     const prefix = hits === null ? "" : ` · ${sayShare(hits)} prefix hits`;
-    setText("kv-note", blocks > 0 ? `${sayNumber(blocks)} blocks${prefix}` : "not allocated yet");
+    const free = `${sayNumber(kv.free)} of ${sayNumber(blocks)} blocks free`;
+    setText("kv-note", blocks > 0 ? free + prefix : "not allocated yet");
   }
 
   showCount(name, count) {

@@ -67,7 +67,7 @@ class Page {
     try {
       const response = await this.access.fetch("/metrics", { signal });
       const snapshot = readSnapshot(new Exposition(await response.text()), performance.now() / 1000);
-      this.showFacts(snapshot, Date.parse(response.headers.get("date")) / 1000);
+      this.showFacts(snapshot, Date.parse(response.headers.get("date")) || Date.now());
       this.figures.add(snapshot);
       return "";
     } catch (error) {
@@ -76,11 +76,11 @@ class Page {
     }
   }
 
-  // `serverTime` is the server's own clock, which its start was read from too.
-  showFacts({ model, version, started }, serverTime) {
+  // `serverMs` is the server's own clock, which its start was read from too.
+  showFacts({ model, version, started }, serverMs) {
     setText("model", model);
     setText("version", version ? `v${version}` : "");
-    setText("uptime", started > 0 ? `up ${sayDuration(serverTime - started)}` : "");
+    setText("uptime", started > 0 ? `up ${sayDuration(serverMs / 1000 - started)}` : "");
     document.title = model ? `${model} · Slipstream` : "Slipstream";
   }
 

@@ -31,17 +31,18 @@ class PromptBox {
   async send() {
     if (this.controller !== null) return;
     this.controller = new AbortController();
-    const run = new PromptRun(this.reply);
+    const body = this.body();
+    const run = new PromptRun(this.reply, body.speculation === undefined);
     this.begin();
     try {
       const response = await this.access.fetch("/v1/chat/completions", {
         method: "POST",
         headers: { "content-type": "application/json" },
-        body: JSON.stringify(this.body()),
+        body: JSON.stringify(body),
         signal: this.controller.signal,
       });
       for await (const event of readEvents(response.body)) run.take(event);
-      setText("reply-note", END_REASONS[run.finishReason] ?? "");
+      setText("reply-note", [END_REASONS[run.finishReason], run.mergedNote].filter(Boolean).join(" "));
     } catch (error) {
       if (error.name === "AbortError") setText("reply-note", "Stopped; the server has cancelled it.");
       else this.fail(error);
@@ -92,14 +93,16 @@ class PromptBox {
 
 // One reply: its text, and its figures as the browser sees them until the server tells its own.
 class PromptRun {
-  constructor(reply) {
+  constructor(reply, speculates) {
     this.reply = reply;
     this.reply.replaceChildren();
-    this.reply.classList.remove("undrafted");
+    this.reply.classList.toggle("undrafted", !speculates);
     this.sentAt = performance.now();
     this.firstAt = null;
     this.numFirst = 0; // tokens of the first chunk, which took no time after it
     this.numTokens = 0;
+    this.numTinted = 0;
+    this.numAccepted = null; // by the server's account, null before it
     this.finishReason = null;
     for (const id of ["reply-ttft", "reply-speed", "reply-tokens", "reply-accepted"]) setText(id, "–");
   }
@@ -123,6 +126,7 @@ class PromptRun {
       setText("reply-ttft", saySeconds((now - this.sentAt) / 1000));
     }
     this.numTokens += count;
+    this.numTinted += count - 1;
     setText("reply-tokens", sayNumber(this.numTokens));
     const elapsed = (now - this.firstAt) / 1000;
     if (elapsed > 0.2) setText("reply-speed", `${sayNumber((this.numTokens - this.numFirst) / elapsed)} /s`);
@@ -145,7 +149,14 @@ class PromptRun {
     }
     if (metrics.tokens_per_second !== null) setText("reply-speed", `${sayNumber(metrics.tokens_per_second)} /s`);
     setText("reply-accepted", drafted > 0 ? `${accepted} of ${drafted}` : "none drafted");
-    this.reply.classList.toggle("undrafted", accepted === 0);
+    this.numAccepted = accepted;
+    if (accepted === 0) this.reply.classList.add("undrafted");
+  }
+
+  // What the tint gets wrong: steps whose tokens the server had to send together.
+  get mergedNote() {
+    const merged = this.numAccepted ? this.numTinted - this.numAccepted : 0;
+    return merged > 0 ? sayCount(merged, "tinted token", "came merged with others, not drafted.") : "";
   }
 
   end() {
