@@ -114,6 +114,8 @@ class GenerationBody(BaseModel):
     store: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
 
     response_format: Any = None
     structured_outputs: Any = None

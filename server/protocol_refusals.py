@@ -64,6 +64,7 @@ ON_CHAT: Mapping[str, Refusal] = {
             _never("documents", []),
             _never("echo", False),
             _never("modalities", ["text"]),
+            _never("moderation"),
             _never("reasoning_effort", "none"),
             _never("verbosity", "medium"),
             _never("web_search_options"),
