@@ -25,6 +25,7 @@ from engine.request import FinishReason, GenerationRequest, Priority, SamplingPa
 from engine.speculation.medusa_plan import MedusaPlan, TrainingProgress
 from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
+from engine.structured_output import CompiledGrammar, Frame, StructuredOutput
 
 
 def build_engine(settings: Settings) -> Engine:
@@ -65,6 +66,7 @@ def diagnose(settings: Settings) -> Diagnosis:
 __all__ = [
     "BatchMetrics",
     "CacheFacts",
+    "CompiledGrammar",
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "DeviceFacts",
@@ -78,6 +80,7 @@ __all__ = [
     "EngineState",
     "Finish",
     "FinishReason",
+    "Frame",
     "GenerationRequest",
     "Histogram",
     "InvalidRequest",
@@ -95,6 +98,7 @@ __all__ = [
     "SpecStats",
     "SpeculationOptions",
     "StartRefused",
+    "StructuredOutput",
     "TokenLogprobs",
     "TrainingProgress",
     "UnsupportedModel",

@@ -26,6 +26,8 @@ from engine.open_requests import OpenRequests
 from engine.outputs import RequestExplanation
 from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
+from engine.structure.grammar_compiler import GrammarCompiler
+from engine.structured_output import CompiledGrammar, StructuredOutput
 from engine.text.detokenizer import Detokenizer
 from engine.time_limits import TimeLimits, deadline_passed
 
@@ -59,6 +61,7 @@ class Engine:
         self._requests = OpenRequests(self.metrics, clock, self._time_limits)
         self._num_arrivals = 0
         self._parts: EngineParts | None = None
+        self._grammars: GrammarCompiler | None = None
         self._loop: EngineLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._died = asyncio.Event()
@@ -187,6 +190,18 @@ class Engine:
         return await self._in_thread(
             self._executors.text, lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
+
+    async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
+        """What a reply must be, made ready for `GenerationRequest.grammar`, off the loop; cached.
+
+        Raises InvalidRequest for what is not valid, not supported or too large.
+        """
+        parts = self._loaded
+        if self._grammars is None:
+            pieces = parts.tokenizer.pieces
+            self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
+        compiler = self._grammars
+        return await self._in_thread(self._executors.text, lambda: compiler.compile(structure))
 
     def token_text(self, token_id: int) -> str:
         """The text of a single token, as logprobs show it."""
@@ -320,6 +335,7 @@ class Engine:
     def _make_record(self, request: GenerationRequest) -> Request:
         sampling = request.sampling
         eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
+        stop_token_ids = sampling.stop_token_ids | eos
         self._num_arrivals += 1
         now = self._clock()
         return Request(
@@ -327,7 +343,7 @@ class Engine:
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=sampling,
-            stop_token_ids=sampling.stop_token_ids | eos,
+            stop_token_ids=stop_token_ids,
             arrival=self._num_arrivals,
             arrival_time=now,
             priority=request.priority,
@@ -336,6 +352,7 @@ class Engine:
             cache_salt=request.cache_salt,
             fork_of=request.fork_of,
             speculation=request.speculation,
+            grammar=None if request.grammar is None else request.grammar.start(stop_token_ids),
         )
 
     def _make_stream(self, request: GenerationRequest) -> RequestStream:

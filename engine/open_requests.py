@@ -114,7 +114,8 @@ class OpenRequests:
             stream.first_token_time = now
             self._metrics.time_to_first_token.observe(now - request.arrival_time)
         stream.last_token_time = now
-        return stream.put(token.token_id, logprobs, shown=token.finish_reason is not FinishReason.STOP)
+        by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
+        return stream.put(token.token_id, logprobs, shown=not by_id)
 
     def put_prompt_logprobs(self, request_id: str, first: int, records: Sequence[TokenLogprobs]) -> None:
         """Hand an open request's stream the log-probabilities of prompt tokens; see RequestStream."""

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.structured_output import TokenMask
+
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -48,13 +50,15 @@ class BlockCopy(NamedTuple):
 class LogitAdjustment:
     """What one sampled row needs beyond the columns of `SamplingInputs`; built only for rows that need it.
 
-    `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` None
-    allows all. The token lists are copies of the request's history and are filled only when a penalty is set.
+    `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` and
+    `allowed_mask`, a grammar's, allow all where they are None. The token lists are copies of the request's
+    history and are filled only when a penalty is set.
     """
 
     row: int
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    allowed_mask: TokenMask | None = None
     banned_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from engine.speculation.spec_stats import SpecStats
+from engine.structured_output import CompiledGrammar, Grammar
 
 
 class Priority(IntEnum):
@@ -95,6 +96,7 @@ class GenerationRequest:
     None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
     arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
     `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
+    `grammar` is what the output must follow; None for any output.
     """
 
     request_id: str
@@ -107,6 +109,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     fork_of: str | None = None
     speculation: SpeculationOptions = SpeculationOptions()
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +138,7 @@ class Request:
     cache_salt: str | None = None
     fork_of: str | None = None
     speculation: SpeculationOptions = SpeculationOptions()
+    grammar: Grammar | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
@@ -170,7 +174,7 @@ class Request:
     @property
     def least_output_tokens(self) -> int:
         """The fewest output tokens it can end with: all of them, if nothing can stop it sooner."""
-        if self.sampling.stop:
+        if self.sampling.stop or self.grammar is not None:
             return 1
         return max(1, self.sampling.min_tokens) if self.stop_token_ids else self.sampling.max_tokens
 
@@ -190,9 +194,11 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Commit one generated token; the finish reason it causes by its id or by length, else None."""
+        """Commit one generated token; the finish reason it causes by its id, the grammar or length."""
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.grammar is not None and self.grammar.accept(token_id):
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH

@@ -6,7 +6,7 @@ kind is applied to all rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.outputs import Float32, Int64, LogitAdjustment
+from engine.structured_output import TokenMask
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
 RowPlan = dict[Kind, tuple[Int64, Float32]]  # token ids and one number for each; absent = not asked for
@@ -40,6 +41,7 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustmen
         kept = flat[cells[0]]
         logits.index_fill_(0, rows, -torch.inf)
         flat[cells[0]] = kept
+    _forbid(logits, {index: adjustments[index].allowed_mask for index in plans})
     if (cells := _cells(plans, "banned", logits)) is not None:
         flat[cells[0]] = -torch.inf
     if (cells := _cells(plans, "repetition", logits)) is not None:
@@ -48,6 +50,25 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustmen
     if (cells := _cells(plans, "output", logits)) is not None:
         flat[cells[0]] -= cells[1]
     return errors
+
+
+def _forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask | None]) -> None:
+    """Set to -inf what the masks of some rows do not allow."""
+    rows = [index for index, mask in masks.items() if mask is not None]
+    if not rows:
+        return
+    packed = np.stack([mask for mask in masks.values() if mask is not None])  # [rows, ceil(vocab / 8)]
+    if logits.device.type == "cpu":
+        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[1]))
+    else:
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = torch.from_numpy(packed).to(logits.device).unsqueeze(2) >> shifts & 1
+        allowed = bits.flatten(1)[:, : logits.shape[1]]  # [rows, vocab]
+    if len(rows) == len(logits):
+        logits.masked_fill_(allowed == 0, -torch.inf)
+    else:
+        index = torch.tensor(rows, device=logits.device)
+        logits[index] = logits[index].masked_fill_(allowed == 0, -torch.inf)
 
 
 def _cells(
@@ -69,6 +90,9 @@ def _plan(adjustment: LogitAdjustment, vocab_size: int) -> RowPlan:
         plan["bias"] = _checked(token_ids, vocab_size), _finite(bias)
     if adjustment.allowed_token_ids is not None:
         plan["allowed"] = _with(_checked(adjustment.allowed_token_ids, vocab_size), 0.0)
+    mask = adjustment.allowed_mask
+    if mask is not None and mask.shape != (-(-vocab_size // 8),):
+        raise ValueError(f"a mask of {mask.size} bytes is not for {vocab_size} tokens")
     if adjustment.banned_token_ids:
         plan["banned"] = _with(_checked(adjustment.banned_token_ids, vocab_size), 0.0)
     if adjustment.repetition_penalty != 1.0:

@@ -32,7 +32,7 @@ _MIN_ROW_LOGITS = 4096
 # Far above float32's rounding of a gap over a temperature, far below what costs time.
 _PRUNE_SLACK = 1e-3
 _NOT_FINITE = "the logits hold NaN or infinity"
-_NOTHING_LEFT = "no token is left after the allowed and banned tokens"
+_NOTHING_LEFT = "no token is left that all of the grammar, the allowed and the banned tokens permit"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.outputs import Int64, LogitAdjustment, SamplingInputs
 from engine.request import Request, SamplingParams
+from engine.structured_output import TokenMask
 
 
 class SamplingTable:
@@ -37,6 +38,7 @@ class SamplingTable:
             or sampling.allowed_token_ids is not None
             or sampling.has_penalties
             or sampling.bad_words
+            or request.grammar is not None
             or request.num_output_tokens < sampling.min_tokens
         )
         self._scores_prompt[row] = request.scores_prompt
@@ -80,8 +82,9 @@ def as_int64(seed: int) -> int:
 
 def _adjustment(index: int, request: Request, path: tuple[int, ...]) -> LogitAdjustment | None:
     token_ids = [*request.token_ids, *path] if path else request.token_ids
+    mask = None if request.grammar is None else request.grammar.mask(path)
     return adjustment_of(
-        index, request.sampling, request.stop_token_ids, token_ids, request.num_prompt_tokens
+        index, request.sampling, request.stop_token_ids, token_ids, request.num_prompt_tokens, mask
     )
 
 
@@ -91,6 +94,7 @@ def adjustment_of(
     stop_token_ids: frozenset[int],
     token_ids: Sequence[int],
     num_prompt_tokens: int,
+    allowed_mask: TokenMask | None = None,
 ) -> LogitAdjustment | None:
     """What the row that draws the token after `token_ids`, prompt and output, needs beyond the columns.
 
@@ -102,12 +106,14 @@ def adjustment_of(
     if sampling.bad_words:
         banned += _ends_of_bad_words(sampling.bad_words, token_ids, num_prompt_tokens)
     has_penalties = sampling.has_penalties
-    if not (banned or sampling.logit_bias or sampling.allowed_token_ids is not None or has_penalties):
+    is_limited = sampling.allowed_token_ids is not None or allowed_mask is not None
+    if not (banned or sampling.logit_bias or is_limited or has_penalties):
         return None
     return LogitAdjustment(
         row=row,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
+        allowed_mask=allowed_mask,
         banned_token_ids=banned,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,

@@ -1,0 +1,94 @@
+"""grammar_text: any structured output as one Lark grammar, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+
+from engine.structure.source_limits import check_grammar, check_pattern, check_schema, check_size
+from engine.structured_output import Frame, StructuredOutput
+
+# Without it llguidance spells out long forced texts in advance, at any cost, and allows one spelling only.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# JSON's whitespace, but never so much that a reply is nothing else. Without \u and \/ every key has a single
+# spelling, so that none comes twice.
+_JSON_OPTIONS = {
+    "whitespace_pattern": r"[ \t]{1,4}|\r?\n[ \t]{0,32}",
+    "json_allowed_escapes": '"\\bfnrt',
+}
+_PLAIN = Frame()
+
+
+def grammar_text(structure: StructuredOutput) -> str:
+    """The grammar. Raises ValueError, with a reason to show, for a source that is too large or no source."""
+    check_size(structure.source)
+    match structure.kind:
+        case "json_object":
+            return _json({"type": "object"}, structure.frame or _PLAIN)
+        case "json_schema":
+            return _json(_schema(structure.source), structure.frame or _PLAIN)
+        case "regex":
+            return _regex(structure.source)
+        case "choice":
+            return _choice(structure.source)
+        case "grammar":
+            return _OPTIONS + _lark(structure.source)
+
+
+def _json(schema: dict[str, object], frame: Frame) -> str:
+    value = "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    if frame == _PLAIN:
+        return f"{_OPTIONS}start: {value}"
+    part = " ".join(filter(None, (_literal(frame.before), "value", _literal(frame.after))))
+    more = f"({_literal(frame.between)} part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
+    return f"{_OPTIONS}start: part {more}\npart: {part}\nvalue: {value}"
+
+
+def _literal(text: str) -> str:
+    """A terminal that is this text; none for no text."""
+    return f"/{_escaped(text)}/" if text else ""
+
+
+def _schema(source: str) -> dict[str, object]:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        raise ValueError("the schema is not valid JSON") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
+    check_schema(schema)
+    return schema
+
+
+def _regex(source: str) -> str:
+    from llguidance import LLMatcher
+
+    check_pattern(source)
+    grammar = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    return _OPTIONS + str(grammar)
+
+
+def _choice(source: str) -> str:
+    choices = json.loads(source)
+    return f"{_OPTIONS}start: CHOICE\nCHOICE: /{'|'.join(map(_escaped, choices))}/"
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _lark(source: str) -> str:
+    if "%llguidance" in source:
+        raise ValueError("'%llguidance' is not supported in a grammar")
+    check_grammar(source)
+    if "::=" not in source:
+        return source
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        text = str(gbnf_to_lark(source))
+    except Exception as error:  # the converter raises anything for what it cannot read
+        raise ValueError(f"the grammar is not valid EBNF: {error}") from None
+    return text.replace("%llguidance {}", "", 1)
