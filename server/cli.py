@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from config.toml_file import format_toml
 from server.cli_help import MAIN_HELP, SHOW_HELP, serve_help
 
 OK: Final = 0
+FAULT: Final = 1
 WRONG_USAGE: Final = 2
 INTERRUPTED: Final = 130
 
@@ -22,10 +24,16 @@ _HELP: Final = frozenset({"-h", "--help"})
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: this process's) and return the exit code.
 
-    0 well ended, 1 a fault while serving, 2 wrong usage or settings (one line on stderr), 130 interrupted.
+    0 well ended, 1 a failure as the command's help says, 2 wrong usage or settings (one line on stderr),
+    130 interrupted.
     """
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return FAULT
     except SettingsError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return WRONG_USAGE

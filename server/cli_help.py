@@ -13,17 +13,23 @@ _COLUMN: Final = 36
 MAIN_HELP: Final = """\
 usage: slipstream COMMAND [options]
 
-Serves language models over OpenAI-style HTTP.
+Serves language models over OpenAI-style HTTP, and has tools for any server that speaks it.
 
 commands:
   serve [MODEL] [options]           load a model and serve it until Ctrl-C
+  doctor [MODEL] [--load] [...]     say what serve would use, and what would stop it; takes serve's options
   config show [--origins] [...]     print the settings that serve would use; takes serve's options
+  chat [MESSAGE] [--url URL]        talk with a server's model, on a terminal or in a pipe
+  bench [--url URL] [options]       load a server and measure its latency and throughput
   train-medusa [MODEL] [...]        train Medusa heads, which draft tokens for that model
-  bench, chat, doctor               not available yet
 
 options:
-  -h, --help                        show this help; serve --help lists every setting
+  -h, --help                        show this help; COMMAND --help shows a command's own
   --version                         show the version
+
+examples:
+  slipstream serve                  the built-in model on 127.0.0.1:8000
+  slipstream chat                   in a second terminal
 """
 
 _SERVE_HEAD: Final = """\
@@ -44,6 +50,13 @@ Each setting has one name in three forms; a flag overrides the environment, whic
   environment  SLIPSTREAM_SCHEDULER__MAX_NUM_SEQS=32   (short: SLIPSTREAM_HOST, _PORT, _API_KEY, _MODEL)
   TOML file    [scheduler] max-num-seqs = 32
 SLIPSTREAM_HOME (~/.cache/slipstream) is where converted models are kept.
+
+examples:
+  slipstream serve
+  slipstream serve Qwen/Qwen3-0.6B --port 9000 --kv-cache-memory 4GiB
+  slipstream serve ./my-model --host 0.0.0.0 --api-key-file keys.txt
+
+exit code: 0 ended by a signal, 1 a fault, 2 wrong usage or settings, or a model that cannot be served
 """
 
 SHOW_HELP: Final = """\
@@ -55,6 +68,10 @@ Defaults stand in comments; keys are counted, not shown.
 options:
   -h, --help                        show this help
   --origins                         say of each value where it came from
+
+examples:
+  slipstream config show --origins
+  slipstream config show --max-num-seqs 32 > slipstream.toml
 """
 
 

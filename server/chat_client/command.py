@@ -64,12 +64,11 @@ def run(argv: Sequence[str]) -> int:
         terminal.complain("nothing was asked")
         return WRONG_USAGE
     try:
-        with asyncio.Runner() as runner:
-            talk = _Talk(runner, address, terminal)
-            conversation = talk.begin(values)
+        with asyncio.Runner() as runner, contextlib.closing(_Talk(runner, address, terminal)) as talk:
+            session = Session(talk.begin(values), terminal)
             if question is None:
-                return talk.converse(Session(conversation, terminal))
-            return OK if talk.ask(Session(conversation, terminal), question) else FAULT
+                return talk.converse(session)
+            return OK if talk.ask(session, question) else FAULT
     except RemoteError as error:
         terminal.complain(str(error))
         return FAULT
@@ -83,6 +82,10 @@ class _Talk:
         self._address = address
         self._terminal = terminal
         self._client = HttpClient(address)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
 
     def begin(self, values: dict[str, Any]) -> Conversation:
         """An empty conversation; asks the server for its model if none is named. Raises RemoteError."""

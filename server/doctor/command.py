@@ -81,7 +81,7 @@ def _examine(settings: Settings, *, loads: bool) -> Report:
 
 async def _load(settings: Settings) -> LoadFacts:
     """Start an engine, let it make a few tokens, and stop it. Raises StartRefused."""
-    from engine import GenerationRequest, SamplingParams, build_engine
+    from engine import GenerationRequest, SamplingParams, SpeculationOptions, build_engine
     from server.doctor.report import LoadFacts
 
     engine = build_engine(settings)
@@ -94,7 +94,10 @@ async def _load(settings: Settings) -> LoadFacts:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         speed = None
         if prompt:
-            async for delta in engine.submit(GenerationRequest("doctor", prompt, sampling)):
+            # Without drafts, which would guess such a text too well.
+            plain = SpeculationOptions(enabled=False)
+            request = GenerationRequest("doctor", prompt, sampling, speculation=plain)
+            async for delta in engine.submit(request):
                 if delta.finish is not None and delta.finish.timing.mean_itl_s:
                     speed = 1 / delta.finish.timing.mean_itl_s
         return LoadFacts(load_s, engine.info.num_kv_blocks, speed)

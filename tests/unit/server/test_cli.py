@@ -184,12 +184,37 @@ from server.cli import main
 codes = [main(argv.split()) for argv in sys.argv[1:]]
 heavy = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "structlog", "numpy", "engine"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert codes == [0, 0, 0, 0, 2, 2], codes
+assert codes == [0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2], codes
 """
 
 
+@pytest.mark.parametrize("name", [*cli.COMMANDS])
+def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith("usage: slipstream ")
+    assert f"slipstream {name}" in out and (name == "train-medusa" or "\nexamples:\n" in out)
+    assert max(map(len, out.splitlines())) <= 140
+
+
+def test_a_reader_that_has_had_enough_is_no_traceback() -> None:
+    program = "import sys; from server.cli import main; sys.exit(main())"
+    pipe = f"{sys.executable} -c '{program}' serve --help | head -1"
+    ran = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("usage: slipstream serve [MODEL] [options]\n", "")
+
+
 def test_quick_answers_import_nothing_heavy() -> None:
-    commands = ["--help", "--version", "serve --help", "config show", "serve --prot 9", "serve --port x"]
+    good = ["--help", "--version", "serve --help", "config show"]
+    good += [f"{name} --help" for name in ("bench", "chat", "doctor")]
+    bad = ["serve --prot 9", "serve --port x", "bench --rat 3", "chat --sytem x", "doctor --prot 9"]
+    commands = [*good, *bad]
     ran = subprocess.run([sys.executable, "-c", LIGHT, *commands], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.splitlines() == [f"slipstream: {UNKNOWN_FLAG}", f"slipstream: {BAD_PORT}"]
+    assert ran.stderr.splitlines() == [
+        f"slipstream: {UNKNOWN_FLAG}",
+        f"slipstream: {BAD_PORT}",
+        "slipstream: bench: flag --rat: unknown flag; did you mean --rate? (see slipstream bench --help)",
+        "slipstream: chat: flag --sytem: unknown flag; did you mean --system? (see slipstream chat --help)",
+        f"slipstream: {UNKNOWN_FLAG}",
+    ]

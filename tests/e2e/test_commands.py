@@ -1,0 +1,548 @@
+"""`slipstream bench` and `slipstream chat` against servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Overloaded, SpecStats
+from server import cli
+from server.bench.command import measure
+from server.bench.flags import read_plan
+from server.bench.result import BenchResult
+from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.scripted_server import DONE, chunk, event, json_reply, reply, scripted_server
+from tests.fake_engine import FakeEngine
+
+QUIET = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
+
+
+async def bench(url: str, *flags: str) -> BenchResult:
+    return await measure(read_plan(["--url", url, *flags]), [])
+
+
+async def command(*argv: str) -> int:
+    """The command line in a thread: it has an event loop of its own."""
+    return await asyncio.to_thread(cli.main, argv)
+
+
+def fast_engine(**fields: Any) -> FakeEngine:
+    return FakeEngine(max_model_len=4096, **fields)
+
+
+# --- bench
+
+
+async def test_bench_counts_what_the_server_counts() -> None:
+    engine = fast_engine()
+    async with server_url(engine) as url:
+        result = await bench(url, "--num-requests", "12", "--concurrency", "4", "--output-tokens", "5-9")
+    summary = result.summary
+    assert (summary.num_requests, summary.num_succeeded, summary.num_failed) == (12, 12, 0)
+    assert summary.counted_by == "usage"
+    # The warm-up is the engine's first request and nobody's figure.
+    assert len(engine.requests) == 13
+    measured = engine.requests[1:]
+    assert summary.output_tokens == sum(request.sampling.max_tokens for request in measured)
+    assert {request.sampling.max_tokens for request in measured} <= set(range(5, 10))
+    assert summary.input_tokens == sum(len(request.prompt_token_ids) for request in measured)
+    assert summary.ttft_ms.count == summary.end_to_end_ms.count == 12
+    assert summary.inter_token_ms.count == sum(request.sampling.max_tokens - 1 for request in measured)
+    assert 0 < summary.ttft_ms.p50 <= summary.end_to_end_ms.p50
+    assert result.model == MODEL
+    assert summary.drafts is not None and summary.drafts.num_proposed == 0
+
+
+async def test_a_closed_loop_keeps_so_many_running_and_no_more() -> None:
+    most = 0
+
+    async def gate(_: int) -> None:
+        nonlocal most
+        most = max(most, engine.num_open)
+        await asyncio.sleep(0.001)
+
+    engine = fast_engine(gate=gate)
+    async with server_url(engine) as url:
+        await bench(url, "--num-requests", "20", "--concurrency", "5", "--output-tokens", "6")
+    assert most == 5
+
+
+async def test_equal_seeds_ask_equal_things() -> None:
+    asked = []
+    for seed in ("3", "3", "4"):
+        engine = fast_engine()
+        async with server_url(engine) as url:
+            flags = ("--num-requests", "4", "--concurrency", "1", "--seed", seed, "--input-tokens", "8-30")
+            await bench(url, *flags, "--shared-prefix-tokens", "6", "--endpoint", "completions")
+        asked.append([bytes(map(int, request.prompt_token_ids)).decode() for request in engine.requests])
+    assert asked[0] == asked[1] != asked[2]
+    prefixes = {" ".join(text.split()[:6]) for text in asked[0]}
+    assert len(prefixes) == 1 and len(set(asked[0])) == 5
+
+
+async def test_prompts_from_a_file_are_asked_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '"one"\n{"prompt": "two", "max_tokens": 3}\n\n{"messages": [{"role": "user", "content": "3"}]}\n'
+    )
+    engine = fast_engine()
+    async with server_url(engine) as url:
+        flags = ("--prompt-file", str(path), "--num-requests", "4", "--concurrency", "1", "--warmup", "0")
+        assert await command("bench", "--url", url, *flags) == 0
+    asked = ["".join(map(chr, request.prompt_token_ids)) for request in engine.requests]
+    assert asked == ["<user>one", "<user>two", "<user>3", "<user>one"]
+    assert [request.sampling.max_tokens for request in engine.requests] == [64, 3, 64, 64]
+
+
+async def test_a_stall_shows_in_an_open_loop_in_full_and_hides_in_a_closed_one() -> None:
+    """Coordinated omission: a client that waits for a stalled server asks nothing just when it is slow."""
+    flowing = asyncio.Event()
+
+    async def gate(_: int) -> None:
+        await flowing.wait()
+
+    async def stall() -> None:
+        flowing.set()
+        await asyncio.sleep(0.3)
+        flowing.clear()
+        await asyncio.sleep(0.5)
+        flowing.set()
+
+    shares = {}
+    for flags in (("--rate", "60"), ("--concurrency", "1")):
+        flowing.set()
+        async with server_url(fast_engine(gate=gate)) as url:
+            run = asyncio.create_task(
+                bench(url, *flags, "--duration", "1", "--output-tokens", "1", "--slo-ttft-ms", "100")
+            )
+            staller = asyncio.create_task(stall())
+            result = await run
+            await staller
+        assert result.summary.goodput is not None
+        shares[flags[0]] = 1 - result.summary.goodput.share
+    assert shares["--rate"] > 0.2
+    assert shares["--concurrency"] < 0.1
+
+
+async def test_open_loop_times_count_from_when_a_request_was_due_however_late_it_was_sent() -> None:
+    async with server_url(fast_engine()) as url:
+        # The stall is this very loop's: nothing can be sent while it lasts.
+        asyncio.get_running_loop().call_later(0.4, time.sleep, 0.3)
+        result = await bench(url, "--rate", "50", "--duration", "1", "--output-tokens", "1", "--warmup", "0")
+    late = [record for record in result.records if record.sent - record.due > 0.1]
+    assert late
+    assert all(record.ttft_s is not None and record.ttft_s >= record.sent - record.due for record in late)
+    assert result.summary.ttft_ms.max > 200
+    assert result.client.loop_lag_ms.max > 100
+
+
+async def test_refusals_are_counted_by_status_and_code_with_what_retry_after_asked() -> None:
+    refusal = Overloaded("The queue is full.", code="queue_full", retry_after_s=7)
+    async with server_url(fast_engine(refusal=refusal)) as url:
+        result = await bench(url, "--num-requests", "6", "--concurrency", "3", "--warmup", "0")
+        assert await command("bench", "--url", url, "--num-requests", "1", "--warmup", "0") == 1
+    (error,) = result.summary.errors
+    assert (error.kind, error.count, error.retry_after_s) == ("503 queue_full", 6, 7.0)
+    assert "The queue is full." in error.message
+    assert result.summary.num_succeeded == 0
+
+
+OVERLOADED = json_reply(
+    {"error": {"message": "later", "type": "overloaded_error", "code": "queue_full"}},
+    "503 Service Unavailable",
+    "retry-after-ms: 30",
+)
+GOOD = reply(chunk("a") + chunk("b", "stop") + DONE, "200 OK", "content-type: text/event-stream")
+ONCE = ("--model", "m", "--num-requests", "1", "--warmup", "0")
+
+
+async def test_a_retry_waits_as_asked_and_counts_into_the_latency() -> None:
+    # The first request is for /tokenize, the second for /version.
+    async with scripted_server(
+        reply(b"", "404 Not Found"), reply(b"", "404 Not Found"), OVERLOADED, GOOD
+    ) as script:
+        result = await bench(script.url, *ONCE, "--retry", "2")
+    (record,) = result.records
+    assert record.succeeded and record.num_retries == 1
+    assert record.ttft_s is not None and record.ttft_s >= 0.03
+    assert not result.is_input_measured
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (reply(chunk("a")), "stream cut short"),
+        (
+            reply(chunk("a") + event(error={"message": "no", "code": "deadline_exceeded"}) + DONE),
+            "error event deadline_exceeded",
+        ),
+        (reply(b"data: {nonsense\n\n"), "event without JSON"),
+        (reply(b"data: [1]\n\n"), "event without JSON"),
+        (reply(event(choices=[7]) + DONE), "unknown event"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\nconnection: close\r\n\r\nhalf", "reply cut short"),
+        (b"", "connection closed"),
+        (reply(b"<h1>Bad gateway</h1>", "502 Bad Gateway"), "502"),
+        (json_reply({"error": "text"}, "500 Internal Server Error"), "500"),
+        (
+            json_reply({"object": "error", "message": "m", "type": "BadRequest", "code": 400}, "400 Bad"),
+            "400 BadRequest",
+        ),
+    ],
+)
+async def test_every_failure_has_a_name_to_count_it_by(answer: bytes, kind: str) -> None:
+    async with scripted_server(reply(b"", "404 Not Found"), reply(b"", "404 Not Found"), answer) as script:
+        result = await bench(script.url, *ONCE)
+    assert [error.kind for error in result.summary.errors] == [kind]
+
+
+async def test_a_server_without_usage_is_counted_by_chunks_in_any_framing() -> None:
+    crlf = (chunk("a") + b": ping\n\n" + chunk("b") + chunk("", "length")).replace(b"\n", b"\r\n")
+    answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + crlf  # neither length nor [DONE]
+    async with scripted_server(reply(b"", "404 Not Found"), reply(b"", "404 Not Found"), answer) as script:
+        result = await bench(script.url, *ONCE)
+    summary = result.summary
+    assert (summary.output_tokens, summary.counted_by, summary.num_failed) == (2, "chunks", 0)
+    assert summary.finish_reasons == {"length": 1}
+    assert summary.drafts is None and summary.input_tokens is None
+
+
+async def test_a_request_that_takes_too_long_is_a_failure() -> None:
+    async with server_url(fast_engine(gate=lambda _: asyncio.sleep(30))) as url:
+        result = await bench(url, "--num-requests", "1", "--warmup", "0", "--timeout", "0.1")
+    assert [error.kind for error in result.summary.errors] == ["timeout"]
+
+
+async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
+    async with scripted_server(reply(b"{}"), reply(b"{}"), GOOD, b"", GOOD) as script:
+        result = await bench(
+            script.url, "--model", "m", "--num-requests", "2", "--concurrency", "1", "--warmup", "0"
+        )
+    assert result.summary.num_succeeded == 2
+    assert script.num_connections == 2
+
+
+async def test_prompts_are_as_long_as_asked_for_where_the_server_tokenizes() -> None:
+    """A template of 10 tokens, two tokens a word: 50 tokens are 20 words."""
+    answers = [json_reply({"count": 10 + 2 * num_words}) for num_words in (32, 160)]
+    async with scripted_server(*answers, reply(b"", "404 Not Found"), GOOD) as script:
+        result = await bench(script.url, *ONCE, "--input-tokens", "50")
+    asked = json.loads(script.requests[-1][1])
+    assert len(asked["messages"][0]["content"].split()) == 20
+    assert result.is_input_measured
+
+
+async def test_the_acceptance_of_drafts_is_shown() -> None:
+    stats = SpecStats()
+    stats.num_rounds, stats.proposed["ngram"], stats.accepted["ngram"] = 10, 40, 30
+    async with server_url(fast_engine(speculation=stats)) as url:
+        result = await bench(url, "--num-requests", "4")
+    drafts = result.summary.drafts
+    assert drafts is not None
+    assert (drafts.num_steps, drafts.num_proposed, drafts.num_accepted) == (40, 160, 120)
+    assert (drafts.acceptance_rate, drafts.tokens_per_step) == (0.75, 4.0)
+
+
+async def test_the_report_is_json_with_all_that_one_must_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    async with server_url(fast_engine()) as url:
+        flags = ["--num-requests", "5", "--slo-ttft-ms", "1000", "--json", str(path), "--plot", str(plot)]
+        assert await command("bench", "--url", url, "--api-key", "s3cret", *flags) == 0
+        assert await command("bench", "--url", url, "--num-requests", "5", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    table, _, printed = out.partition("{")
+    assert (
+        "5 requests in" in table
+        and "to first token" in table
+        and "within the limits (5 of them, 100%)" in table
+    )
+    assert json.loads("{" + printed)["summary"]["num_succeeded"] == 5
+    assert "5 requests in" in err  # beside JSON on stdout, the table goes elsewhere
+    report = json.loads(path.read_text())
+    assert "s3cret" not in path.read_text()
+    assert set(report) == {
+        "format",
+        "began",
+        "interrupted",
+        "server",
+        "settings",
+        "client",
+        "summary",
+        "requests",
+    }
+    assert set(report["client"]) == {"machine", "versions", "cpu_share", "loop_lag_ms"}
+    assert set(report["summary"]["ttft_ms"]) == {"count", "mean", "p50", "p90", "p99", "max"}
+    assert report["settings"]["load"]["concurrency"] == 8
+    assert report["server"]["url"] == f"{url}/v1"
+    assert len(report["requests"]) == 5
+    for request in report["requests"]:
+        assert 0 <= request["due"] <= request["sent"] < request["chunk_times"][0] <= request["ended"]
+        assert len(request["chunk_times"]) == request["output_tokens"] == 64
+        assert request["error"] is None and request["good"]
+    assert plot.read_text().lstrip().startswith("<?xml")
+
+
+async def test_a_warm_up_that_fails_ends_the_run_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    async with server_url(fast_engine()) as url:
+        assert await command("bench", "--url", url, "--model", "other") == 1
+    assert await command("bench", "--url", url) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    missing, gone = err.splitlines()
+    assert missing.startswith("slipstream: bench: HTTP 404: The model 'other' does not exist")
+    assert gone.startswith("slipstream: bench: cannot connect to 127.0.0.1:") and "connection refused" in gone
+
+
+async def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    under_way = asyncio.Event()
+
+    async def gate(_: int) -> None:
+        if len(engine.requests) > 20:
+            under_way.set()
+        await asyncio.sleep(0.002)
+
+    engine = fast_engine(gate=gate)
+    async with server_url(engine) as url:
+        flags = (
+            "--num-requests",
+            "100000",
+            "--concurrency",
+            "4",
+            "--output-tokens",
+            "20",
+            "--json",
+            str(path),
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"),
+            *("bench", "--url", url, *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=QUIET,
+        )
+        try:
+            await asyncio.wait_for(under_way.wait(), 30)
+            process.send_signal(signal.SIGINT)
+            out, err = await asyncio.wait_for(process.communicate(), 30)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert process.returncode == 130, err
+    assert b"interrupted" in out and b"cut off" in out and b"to first token" in out
+    assert b"Traceback" not in err
+    report = json.loads(path.read_text())
+    assert report["interrupted"]
+    cut_off = [each for each in report["requests"] if each["ended"] is None and each["error"] is None]
+    assert 1 <= len(cut_off) == report["summary"]["num_cut_off"] <= 4
+
+
+# --- chat
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+async def test_a_question_in_a_pipe_gets_the_answer_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = fast_engine()
+    pipe_in(monkeypatch, "Wie geht's?\n")
+    async with server_url(engine) as url:
+        flags = ("--max-tokens", "12", "--temperature", "0", "--seed", "4", "--system", "Be short.")
+        assert await command("chat", "--url", url, *flags) == 0
+    assert capsys.readouterr() == ("<system>Be s\n", "")
+    assert [message["role"] for message in engine.messages] == ["system", "user"]
+    assert engine.messages[1]["content"] == "Wie geht's?"
+    sampling = engine.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (12, 0.0, 4)
+
+
+async def test_a_message_gets_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    async with server_url(fast_engine()) as url:
+        assert await command("chat", "--url", url, "--max-tokens", "8", "--temperature", "0", "hello") == 0
+    assert capsys.readouterr().out == "<user>he\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--max-tokens", "9999"), "HTTP 400: This model's maximum context length is 4096 tokens."),
+        (("--model", "other"), "HTTP 404: The model 'other' does not exist"),
+    ],
+)
+async def test_a_refused_question_is_one_line_and_code_1(
+    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with server_url(fast_engine()) as url:
+        assert await command("chat", "--url", url, *flags, "hello") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"slipstream: chat: {line}") and err.count("\n") == 1
+
+
+async def test_the_servers_key_is_used_here_and_sent_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "first,second")
+    async with scripted_server(GOOD) as script:
+        assert await command("chat", "--url", script.url, "--model", "m", "hello") == 0
+        assert await command("chat", "--url", script.url, "--model", "m", "--api-key", "own", "hello") == 0
+    assert capsys.readouterr().out == "ab\nab\n"
+    heads = [head for head, _ in script.requests]
+    assert "authorization: Bearer first\r\n" in heads[0]
+    assert "authorization: Bearer own\r\n" in heads[1]
+
+
+async def test_nothing_asked_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, " \n")
+    assert await command("chat", "--url", "http://127.0.0.1:1") == 2
+    assert capsys.readouterr().err == "slipstream: chat: nothing was asked\n"
+
+
+class ChatTerminal:
+    """`slipstream chat` in a terminal of its own."""
+
+    def __init__(self, *flags: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from server.cli import main; sys.exit(main())",
+                "chat",
+                *flags,
+            ],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**QUIET, "TERM": "xterm", "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: _take_terminal(slave),
+        )
+        os.close(slave)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.seen = ""
+
+    def say(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    async def expect(self, pattern: str) -> str:
+        """All that was shown up to the first match of `pattern`, which is taken off."""
+        deadline = time.monotonic() + 30
+        while not (found := re.search(pattern, self.seen)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in {self.seen!r}")
+            await asyncio.sleep(0.01)
+            if select.select([self._master], [], [], 0)[0]:
+                try:
+                    self.seen += self._decoder.decode(os.read(self._master, 65536))
+                except OSError:  # the other end has closed
+                    break
+            self.seen = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\r(?=\n)", "", self.seen)  # colours, cursor
+        assert found is not None, self.seen
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    async def end(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    def __enter__(self) -> ChatTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+def _take_terminal(slave: int) -> None:
+    """Make `slave` the new session's own terminal, so that Ctrl-C there is a signal here."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+
+async def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
+    stats = SpecStats()
+    stats.num_rounds, stats.proposed["ngram"], stats.accepted["ngram"] = 2, 8, 4
+    engine = fast_engine(speculation=stats, gate=lambda _: asyncio.sleep(0.005))
+    async with server_url(engine) as url:
+        with ChatTerminal("--url", url, "--max-tokens", "10", "--temperature", "0") as chat:
+            await chat.expect(rf"{MODEL} at {url}/v1\. /help .*\n> ")
+            chat.say("hello\n")
+            shown = await chat.expect(r"\[10 tokens, .* tokens/s, first after .* s, .*\]\n.*> ")
+            assert "\n<user>hell\n" in shown
+            assert "50% of drafts accepted, cut at the token limit" in shown
+            chat.say("/system Be \x1bkind.\n")
+            await chat.expect(r"Set, from the next question on\.\n.*> ")
+            chat.say("/params max-tokens 5\n")
+            assert "seed         the server decides" in await chat.expect(r"seed .*\n.*> ")
+            chat.say("again\n")
+            await chat.expect(r"\[5 tokens.*\]\n.*> ")
+            assert [each["content"] for each in engine.messages][1:] == ["hello", "<user>hell", "again"]
+            assert engine.messages[0]["role"] == "system"
+            chat.say("/stats\n")
+            await chat.expect(r"all 2: 15 tokens, 50% of drafts accepted\n.*> ")
+            chat.say("/sav\n")
+            await chat.expect(r"unknown command /sav; did you mean /save\? .*\n.*> ")
+            path = tmp_path / "chat.json"
+            for outcome in ("Saved 5 messages", "is there already"):
+                chat.say(f"/save {path}\n")
+                await chat.expect(rf"{outcome}.*\n.*> ")
+            chat.say("/clear\n")
+            await chat.expect(r"begins anew\.\n.*> ")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    assert [each["role"] for each in json.loads(path.read_text())["messages"]] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+
+
+async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
+    engine = fast_engine(gate=lambda i: asyncio.sleep(0 if i < 3 else 60))
+    async with server_url(engine) as url:
+        with ChatTerminal("--url", url) as chat:
+            await chat.expect(r"> ")
+            chat.say("hello\n")
+            await chat.expect(r"<us")
+            chat.say("\x03")
+            await chat.expect(r"\[3 tokens, .*stopped\]\n.*> ")
+            await asyncio.wait_for(engine.streams[0].closed.wait(), 10)
+            chat.say("half a li\x03")
+            await chat.expect(r"\n.*> ")
+            chat.say("\x04")
+            assert await chat.end() == 0
+
+
+async def test_a_terminal_is_safe_from_the_model() -> None:
+    evil = reply(chunk("\x1b]0;owned\x07 a\u202eb\tc\nd é 👩‍🚀") + chunk("", "stop") + DONE)
+    async with scripted_server(evil) as script:
+        with ChatTerminal("--url", script.url, "--model", "m") as chat:
+            await chat.expect(r"> ")
+            chat.say("hello\n")
+            shown = await chat.expect(r"\[1 tokens.*\]\n")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    assert r"\x1b]0;owned\x07 a\x202eb" in shown
+    assert "c\nd é 👩‍🚀\n" in shown
