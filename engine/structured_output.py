@@ -20,7 +20,8 @@ StructureKind = Literal["json_object", "json_schema", "regex", "choice", "gramma
 class Frame:
     """Literal text around a JSON value: `before`, the value, `after`, from once to `most` times.
 
-    `between` goes between two of them. As tool calls are written in a reply.
+    `between` goes between two of them. As tool calls are written in a reply: where a text spells a special
+    token of the model, it is that token.
     """
 
     before: str = ""

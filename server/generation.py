@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from engine import (
+    CompiledGrammar,
     ContextLengthExceeded,
     Engine,
     EngineInfo,
@@ -21,6 +22,7 @@ from engine import (
     OutputDelta,
     RequestTiming,
     SpeculationOptions,
+    StructuredOutput,
 )
 from server.bad_words import read_bad_words
 from server.context import Exchange, ServerContext
@@ -37,6 +39,7 @@ from server.sampling import (
     sampling_params,
 )
 from server.speculation import read_prediction, speculation_options
+from server.structure import read_structure
 from server.time_limit import allowed_s
 
 
@@ -193,6 +196,7 @@ class Order:
     """What to generate for one reply: `prepare` reads the prompts once queue places are taken for them.
 
     `reply_id` is fresh; the engine's request ids are derived from it. `exchange` says who asked, and when.
+    `structure` is the form that every choice must have; None for what the body asks for.
     """
 
     reply_id: str
@@ -200,6 +204,7 @@ class Order:
     num_prompts: int
     prepare: Callable[[Engine], Awaitable[list[Prompt]]]
     exchange: Exchange
+    structure: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +214,14 @@ class Wanted:
     prompts: Sequence[Prompt]
     speculation: SpeculationOptions
     bad_words: tuple[tuple[int, ...], ...]
+    grammar: CompiledGrammar | None
 
 
 async def open_generation(context: ServerContext, order: Order) -> Generation:
     """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs."""
     body, engine = order.body, context.engine
     check_limits(body, context.settings.server)
+    structure = order.structure or read_structure(body)
     num_requests = order.num_prompts * body.num_choices
     _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
@@ -223,7 +230,8 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
             prompts = await order.prepare(engine)
             speculation = replace(speculation, prediction=await read_prediction(body, engine))
             bad_words = await read_bad_words(body.bad_words or (), engine)
-            wanted = Wanted(prompts, speculation, bad_words)
+            grammar = None if structure is None else await engine.compile_grammar(structure)
+            wanted = Wanted(prompts, speculation, bad_words, grammar)
             requests = _make_requests(order, wanted, context)
             choices = _submit(engine, requests)
         except InvalidRequest as error:
@@ -286,6 +294,7 @@ def _make_requests(
                 cache_salt=body.cache_salt,
                 fork_of=first_id if j else None,
                 speculation=wanted.speculation,
+                grammar=wanted.grammar,
             )
             requests.append((prompt, request))
     return requests

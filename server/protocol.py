@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server.protocol_structure import ResponseFormat, StructuredOutputs
 from server.protocol_values import (
     Content,
     Count,
@@ -108,6 +109,8 @@ class GenerationBody(BaseModel):
     cache_salt: Salt | None = None
     speculation: Speculation | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     user: Any = None
     metadata: Any = None
@@ -116,9 +119,6 @@ class GenerationBody(BaseModel):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-
-    response_format: Any = None
-    structured_outputs: Any = None
 
     @property
     def num_choices(self) -> int:

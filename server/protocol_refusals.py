@@ -31,8 +31,6 @@ _USE_STRUCTURED = ": see 'structured_outputs'"
 
 ON_BOTH: Mapping[str, Refusal] = dict(
     (
-        _not_yet("response_format", {"type": "text"}),
-        _not_yet("structured_outputs"),
         _never("prompt_embeds"),
         _never("use_beam_search", False),
         _never("logits_processors", []),

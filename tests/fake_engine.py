@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine import (
     BatchMetrics,
+    CompiledGrammar,
     ContextLengthExceeded,
     EngineDead,
     EngineError,
@@ -27,13 +28,25 @@ from engine import (
     Overloaded,
     RequestTiming,
     SpecStats,
+    StructuredOutput,
     TokenLogprobs,
 )
+from engine.structured_output import Grammar
 
 VOCAB_SIZE = 0x110000
 TIMING = RequestTiming(
     queue_s=0.001, time_to_first_token_s=0.01, generation_s=0.1, mean_itl_s=0.005, num_preemptions=0
 )
+
+
+@dataclass(frozen=True)
+class FakeGrammar:
+    """What a request was given to follow; nobody does."""
+
+    structure: StructuredOutput
+
+    def start(self, end_token_ids: frozenset[int]) -> Grammar:
+        raise NotImplementedError
 
 
 async def open_gate(_: int) -> None:
@@ -129,6 +142,11 @@ class FakeEngine:
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
         return await self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
+
+    async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
+        if "refuse me" in structure.source:
+            raise InvalidRequest(f"'{structure.param}' cannot be used: no.", structure.param)
+        return FakeGrammar(structure)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(map(chr, token_ids))

@@ -75,7 +75,7 @@ class GrammarCompiler:
     def _compile(self, structure: StructuredOutput) -> LLMatcher:
         from llguidance import LLMatcher
 
-        text = grammar_text(structure)
+        text = grammar_text(structure, self._special_tokens)
         tokenizer, limits = self._tokenizer, _limits()
         matcher = _on_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
@@ -90,11 +90,19 @@ class GrammarCompiler:
         return matcher
 
     @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """By the text that spells them."""
+        spelled, shown = self._pieces.table(False), self._pieces.table(True)
+        hidden = [index for index, piece in enumerate(spelled) if piece and not shown[index]]
+        return {spelled[index].decode("utf-8", "replace"): index for index in hidden}
+
+    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """The tokens as bytes, and one of its own that ends a reply. Takes a moment to build."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._pieces, self._vocab_size, self._eos_token_ids)))
+        special = self._eos_token_ids.union(self._special_tokens.values())
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._pieces, self._vocab_size, special)))
 
 
 class _Vocabulary:
@@ -102,12 +110,12 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, pieces: TokenBytes, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        spelled, shown = pieces.table(False)[:vocab_size], pieces.table(True)[:vocab_size]
-        special = {index for index, piece in enumerate(spelled) if piece and not shown[index]}
+    def __init__(self, pieces: TokenBytes, vocab_size: int, special_token_ids: frozenset[int]) -> None:
+        spelled = pieces.table(False)[:vocab_size]
         padding = [b""] * (vocab_size - len(spelled))
         self.tokens = [*spelled, *padding, _END_TOKEN]
-        self.special_token_ids = sorted({*special, *eos_token_ids, vocab_size})
+        self.special_token_ids = sorted(token_id for token_id in special_token_ids if token_id < vocab_size)
+        self.special_token_ids.append(vocab_size)
         self.eos_token_id = vocab_size
 
     def __call__(self, text: bytes) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 
 from engine.structure.source_limits import check_grammar, check_pattern, check_schema, check_size
 from engine.structured_output import Frame, StructuredOutput
@@ -15,17 +17,19 @@ _JSON_OPTIONS = {
     "whitespace_pattern": r"[ \t]{1,4}|\r?\n[ \t]{0,32}",
     "json_allowed_escapes": '"\\bfnrt',
 }
-_PLAIN = Frame()
 
 
-def grammar_text(structure: StructuredOutput) -> str:
-    """The grammar. Raises ValueError, with a reason to show, for a source that is too large or no source."""
+def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """The grammar. `special_tokens` are known by their text where a frame spells them.
+
+    Raises ValueError, with a reason to show, for a source that is too large or not valid.
+    """
     check_size(structure.source)
     match structure.kind:
         case "json_object":
-            return _json({"type": "object"}, structure.frame or _PLAIN)
+            return _json({"type": "object"}, structure.frame, special_tokens)
         case "json_schema":
-            return _json(_schema(structure.source), structure.frame or _PLAIN)
+            return _json(_schema(structure.source), structure.frame, special_tokens)
         case "regex":
             return _regex(structure.source)
         case "choice":
@@ -34,18 +38,26 @@ def grammar_text(structure: StructuredOutput) -> str:
             return _OPTIONS + _lark(structure.source)
 
 
-def _json(schema: dict[str, object], frame: Frame) -> str:
+def _json(schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]) -> str:
     value = "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
-    if frame == _PLAIN:
+    if frame is None:
         return f"{_OPTIONS}start: {value}"
-    part = " ".join(filter(None, (_literal(frame.before), "value", _literal(frame.after))))
-    more = f"({_literal(frame.between)} part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
-    return f"{_OPTIONS}start: part {more}\npart: {part}\nvalue: {value}"
+    before, after, between = (
+        _literal(text, special_tokens) for text in (frame.before, frame.after, frame.between)
+    )
+    more = f"({between} part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
+    return f"{_OPTIONS}start: part {more}\npart: {before} value {after}\nvalue: {value}"
 
 
-def _literal(text: str) -> str:
-    """A terminal that is this text; none for no text."""
-    return f"/{_escaped(text)}/" if text else ""
+def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """The terminals that spell this text, special tokens as themselves; none for no text."""
+    names = sorted(filter(None, special_tokens), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(
+        f"<[{special_tokens[piece]}]>" if piece in special_tokens else f"/{_escaped(piece)}/"
+        for piece in pieces
+        if piece
+    )
 
 
 def _schema(source: str) -> dict[str, object]:
