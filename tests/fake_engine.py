@@ -137,11 +137,10 @@ class FakeEngine:
         self, messages: list[dict[str, object]], *, add_special_tokens: bool = False
     ) -> list[int]:
         self.messages = messages
-        if add_special_tokens:
-            return [ord("^"), *await self.render_chat(messages)]
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
-        return await self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
+        text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
+        return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
         if "refuse me" in structure.source:
