@@ -171,18 +171,29 @@ class Engine:
         )
 
     async def render_chat(
-        self, messages: list[dict[str, object]], *, add_special_tokens: bool = False
+        self,
+        messages: list[dict[str, object]],
+        tools: Sequence[dict[str, object]] = (),
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Apply the chat template and tokenize, off the loop. Raises InvalidRequest.
 
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
+        `tools` are for a model with a `tool_template`.
         """
         tokenizer = self._loaded.tokenizer
-        self._check_length(sum(len(str(message.get("content") or "")) for message in messages), "messages")
+        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
+        self._check_length(num_chars + (len(str(tools)) if tools else 0), "messages")
         return await self._in_thread(
             self._executors.text,
-            lambda: tokenizer.render_chat(messages, add_special_tokens=add_special_tokens),
+            lambda: tokenizer.render_chat(messages, tools, add_special_tokens=add_special_tokens),
         )
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that shows tools to the model; None if none does. Raises Overloaded (loading)."""
+        return self._loaded.tokenizer.tool_template
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole token list, off the loop."""

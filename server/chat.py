@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,9 +17,12 @@ from server.generation import Choice, Order, Prompt, open_generation, truncated
 from server.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.models import check_model
 from server.openapi import json_body
-from server.protocol import ChatCompletionRequest, ChatMessage
+from server.protocol import ChatCompletionRequest
 from server.protocol_refusals import ON_CHAT
 from server.reply import Collected, Reply, finish_fields, fresh_id
+from server.tools.history import Conversation, messages_for_template, tool_template
+from server.tools.message import ToolReply
+from server.tools.turn import ToolTurn, check_tool_fields, read_tools
 
 router = APIRouter(tags=["generation"])
 
@@ -30,38 +33,28 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(request, ChatCompletionRequest, ON_CHAT)
     check_model(context, body.model)
-    messages = [message_for_template(i, message) for i, message in enumerate(body.messages)]
+    check_tool_fields(body)
+    template = tool_template(Conversation(body.messages, body.tools), context.engine)
+    messages = messages_for_template(body.messages, template)
+    tools = read_tools(body, template)
+    if tools is not None:
+        body.skip_special_tokens = False  # what marks a call may be one
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
     async def prepare(engine: Engine) -> list[Prompt]:
-        token_ids = await engine.render_chat(messages, add_special_tokens=bool(body.add_special_tokens))
+        token_ids = await engine.render_chat(
+            messages,
+            () if tools is None else tools.for_template,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
         return [Prompt(truncated(body, token_ids, engine.info))]
 
-    shape = ChatShape(body, TokenSpelling.of(context.engine, body))
-    order = Order(fresh_id(shape), body, 1, prepare, exchange_of(request.scope))
+    shape = ChatShape(body, TokenSpelling.of(context.engine, body), tools)
+    structure = None if tools is None else tools.structure()
+    order = Order(fresh_id(shape), body, 1, prepare, exchange_of(request.scope), structure)
     generation = await open_generation(context, order)
     return await Reply(context, body, shape, order.reply_id).respond(generation)
-
-
-def message_for_template(index: int, message: ChatMessage) -> dict[str, object]:
-    """What the chat template sees of one message. Raises ApiError for what it could not be shown."""
-    if message.tool_calls:
-        name = f"messages[{index}].tool_calls"
-        raise invalid(f"'{name}' is not supported yet.", name)
-    if message.content is None and message.role != "assistant":
-        name = f"messages[{index}].content"
-        raise invalid(f"'{name}' is missing: only an assistant's message may have none.", name)
-    # Templates know the older name of the role.
-    shown: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content or "",
-    }
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
-    return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +63,8 @@ class ChatShape:
 
     body: ChatCompletionRequest
     spelling: TokenSpelling
+    tools: ToolTurn | None = None  # None: what the model writes is text
+    _replies: dict[int, ToolReply] = field(default_factory=dict, init=False)  # by choice, in a stream
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -83,11 +78,24 @@ class ChatShape:
             if self.body.return_token_ids:
                 opening["prompt_token_ids"] = list(choice.prompt.token_ids)
             yield {**opening, **self._prompt_logprobs(choice)}
-        if delta.text or delta.logprobs or (self.body.return_token_ids and delta.token_ids):
-            yield self._chunk(choice, {"content": delta.text}, delta)
+        parts = self._parts(choice, delta)
+        if not parts and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+            parts = [{"content": ""}]
+        for i, part in enumerate(parts):
+            yield self._chunk(choice, part, None if i else delta)
         if delta.finish is not None:
-            ending = {"index": choice.index, "delta": {}, "logprobs": None, **finish_fields(choice)}
+            reply = self._replies.get(choice.index)
+            ending = {"index": choice.index, "delta": {}, "logprobs": None, **_ending(choice, reply)}
             yield {"choices": [ending]}
+
+    def _parts(self, choice: Choice, delta: OutputDelta) -> list[dict[str, object]]:
+        """What the message grows by; with tools nothing, while the text may yet be part of a call."""
+        if self.tools is None:
+            return [{"content": delta.text}] if delta.text else []
+        reply = self._replies.get(choice.index)
+        if reply is None:
+            reply = self._replies[choice.index] = ToolReply(self.tools)
+        return reply.read(delta.text, ended=delta.finish is not None)
 
     def _chunk(
         self, choice: Choice, message: dict[str, object], delta: OutputDelta | None = None
@@ -104,11 +112,14 @@ class ChatShape:
 
     def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
         """The whole choice."""
+        text = "".join(output.text)
+        reply = None if self.tools is None else ToolReply(self.tools)
+        message = {"role": "assistant", "content": text, "refusal": None}
         entry = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(output.text), "refusal": None},
+            "message": message if reply is None else {**message, **reply.whole(text)},
             "logprobs": self._logprobs(output.logprobs),
-            **finish_fields(choice),
+            **_ending(choice, reply),
         }
         if self.body.return_token_ids:
             entry["token_ids"] = output.token_ids
@@ -129,3 +140,11 @@ class ChatShape:
         if number is None or scores is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(scores.records, number, self.spelling.text)}
+
+
+def _ending(choice: Choice, reply: ToolReply | None) -> dict[str, object]:
+    """How the choice ended: with calls, if it did not end before its time."""
+    fields = finish_fields(choice)
+    if reply is not None and reply.ends_with_calls and fields["finish_reason"] == "stop":
+        fields["finish_reason"] = "tool_calls"
+    return fields

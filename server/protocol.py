@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.protocol_structure import ResponseFormat, StructuredOutputs
+from server.protocol_tools import Choice, ToolCalls, Tools
 from server.protocol_values import (
     Content,
     Count,
@@ -198,7 +199,7 @@ class ChatMessage(BaseModel):
     content: Content = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
+    tool_calls: ToolCalls | None = None
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -214,10 +215,10 @@ class ChatCompletionRequest(GenerationBody):
 
     audio: Any = None
     modalities: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
+    tool_choice: Choice | None = None
+    tools: Tools | None = None
     verbosity: Any = None
     web_search_options: Any = None
 

@@ -49,11 +49,8 @@ ON_CHAT: Mapping[str, Refusal] = {
     **ON_BOTH,
     **dict(
         (
-            _not_yet("functions", []),
-            _not_yet("function_call", "none"),
-            _not_yet("parallel_tool_calls", True, False),
-            _not_yet("tool_choice", "none"),
-            _not_yet("tools", []),
+            _never("functions", [], hint=": use 'tools'"),
+            _never("function_call", "none", hint=": use 'tool_choice'"),
             _never("add_generation_prompt", True),
             _never("audio"),
             _never("chat_template", hint=": the server's own template is used"),
@@ -77,7 +74,6 @@ _TEMPLATE_FIELDS = (
     "chat_template_kwargs",
     "continue_final_message",
     "documents",
-    "tools",
 )
 ON_TOKENIZE: Mapping[str, Refusal] = {name: ON_CHAT[name] for name in _TEMPLATE_FIELDS if name in ON_CHAT}
 

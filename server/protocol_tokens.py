@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from server.protocol import MAX_MESSAGES, ChatMessage
+from server.protocol_tools import Tools
 from server.protocol_values import TokenIds, refuse
 
 
@@ -35,6 +36,7 @@ class TokenizeRequest(TokenBody):
     messages: (
         Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
     ) = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from engine import Engine
 from server.body import read_fields
-from server.chat import message_for_template
 from server.context import context_of
 from server.errors import invalid
 from server.json_reply import json_response
@@ -17,6 +16,7 @@ from server.openapi import json_body
 from server.protocol_refusals import ON_TOKENIZE
 from server.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.sampling import check_token_ids
+from server.tools.history import Conversation, messages_for_template, tool_template
 
 router = APIRouter(tags=["tokens"])
 
@@ -45,8 +45,10 @@ async def read_token_ids(body: TokenizeRequest, engine: Engine) -> list[int]:
         return await engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.messages is None or body.prompt is not None:
         raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-    messages = [message_for_template(i, message) for i, message in enumerate(body.messages)]
-    return await engine.render_chat(messages, add_special_tokens=bool(body.add_special_tokens))
+    conversation = Conversation(body.messages, body.tools)
+    messages = messages_for_template(body.messages, tool_template(conversation, engine))
+    tools = [tool.for_template() for tool in body.tools or ()]
+    return await engine.render_chat(messages, tools, add_special_tokens=bool(body.add_special_tokens))
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))

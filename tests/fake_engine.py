@@ -60,7 +60,7 @@ class FakeEngine:
 
     `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta. Text of
     more than `char_limit` characters is too long to be encoded; `adds_bos` puts a special ^ before it. Every
-    stream ends with `speculation`.
+    stream ends with `speculation`. With a `reply` every stream says that, and stops, whatever its prompt.
     """
 
     max_model_len: int = 256
@@ -82,6 +82,9 @@ class FakeEngine:
     streams: list[FakeStream] = field(default_factory=list)
     num_encoded: int = 0
     messages: list[dict[str, object]] = field(default_factory=list)
+    tools: Sequence[dict[str, object]] = ()
+    tool_template: str | None = None
+    reply: str | None = None
     metrics: BatchMetrics = field(default_factory=BatchMetrics)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
@@ -134,9 +137,13 @@ class FakeEngine:
         return [ord("^")] * self.adds_bos * add_special_tokens + [ord(char) for char in text]
 
     async def render_chat(
-        self, messages: list[dict[str, object]], *, add_special_tokens: bool = False
+        self,
+        messages: list[dict[str, object]],
+        tools: Sequence[dict[str, object]] = (),
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        self.messages = messages
+        self.messages, self.tools = messages, tools
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
         text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
@@ -214,6 +221,8 @@ class FakeStream:
     def _take(self) -> OutputDelta:
         sampling, sent = self.request.sampling, self.num_sent
         self.num_sent = min(sent + self.engine.merge, sampling.max_tokens)
+        if self.engine.reply is not None:
+            self.num_sent = min(self.num_sent, len(self.engine.reply))
         tokens = tuple(self._token(i) for i in range(sent, self.num_sent))
         text = "".join(map(chr, tokens))
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -226,12 +235,16 @@ class FakeStream:
             return self._end(
                 OutputDelta("", tokens, logprobs, None, scores), FinishReason.STOP, stop_reason=stop
             )
+        if self.engine.reply is not None and self.num_sent == len(self.engine.reply):
+            return self._end(delta, FinishReason.STOP)
         if self.num_sent == sampling.max_tokens:
             return self._end(delta, FinishReason.LENGTH)
         return delta
 
     def _token(self, i: int) -> int:
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
+        if self.engine.reply is not None:
+            return ord(self.engine.reply[i])
         seed = 0 if sampling.temperature == 0 else sampling.seed
         return prompt[(i + seed) % len(prompt)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import Environment
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from engine.errors import InvalidRequest, StartRefused
@@ -24,9 +25,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         """Takes `template`, else the transformers tokenizer's own. Raises StartRefused when it cannot run."""
         self._tokenizer = tokenizer
-        self._template = template if template is not None else _own_template(tokenizer)
+        self._template = template if template is not None else _own_template(tokenizer, "default")
+        self._tool_template: str | None = None
         if self._template is not None:
             self._probe()
+            for_tools = self._template if template is not None else _own_template(tokenizer, "tool_use")
+            self._tool_template = for_tools if for_tools is not None and _reads_tools(for_tools) else None
 
     def __bool__(self) -> bool:
         """True when there is a template."""
@@ -37,14 +41,26 @@ class ChatTemplate:
         """The template itself; None without one."""
         return self._template
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt text, ending where the assistant's reply begins; raises InvalidRequest."""
+    @property
+    def tool_text(self) -> str | None:
+        """The template that shows tools to the model; None if there is none that does."""
+        return self._tool_template
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        """The prompt text, ending where the assistant's reply begins; raises InvalidRequest.
+
+        `tools` are OpenAI's definitions, for a model whose template takes them.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions, or start with --chat-template"
             )
+        if tools and self._tool_template is None:
+            raise InvalidRequest("this model's chat template takes no tools", param="tools")
         try:
-            return self._apply(messages)
+            return self._apply(messages, tools)
         except SecurityError as error:
             raise InvalidRequest("the chat template was stopped by its sandbox", param="messages") from error
         except TemplateError as error:
@@ -54,10 +70,19 @@ class ChatTemplate:
             reason = f"the chat template cannot render these messages ({type(error).__name__})"
             raise InvalidRequest(reason, param="messages") from error
 
-    def _apply(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def _apply(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        # Only a model with templates of both kinds has one for conversations whose tools are gone.
+        calls_tools = tools or any(message.get("tool_calls") for message in messages)
+        template = self._tool_template if calls_tools and self._tool_template else self._template
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._template, add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
 
@@ -77,12 +102,25 @@ class ChatTemplate:
             return  # it may well refuse this conversation and take others
 
 
-def _own_template(tokenizer: Any) -> str | None:
-    """The template among the model's files: the only one, or the one named default."""
+def _own_template(tokenizer: Any, name: str) -> str | None:
+    """The template among the model's files: the only one, or the one of this name, or the default one."""
     own = tokenizer.chat_template
     if isinstance(own, dict):
-        own = own.get("default")
+        own = own.get(name) or own.get("default")
     return str(own) if own else None
+
+
+def _reads_tools(template: str) -> bool:
+    """True when the template uses the variable `tools`; it need not compile."""
+    before = ""
+    try:
+        for _, kind, token in Environment(autoescape=True).lex(template):
+            if kind == "name" and token == "tools" and before != ".":
+                return True
+            before = before if kind == "whitespace" else token
+    except TemplateError:
+        pass
+    return False
 
 
 def _one_line(error: Exception) -> str:

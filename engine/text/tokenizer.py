@@ -90,15 +90,26 @@ class Tokenizer:
         """Its class, special tokens (null where there is none) and the chat template in use; a copy."""
         return {**self._description, "chat_template": self._chat_template.text}
 
-    def render_chat_text(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt text the chat template makes of `messages`; raises InvalidRequest."""
-        return self._chat_template.render(messages)
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that shows tools to the model; None if there is none that does."""
+        return self._chat_template.tool_text
+
+    def render_chat_text(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        """The prompt text the chat template makes of `messages` and `tools`; raises InvalidRequest."""
+        return self._chat_template.render(messages, tools)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The same as token ids. Templates write the special tokens, so none are added unless asked for."""
-        text = self.render_chat_text(messages)
+        text = self.render_chat_text(messages, tools)
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
 

@@ -1,0 +1,58 @@
+"""JsonEnd: finds where a JSON object in growing text ends, each character looked at once."""
+
+from __future__ import annotations
+
+import re
+
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_INSIDE = re.compile(r'["\\]')
+_CLOSES = {"{": "}", "[": "]"}
+MAX_DEPTH = 128
+
+
+class JsonEnd:
+    """Follows strings and brackets only: what is inside may still be no JSON.
+
+    `is_broken` turns true where no object can come of the text any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self._open: list[str] = []  # the brackets that are to come, the outermost first
+        self._in_string = False
+        self._is_escaped = False  # the next character is, in a string
+
+    def find(self, text: str, start: int) -> int | None:
+        """Where in `text` the object ends, None if it does not; `start` is where the last call's text ended.
+
+        The object begins with the first text of all.
+        """
+        if not self._open and start < len(text) and text[start] != "{":
+            self.is_broken = True
+        while start < len(text) and not self.is_broken:
+            if self._is_escaped:
+                self._is_escaped = False
+                start += 1
+                continue
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, start)
+            if found is None:
+                return None
+            start = found.end()
+            if not self._step(found.group()):
+                return start
+        return None
+
+    def _step(self, char: str) -> bool:
+        """Take one character that matters; False when it closes the object."""
+        if char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = not self._in_string
+        elif char in _CLOSES:
+            self._open.append(_CLOSES[char])
+            self.is_broken = len(self._open) > MAX_DEPTH
+        elif self._open.pop() != char:
+            self.is_broken = True
+        else:
+            return bool(self._open)
+        return True

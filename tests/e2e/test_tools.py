@@ -1,0 +1,270 @@
+"""Tool calling over a real socket: the official client and the wire, each family, read and forced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests import tool_templates
+from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.wire import ask, events_of
+from tests.fake_engine import FakeEngine, FakeGrammar
+
+PATH = "/v1/chat/completions"
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": CITY},
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS: list[Any] = [WEATHER, CLOCK]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+CALL = '{"name": "weather", "%s": {"city": "Köln"}}'
+REPLIES = {
+    "hermes": f"<tool_call>\n{CALL % 'arguments'}\n</tool_call>",
+    "llama": CALL % "parameters",
+    "mistral": f"[TOOL_CALLS][{CALL % 'arguments'}]",
+}
+
+
+def engine_of(family: str, reply: str | None = None) -> FakeEngine:
+    return FakeEngine(
+        tool_template=tool_templates.ALL[family], reply=reply or REPLIES[family], max_model_len=4096
+    )
+
+
+def body_of(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "tools": TOOLS, "temperature": 0, **fields}
+
+
+@pytest.mark.parametrize("family", REPLIES)
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+async def test_the_official_client_gets_the_same_call_in_a_stream_and_whole(family: str, choice: Any) -> None:
+    reason = "stop" if choice is NAMED else "tool_calls"
+    async with (
+        server_url(engine_of(family)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        messages: Any = HELLO
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice
+        )
+        async with client.chat.completions.stream(
+            model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice
+        ) as stream:
+            async for _ in stream:
+                pass
+            joined = await stream.get_final_completion()
+    for found in (whole, joined):
+        message = found.choices[0].message
+        assert found.choices[0].finish_reason == reason
+        assert not message.content
+        (call,) = message.tool_calls or []
+        assert call.type == "function" and call.id.startswith("call_")
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Köln"}
+
+
+async def test_the_blocking_client_can_answer_a_call() -> None:
+    def use(url: str) -> list[Any]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            messages: list[Any] = list(HELLO)
+            first = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+            (call,) = first.choices[0].message.tool_calls or []
+            messages.append(first.choices[0].message)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+            client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+            return [call.id]
+
+    engine = engine_of("mistral")
+    async with server_url(engine) as url:
+        (call_id,) = await asyncio.to_thread(use, url)
+    user, assistant, tool = engine.messages
+    calls: Any = assistant["tool_calls"]
+    (call,) = calls
+    assert user == HELLO[0]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "Köln"}}
+    # The family's templates take ids of nine characters only.
+    assert call["id"] == tool["tool_call_id"] != call_id and len(call["id"]) == 9 and call["id"].isalnum()
+
+
+async def test_the_stream_s_events() -> None:
+    reply = f"Let me see. {REPLIES['hermes']}"
+    async with server_url(engine_of("hermes", reply)) as url:
+        events = events_of((await ask(url, "POST", PATH, body_of(stream=True))).body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
+    assert calls[0].pop("id").startswith("call_")
+    assert calls == [
+        {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"city": "Köln"}'}},
+    ]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert deltas[-1] == {}
+
+
+async def test_forced_arguments_stream_as_they_are_written() -> None:
+    async with server_url(engine_of("hermes")) as url:
+        body = body_of(stream=True, tool_choice="required")
+        events = events_of((await ask(url, "POST", PATH, body)).body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert calls[0] == {"name": "weather", "arguments": ""}
+    assert len(calls) > 5
+    assert json.loads("".join(call["arguments"] for call in calls)) == {"city": "Köln"}
+
+
+@pytest.mark.parametrize(
+    "reply", ["plain text", "<tool_call>{broken}</tool_call>", '<tool_call>{"name": "weather"', "a <tool_"]
+)
+async def test_what_is_no_call_is_content(reply: str) -> None:
+    async with server_url(engine_of("hermes", reply)) as url:
+        whole = (await ask(url, "POST", PATH, body_of())).json()["choices"][0]
+        events = events_of((await ask(url, "POST", PATH, body_of(stream=True))).body)
+    assert whole["message"] == {"role": "assistant", "content": reply, "refusal": None}
+    assert whole["finish_reason"] == "stop"
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == reply
+
+
+async def test_calls_are_parallel_unless_refused() -> None:
+    async with server_url(engine_of("hermes", REPLIES["hermes"] * 2)) as url:
+        both = (await ask(url, "POST", PATH, body_of())).json()["choices"][0]["message"]["tool_calls"]
+        one = (await ask(url, "POST", PATH, body_of(parallel_tool_calls=False))).json()
+    assert len({call["id"] for call in both}) == 2
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_a_reply_that_is_cut_ends_for_its_length() -> None:
+    async with server_url(engine_of("llama")) as url:
+        whole = (await ask(url, "POST", PATH, body_of(max_tokens=9))).json()["choices"][0]
+        forced = (await ask(url, "POST", PATH, body_of(max_tokens=43, tool_choice="required"))).json()
+    assert (whole["message"]["content"], whole["finish_reason"]) == ('{"name": ', "length")
+    (call,) = forced["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": '}
+    assert forced["choices"][0]["finish_reason"] == "length"
+
+
+async def test_choices_are_read_each_for_itself_and_logprobs_cover_calls() -> None:
+    reply = REPLIES["hermes"]
+    async with server_url(engine_of("hermes")) as url:
+        whole = (await ask(url, "POST", PATH, body_of(n=2, logprobs=True))).json()["choices"]
+        events = events_of((await ask(url, "POST", PATH, body_of(n=2, logprobs=True, stream=True))).body)
+    for choice in whole:
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert len(choice["logprobs"]["content"]) == len(reply)
+    for index in (0, 1):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        tokens = [each["token"] for one in mine if one["logprobs"] for each in one["logprobs"]["content"]]
+        assert "".join(tokens) == reply
+        assert sum("tool_calls" in one["delta"] for one in mine) == 2
+
+
+async def test_what_reaches_the_template_and_the_grammar() -> None:
+    engine = engine_of("hermes")
+    async with server_url(engine) as url:
+        await ask(url, "POST", PATH, body_of())
+        assert [tool["function"] for tool in engine.tools] == [
+            WEATHER["function"],
+            {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+        ]
+        assert engine.requests[-1].grammar is None
+        assert not engine.requests[-1].sampling.skip_special_tokens
+        await ask(url, "POST", PATH, body_of(tool_choice="none"))
+        assert engine.tools == ()
+        assert engine.requests[-1].sampling.skip_special_tokens
+        await ask(url, "POST", PATH, body_of(tool_choice="required"))
+        await ask(url, "POST", PATH, body_of(tool_choice=NAMED))
+    grammars = [request.grammar for request in engine.requests[-2:]]
+    assert isinstance(grammars[0], FakeGrammar) and isinstance(grammars[1], FakeGrammar)
+    required, named = grammars[0].structure, grammars[1].structure
+    assert required.frame and named.frame
+    assert (required.frame.most, named.frame.most) == (16, 1)
+    assert set(json.loads(required.source)["$defs"]) == {"weather", "clock"}
+    assert set(json.loads(named.source)["$defs"]) == {"weather"}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a bad name": (function(name="a b"), "tools[0].function.name"),
+    "a long name": (function(name="a" * 65), "tools[0].function.name"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    "names twice": ({"tools": [CLOCK, CLOCK]}, "tools"),
+    "too many": ({"tools": [CLOCK] * 129}, "tools"),
+    "another type": ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    "no object": (function(parameters={"type": "string"}), "tools[0].function.parameters"),
+    "no schema": (function(parameters=[]), "tools[0].function.parameters"),
+    "too large": (
+        function(parameters={"type": "object", "description": "x" * 70_000}),
+        "tools[0].function.parameters",
+    ),
+    "an unknown word": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    "an unknown function": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}},
+        "tool_choice",
+    ),
+    "a choice without tools": ({"tool_choice": "auto"}, "tool_choice"),
+    "a choice of no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "a format beside tools": (
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    "a bool as a string": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    "the old fields": ({"functions": [{"name": "f"}]}, "functions"),
+    "the old choice": ({"function_call": "auto"}, "function_call"),
+    "calls of a user": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "a",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls",
+    ),
+    "arguments that are no JSON": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_is_refused_is_named(case: str) -> None:
+    fields, param = REFUSED[case]
+    async with server_url(engine_of("hermes")) as url:
+        reply = await ask(url, "POST", PATH, {"messages": HELLO, **fields})
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_template_without_tools_refuses_them() -> None:
+    called = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", PATH, body_of())
+        history = await ask(url, "POST", PATH, {"messages": [*HELLO, called]})
+        assert (await ask(url, "POST", "/tokenize", body_of())).json()["error"]["param"] == "tools"
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+    assert "takes no tools" in reply.json()["error"]["message"]
+    assert (history.status, history.json()["error"]["param"]) == (400, "messages[1].tool_calls")
+    async with server_url(FakeEngine(tool_template="{{ tools }} <function=f>")) as url:
+        reply = await ask(url, "POST", PATH, body_of())
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
