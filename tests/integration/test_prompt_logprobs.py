@@ -24,7 +24,8 @@ from engine.outputs import PromptRows
 from engine.sampling.sampler import Sampler
 from engine.stream import OutputDelta, RequestStream
 from tests.packed import load_tiny, plain_logits, random_tokens
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_seats, whole_logits
+from tests.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
 
 PROMPT = random_tokens(np.random.default_rng(3), 50)
 NUM_TOP = 3
@@ -218,3 +219,24 @@ async def test_a_prompt_whose_logits_are_not_finite_fails_alone(
         assert isinstance(finish.error, RequestFailed)
         assert len((await read(good))[0]) == 12
         check(load_tiny("llama"), PROMPT[:45], (await read(submit(engine, "after", PROMPT[:45])))[1], NUM_TOP)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_recurrent_prompts_are_scored_piece_by_piece(family: str) -> None:
+    runner = make_recurrent_runner(family)
+    tokens, found = PROMPT[:20], []
+    for first, end in ((0, 7), (7, 8), (8, 20)):
+        step = pack_seats({1: Part(tokens, first, end, range(3, 3 + 20 // BLOCK_SIZE + 1))})
+        known = tokens[first + 1 : end + 1]
+        rows = PromptRows(
+            sequence=np.zeros(len(known), np.int32),
+            rows=np.arange(len(known)),
+            token_ids=np.array(known),
+            num_top=np.full(len(known), NUM_TOP, np.int32),
+        )
+        found += runner.run(replace(step, prompt_rows=rows)).prompt_logprobs
+    expected = whole_logits(family, tokens).log_softmax(dim=1)
+    assert [record.token_id for record in found if record] == tokens[1:]
+    for row, record in zip(expected, found, strict=False):
+        assert record is not None
+        assert record.logprob == pytest.approx(float(row[record.token_id]), abs=2e-3)

@@ -117,3 +117,43 @@ def test_adjustments_name_their_row() -> None:
         (0, False),
         (2, True),
     ]
+
+
+def banned_after(request: Request, *path: int) -> tuple[int, ...]:
+    """What the row that follows the request's tokens and these drafts may not draw."""
+    table = SamplingTable(1)
+    table.seat(0, request)
+    columns = table.gather(np.array([0]), [request], np.array([request.num_tokens]), [path])
+    return columns.adjustments[0].banned_token_ids if columns.adjustments else ()
+
+
+def test_a_bad_word_s_last_token_is_banned_where_its_others_end_the_output() -> None:
+    words = ((9,), (1, 2), (1, 2, 3), (2, 2))
+    request = make_request("a", [7, 1], bad_words=words)
+    assert banned_after(request) == (9,), "the prompt does not count"
+    assert banned_after(request, 1) == (9, 2)
+    assert banned_after(request, 1, 2) == (9, 3, 2), "drafts do"
+    request.append(1)
+    assert banned_after(request) == (9, 2)
+    assert banned_after(request, 2) == (9, 3, 2)
+    assert banned_after(request, 4) == (9,)
+
+
+def test_bad_words_join_the_stop_set() -> None:
+    request = make_request(bad_words=((3,),), min_tokens=1, stop_token_ids=frozenset((8,)))
+    assert banned_after(request) == (8, 3)
+
+
+def test_a_row_that_has_nothing_to_ban_needs_nothing() -> None:
+    assert gather_one(make_request(bad_words=((1, 2),))).adjustments == ()
+
+
+def test_rows_that_score_their_prompt_are_told_until_there_is_output() -> None:
+    table = SamplingTable(4)
+    done = make_request("done", prompt_logprobs=0)
+    done.append(5)
+    for row, request in enumerate(
+        (make_request("a", prompt_logprobs=0), make_request("b"), done, make_request("c", prompt_logprobs=2))
+    ):
+        table.seat(row, request)
+    assert table.scoring(np.array([3, 2, 1, 0])) == [0, 3]

@@ -175,3 +175,36 @@ def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
     assert inputs.drafts.sequence.tolist() == [1]
     assert inputs.seats is not None
     assert inputs.seats.tolist() == [kv.row("chunk"), kv.row("decode")]
+
+
+def prompt_rows(inputs: StepInputs) -> list[tuple[int, int, int, int]]:
+    """(sequence, row, token, number of the likeliest) of each."""
+    found = inputs.prompt_rows
+    assert found is not None
+    columns = (found.sequence, found.rows, found.token_ids, found.num_top)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_the_tokens_behind_a_chunk_of_a_scored_prompt_are_named() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    scored = make_request("scored", [20, 21, 22, 23, 24], prompt_logprobs=2)
+    plain = make_request("plain", [30, 31, 32])
+    last = make_request("last", [40, 41, 42], prompt_logprobs=0)
+    for request in (scored, plain, last):
+        kv.allocate(request.request_id, 5)
+    inputs = build(kv, (scored, 1, 2), (plain, 0, 3), (last, 0, 3))
+    assert prompt_rows(inputs) == [(0, 0, 22, 2), (0, 1, 23, 2), (2, 5, 41, 0), (2, 6, 42, 0)]
+    assert inputs.logits_rows.tolist() == [4, 7], "they are no rows to draw from"
+
+
+def test_a_scored_prompt_has_no_rows_behind_its_end() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    scored = make_request("scored", [20, 21], prompt_logprobs=2)
+    kv.allocate("scored", 4)
+    assert prompt_rows(build(kv, (scored, 0, 1))) == [(0, 0, 21, 2)]
+    assert build(kv, (scored, 1, 1)).prompt_rows is None
+    table = SamplingTable(kv.max_num_seqs)
+    table.seat(kv.row("scored"), scored)
+    scored.append(22)
+    cargo = [Cargo(ScheduledRequest("scored", 2, 1, True), scored)]
+    assert build_step_inputs(cargo, kv, table).prompt_rows is None
