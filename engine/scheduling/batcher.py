@@ -16,6 +16,7 @@ from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.cost_model import CostModel
 from engine.scheduling.deadlines import Load, earliest_finish_s
+from engine.scheduling.draft_slots import choose_drafts
 from engine.scheduling.explanation import explain
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
@@ -23,7 +24,6 @@ from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
 from engine.scheduling.step_inputs import NO_MOVES, Cargo, build_step_inputs
 from engine.scheduling.token_budget import TokenBudget
-from engine.speculation.controller import StepLoad
 from engine.speculation.draft_tape import DraftedToken
 from engine.speculation.speculative_decoder import SpeculativeDecoder
 
@@ -266,41 +266,14 @@ class ContinuousBatcher:
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
         return chunks
 
-    def _draft(self, decodes: list[Request], budget: TokenBudget) -> list[Cargo]:
-        """Spend what is left of the budget on drafts, best first; those that get any leave `decodes`."""
-        decoder = self.decoder
-        if not decodes:
-            return []
-        verified: list[Cargo] = []
-        load = StepLoad(
-            num_seqs=len(decodes),
-            num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
-            num_prefill_tokens=budget.num_prefill_tokens,
-            max_draft_tokens=budget.drafts_left,
-            draft_s=decoder.waited_s,
-        )
-        for request, drafted in decoder.choose(decodes, load):
-            num_known = len(request.token_ids)
-            count = self._seats.make_room_for_drafts(request, len(drafted))
-            if count == 0:
-                continue
-            budget.take_drafts(count)
-            scheduled = ScheduledRequest(
-                request.request_id, request.num_computed_tokens, 1 + count, True, count
-            )
-            verified.append(Cargo(scheduled, request, drafted[:count]))
-            assert num_known == request.num_computed_tokens + 1, "only decodes have drafts verified"
-        having_drafts = {cargo.scheduled.request_id for cargo in verified}
-        if having_drafts:
-            decodes[:] = [request for request in decodes if request.request_id not in having_drafts]
-        return verified
-
     def _decide(self, decodes: list[Request], chunks: list[_Chunk], budget: TokenBudget) -> BatchDecision:
         """Write the order for this step and let it fly, unless it is empty."""
-        verified = self._draft(decodes, budget)
+        verified = choose_drafts(self.decoder, decodes, budget, self._seats)
+        with_drafts = {cargo.scheduled.request_id for cargo in verified}
         cargo = [
             Cargo(ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True), request)
             for request in decodes
+            if request.request_id not in with_drafts
         ]
         cargo += [
             Cargo(
