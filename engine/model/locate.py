@@ -13,7 +13,7 @@ from engine.errors import StartRefused
 from engine.model.conversion_store import convert_once
 from engine.model.gguf_convert import CONVERTER_VERSION
 from engine.model.model_files import check_configuration, check_model_files
-from engine.model.model_source import BUILT_IN, find_bundled_gguf, resolve_model
+from engine.model.model_source import BUILT_IN, REPO_ID, find_bundled_gguf, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _find_converted(settings: ModelSettings, source: Path, home: Path, what: str
 
 def _find_download(settings: ModelSettings, home: Path) -> FoundModel:
     """A Hugging Face repo: in the local cache, whole or in part, or not there yet."""
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE or not REPO_ID.fullmatch(settings.model):
         return FoundModel("in the Hugging Face cache", resolve_model(settings, home))
     pending = "downloads it from the Hugging Face hub"
     try:

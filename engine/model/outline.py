@@ -61,16 +61,19 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     max_model_len = choose_max_model_len(settings.max_model_len, architecture.text_config)
     AttentionInterface.register(_NAME, _note_attention)
     layers: dict[int, LayerKv] = {}
+    config = copy.deepcopy(architecture.config)
+    # Models look for padding in the numbers of their input, of which there are none here.
+    config.get_text_config(decoder=True).pad_token_id = None
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(architecture.config), dtype=dtype, attn_implementation=_NAME
+                config, dtype=dtype, attn_implementation=_NAME, experts_implementation="batched_mm"
             )
             states = read_layer_states(model)
             width = _run(model.eval(), layers)
     except Exception as error:  # a model's code may do anything with a tensor
         raise NoOutline(first_line(error)) from error
-    config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)
     if len(layers) + len(states) != config.num_hidden_layers:
         raise NoOutline(f"{len(layers) + len(states)} of {config.num_hidden_layers} layers were seen")
     return LoadedModel(
