@@ -97,6 +97,8 @@ class Engine:
         if self._loop is not None and self._task is not None:
             self._loop.stop()
             await asyncio.wait([self._task])
+        if self.metrics.speculation.num_rounds:
+            log.info(self.metrics.speculation.format_report())
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def wait_dead(self) -> None:

@@ -161,7 +161,8 @@ class ContinuousBatcher:
     def can_meet(self, request: Request) -> bool:
         """False when a request not added yet cannot end by its deadline even if all goes well from now on.
 
-        Judged by `costs`; nothing is impossible while they are unknown. O(waiting), with a deadline.
+        Judged by `costs`, and by what drafts bring where they do well; nothing is impossible while that is
+        unknown. O(waiting), with a deadline.
         """
         if request.deadline is None:
             return True
@@ -173,7 +174,9 @@ class ContinuousBatcher:
             max_prefill_tokens=min(self.config.max_prefill_tokens, self.config.max_num_batched_tokens),
         )
         needed = earliest_finish_s(request, load, self.costs)
-        return needed is None or self._clock() + needed <= request.deadline
+        if needed is None:
+            return True
+        return self._clock() + needed / self.decoder.best_tokens_a_step <= request.deadline
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How a request stands and why it waits; None if it has ended. O(waiting)."""

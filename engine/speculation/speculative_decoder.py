@@ -35,6 +35,7 @@ class DraftSource:
     unasked: bool = True
 
 
+_KNOWN_ROUNDS = 32  # before these nobody knows what drafts bring
 _HARDLY_S = 1e-9  # that one more draft of a request adds to a micro-step
 
 
@@ -94,6 +95,23 @@ class SpeculativeDecoder:
     def speedup(self) -> float:
         """Of late, over steps without drafts as the costs know them; 1 while they are unknown."""
         return self._pace.ratio or 1.0
+
+    @property
+    def best_tokens_a_step(self) -> int:
+        """How many tokens a request may hope for a step: what one round in twenty commits.
+
+        1 where nothing is drafted; all that can be drafted while too little is known.
+        """
+        if not (self._sources and self._can_rewind):
+            return 1
+        if self.stats.num_rounds < _KNOWN_ROUNDS:
+            return 1 + self.config.max_draft_tokens
+        left = self.stats.num_rounds // 20
+        for num_accepted in range(len(self.stats.acceptance_histogram) - 1, 0, -1):
+            left -= self.stats.acceptance_histogram[num_accepted]
+            if left < 0:
+                return 1 + num_accepted
+        return 1
 
     # Requests come and go.
 

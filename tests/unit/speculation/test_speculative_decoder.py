@@ -479,3 +479,16 @@ def test_the_pace_is_held_against_steps_without_drafts() -> None:
     assert decoder.speedup == pytest.approx(2.0), "three tokens each in the time of one and a half"
     decoder.observe_pass(2, 8, 6, 0.12)
     assert decoder.stats.verify_s == 0.12
+
+
+def test_what_a_step_may_bring_is_all_at_first_then_what_one_round_in_twenty_brings() -> None:
+    world = World()
+    assert world.decoder.best_tokens_a_step == 1 + world.decoder.config.max_draft_tokens
+    for _ in range(38):
+        world.decoder.stats.observe_round("ngram", 3, 0, 1)
+    world.decoder.stats.observe_round("ngram", 3, 3, 4)
+    world.decoder.stats.observe_round("ngram", 3, 2, 3)
+    assert world.decoder.best_tokens_a_step == 1, "two in forty are not more than one in twenty"
+    world.decoder.stats.observe_round("ngram", 3, 2, 3)
+    assert world.decoder.best_tokens_a_step == 3
+    assert SpeculativeDecoder.without_drafters().best_tokens_a_step == 1
