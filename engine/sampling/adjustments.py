@@ -17,6 +17,11 @@ from engine.outputs import Float32, Int64, LogitAdjustment
 from engine.structured_output import TokenMask
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
+# What eight tokens' bits of a mask add to their logits: many times faster than filling by condition.
+_VALUES_OF_BITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
+
 RowPlan = dict[Kind, tuple[Int64, Float32]]  # token ids and one number for each; absent = not asked for
 
 
@@ -58,17 +63,13 @@ def _forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask | None]) -> None
     if not rows:
         return
     packed = np.stack([mask for mask in masks.values() if mask is not None])  # [rows, ceil(vocab / 8)]
-    if logits.device.type == "cpu":
-        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[1]))
-    else:
-        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        bits = torch.from_numpy(packed).to(logits.device).unsqueeze(2) >> shifts & 1
-        allowed = bits.flatten(1)[:, : logits.shape[1]]  # [rows, vocab]
+    values = torch.from_numpy(_VALUES_OF_BITS).to(logits.device)
+    places = torch.from_numpy(packed).to(logits.device).int()
+    forbidden = torch.nn.functional.embedding(places, values).flatten(1)[:, : logits.shape[1]]
     if len(rows) == len(logits):
-        logits.masked_fill_(allowed == 0, -torch.inf)
+        logits += forbidden
     else:
-        index = torch.tensor(rows, device=logits.device)
-        logits[index] = logits[index].masked_fill_(allowed == 0, -torch.inf)
+        logits.index_add_(0, torch.tensor(rows, device=logits.device), forbidden)
 
 
 def _cells(

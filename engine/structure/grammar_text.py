@@ -11,12 +11,11 @@ from engine.structured_output import Frame, StructuredOutput
 
 # Without it llguidance spells out long forced texts in advance, at any cost, and allows one spelling only.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# JSON's whitespace, but never so much that a reply is nothing else. Without \u and \/ every key has a single
-# spelling, so that none comes twice.
-_JSON_OPTIONS = {
-    "whitespace_pattern": r"[ \t]{1,4}|\r?\n[ \t]{0,32}",
-    "json_allowed_escapes": '"\\bfnrt',
-}
+# JSON's whitespace, but never so much that a reply is nothing else.
+_WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,32}"
+# With \u a key could be spelled in two ways, and come twice: only for characters that need it.
+_ESCAPES = '"\\bfnrt'
+_NEEDS_U = re.compile(r"\\u00[01]")
 
 
 def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -39,7 +38,9 @@ def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int])
 
 
 def _json(schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]) -> str:
-    value = "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
+    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
+    value = "%json " + json.dumps({**schema, "x-guidance": options})
     if frame is None:
         return f"{_OPTIONS}start: {value}"
     before, after, between = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from engine.outputs import LogitAdjustment
 from engine.sampling.adjustments import apply_adjustments
+from engine.structured_output import TokenMask
 
 INF = math.inf
 LOGITS = (2.0, -2.0, 0.0, 4.0)
@@ -99,3 +101,44 @@ def test_bad_data_ends_its_own_row_only(fields: dict[str, object], reason: str) 
     assert "\n" not in errors[1]
     assert logits[1].tolist() == list(LOGITS)
     assert logits[0].tolist() == logits[2].tolist() == [-INF, -2.0, 0.0, 4.0]
+
+
+def packed(*token_ids: int, vocab_size: int = 4) -> TokenMask:
+    bits = np.zeros(vocab_size, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def test_a_mask_leaves_what_it_allows_and_everything_else_still_counts() -> None:
+    assert apply(allowed_mask=packed(0, 2)) == [2.0, -INF, 0.0, -INF]
+    assert apply(allowed_mask=packed(0, 2), banned_token_ids=(2,)) == [2.0, -INF, -INF, -INF]
+    assert apply(allowed_mask=packed(0, 2), allowed_token_ids=(2, 3)) == [-INF, -INF, 0.0, -INF]
+    assert apply(allowed_mask=packed(0, 2), logit_bias=((2, 5.0), (3, 100.0))) == [2.0, -INF, 5.0, -INF]
+    assert apply(allowed_mask=packed(1, 3), repetition_penalty=2.0, output_token_ids=(0, 1)) == [
+        *(-INF, -4.0, -INF, 4.0)
+    ]
+    assert apply(allowed_mask=packed()) == [-INF] * 4
+
+
+def test_masks_change_their_own_rows_only() -> None:
+    vocab_size = 77
+    logits = torch.randn(5, vocab_size)
+    wanted = logits.clone()
+    wanted[1, 1:] = -INF
+    wanted[3, :76] = -INF
+    masks = {1: packed(0, vocab_size=vocab_size), 3: packed(76, vocab_size=vocab_size)}
+    adjustments = [LogitAdjustment(row=i, allowed_mask=masks.get(i)) for i in range(5)]
+    assert apply_adjustments(logits, adjustments) == {}
+    torch.testing.assert_close(logits, wanted)
+
+
+def test_a_mask_for_another_vocabulary_is_its_rows_own_error() -> None:
+    logits = torch.tensor([LOGITS, LOGITS])
+    adjustments = [
+        LogitAdjustment(row=0, allowed_mask=packed(0, vocab_size=9)),
+        LogitAdjustment(row=1, allowed_mask=packed(0)),
+    ]
+    assert apply_adjustments(logits, adjustments) == {
+        0: "bad logit adjustment: a mask of 2 bytes is not for 4 tokens"
+    }
+    assert logits.tolist() == [list(LOGITS), [2.0, -INF, -INF, -INF]]
