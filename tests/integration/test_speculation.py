@@ -83,6 +83,20 @@ async def test_text_is_the_same_by_default(
         assert found.stats.num_accepted > 0
 
 
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+async def test_greedy_text_is_the_same_by_any_verification(
+    verification: str, world: World, families: list[Family], expected: Run
+) -> None:
+    """Beside others who draw, and whose text may be another."""
+    flags = [*SOURCES["draft model"].flags_in(world), "--draft-verification", verification, *ALWAYS]
+    flags += ["--speculation-schedule", "sync"]
+    for name in ("crowd", "recompute"):
+        found = await speak_drafted(world.target, flags, SETTINGS[name], families, expected)
+        found.spoken = {each: found.spoken[each] for each, kind in found.kinds.items() if kind == "greedy"}
+        assert differences(expected, found) == []
+        assert min(found.stats.num_accepted, found.stats.num_rejected) > 50
+
+
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid"])
 async def test_text_is_the_same_where_nothing_can_be_taken_back(
     family: str, world: World, families: list[Family], tmp_path: Path
