@@ -99,7 +99,9 @@ async def main(url: str, num_streams: int, num_tokens: int, per_second: float = 
     bad = [fault for fault in faults if fault]
     num_events = sum(reply.count(b"data: ") for reply in replies)
     print(
-        json.dumps({"whole": num_streams - len(bad), "events": num_events, "first_fault": (bad or [None])[0]})
+        json.dumps(
+            {"whole": num_streams - len(bad), "events": num_events, "first_fault": bad[0] if bad else None}
+        )
     )
 
 
