@@ -35,7 +35,7 @@ class Chart {
     this.oldest.textContent = `${sayDuration(span)} ago`;
     const known = this.points.flatMap((point) => point.values).filter((value) => value !== null);
     const top = niceTop(Math.max(this.floor, ...known));
-    this.peak.textContent = this.format(top);
+    this.peak.textContent = known.length > 0 ? this.format(top) : "";
     const lines = [0, 1].map((i) => this.trace(i, top));
     this.path("first", lines[0].line);
     this.path("area", lines[0].area);

@@ -118,7 +118,7 @@ class Figures {
       setText(`${name}-p95`, say(charted[name][1], saySeconds));
     }
     setText("ttft-note", sayCount(within((each) => each.ttft), "request", "in the last minute"));
-    setText("itl-note", sayCount(within((each) => each.itl), "gap", "in the last minute"));
+    setText("itl-note", sayCount(within((each) => each.itl), "interval", "in the last minute"));
   }
 
   showDrafts() {

@@ -85,7 +85,8 @@ class PromptBox {
   }
 
   fail(error) {
-    this.failure.textContent = error.message;
+    const keyless = error.status === 401;
+    this.failure.textContent = keyless ? "This server asks for an API key: give one below." : error.message;
     this.failure.hidden = false;
     setText("reply-note", "");
   }
@@ -97,6 +98,7 @@ class PromptRun {
     this.reply = reply;
     this.reply.replaceChildren();
     this.reply.classList.toggle("undrafted", !speculates);
+    this.splitter = new ChunkSplitter();
     this.sentAt = performance.now();
     this.firstAt = null;
     this.numFirst = 0; // tokens of the first chunk, which took no time after it
@@ -130,7 +132,7 @@ class PromptRun {
     setText("reply-tokens", sayNumber(this.numTokens));
     const elapsed = (now - this.firstAt) / 1000;
     if (elapsed > 0.2) setText("reply-speed", `${sayNumber((this.numTokens - this.numFirst) / elapsed)} /s`);
-    this.append(splitChunk(choice));
+    this.append(this.splitter.split(choice));
   }
 
   append(pieces) {
@@ -160,7 +162,7 @@ class PromptRun {
   }
 
   end() {
-    if (this.numTokens === 0) this.reply.replaceChildren();
+    document.getElementById("summary").hidden = this.numTokens === 0;
   }
 }
 

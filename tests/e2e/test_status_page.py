@@ -1,0 +1,305 @@
+"""The page at /: its headers, that it needs nothing from outside, and that it reads what the server has."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from collections import Counter
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine import FinishReason
+from server.status_page import load_page
+from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.wire import Wire, ask
+from tests.fake_engine import FakeEngine
+
+VOID = {"meta", "link", "input", "path", "br"}
+PURE = ("words.js", "exposition.js", "history.js", "event_stream.js")
+
+
+class Outline(HTMLParser):
+    """Tags that must balance, attributes, and the text of each style and script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.inline: dict[str, list[str]] = {"style": [], "script": []}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in self.inline:
+            self.inline[tag].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in self.inline:
+            self.inline[self.open[-1]][-1] += data
+
+
+@pytest.fixture(scope="module")
+def outline() -> Outline:
+    parser = Outline()
+    parser.feed(load_page().html)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def script_of(outline: Outline) -> str:
+    return "".join(outline.inline["script"])
+
+
+async def test_the_page_is_served_to_anyone_and_nothing_else_is() -> None:
+    async with server_url(FakeEngine(), api_key=("k",), protect_metrics=True) as url:
+        reply = await ask(url, "GET", "/")
+        for path in ("/metrics", "/static/status.html", "/status.html", "//"):
+            assert (await ask(url, "GET", path)).status == 401, path
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.body.decode() == load_page().html
+
+
+async def test_head_is_get_without_a_body_and_nothing_else_is_taken() -> None:
+    async with server_url(FakeEngine()) as url:
+        whole = await ask(url, "GET", "/")
+        wire = await Wire.connect(url)
+        await wire.send("HEAD", "/")
+        status, headers = await wire.head()
+        await wire.send("POST", "/", b"{}")  # a body after HEAD's reply would be read as this one's
+        refused = await wire.reply()
+        document = (await ask(url, "GET", "/openapi.json")).json()
+        await wire.close()
+    assert (status, headers["content-length"]) == (200, str(len(whole.body)))
+    assert headers["content-security-policy"] == whole.headers["content-security-policy"]
+    assert refused.status == 405
+    assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    assert "/" not in document["paths"]
+
+
+def test_the_policy_allows_exactly_what_the_page_holds(outline: Outline) -> None:
+    rules = dict(rule.split(" ", 1) for rule in load_page().policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["frame-ancestors"] == rules["trusted-types"] == "'none'"
+    assert (rules["connect-src"], rules["img-src"]) == ("'self'", "data:")
+    for tag in ("style", "script"):
+        texts = outline.inline[tag]
+        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert rules[f"{tag}-src"].split() == [f"'sha256-{each}'" for each in hashes]
+    assert len(outline.inline["style"]) == 1
+    assert len(outline.inline["script"]) == sum(each.name.endswith(".js") for each in _parts())
+
+
+def test_nothing_comes_from_outside(outline: Outline) -> None:
+    html = load_page().html
+    assert not re.search(r"https?://|@import|url\(|srcset|<iframe|<object", html)
+    assert "<!-- script" not in html
+    links = {(tag, name, value) for tag, name, value in outline.attributes if name in ("src", "href")}
+    targets = {("link", "data:,"), ("a", "/metrics"), ("a", "/docs"), ("a", "#ask")}
+    assert links == {(tag, "href", value) for tag, value in targets}
+    assert not [each for each in outline.attributes if each[1].startswith("on") or each[1] == "style"]
+
+
+def test_what_a_server_says_never_becomes_markup(outline: Outline) -> None:
+    sinks = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|javascript:"
+    )
+    assert not re.search(sinks, script_of(outline))
+
+
+def test_every_element_the_scripts_look_for_is_there_once(outline: Outline) -> None:
+    script = script_of(outline)
+    ids = Counter(value for _, name, value in outline.attributes if name == "id")
+    assert max(ids.values()) == 1
+    asked = set(re.findall(r"(?:getElementById|setText|number)\(\s*\"([\w-]+)\"", script))
+    assert len(asked) > 30
+    assert asked <= ids.keys()
+    labels = {value for tag, name, value in outline.attributes if (tag, name) == ("label", "for")}
+    assert labels <= ids.keys()
+    charts = {value for _, name, value in outline.attributes if name == "data-chart"}
+    assert charts == set(re.findall(r"^  \"?([\w-]+)\"?: \{ name:", script, re.MULTILINE))
+    counts = {key.removeprefix("count-") for key in ids if key.startswith("count-")}
+    block = re.search(r"counts: \{(.*?)\n    \}", script, re.DOTALL)
+    assert block is not None
+    assert counts == set(re.findall(r"^      (\w+):", block.group(1), re.MULTILINE))
+
+
+async def test_every_metric_the_page_reads_exists(outline: Outline) -> None:
+    script = script_of(outline)
+    asked = set(re.findall(r"\"(slipstream_\w+[a-z]|process_\w+)\"", script))
+    assert len(asked) > 15
+    async with server_url(FakeEngine()) as url:
+        await ask(url, "GET", "/version")
+        text = (await ask(url, "GET", "/metrics")).body.decode()
+    families = list(text_string_to_metric_families(text))
+    samples = {sample.name: sample for family in families for sample in family.samples}
+    assert asked <= samples.keys() | {family.name for family in families if family.type == "histogram"}
+    assert samples["slipstream_num_requests_running"].labels["model_name"] == MODEL
+    assert samples["slipstream_build_info"].labels["version"]
+    states = set(re.findall(r"blocks\(\"(\w+)\"\)", script))
+    assert states == {sample.labels["state"] for sample in _family(families, "kv_cache_blocks").samples}
+    reasons = set(re.findall(r"\"(\w+)\"", "".join(re.findall(r"finished\((\".*?)\)", script))))
+    assert reasons | {"deadline"} == {reason.value for reason in FinishReason}
+
+
+def _family(families: list[Any], name: str) -> Any:
+    return next(family for family in families if family.name == f"slipstream_{name}")
+
+
+def _parts() -> list[Any]:
+    return [each for each in files("server").joinpath("static").iterdir() if each.is_file()]
+
+
+def test_a_wheel_holds_the_page() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    assert "static/*" in project["tool"]["setuptools"]["package-data"]["server"]
+    assert {each.name.rsplit(".", 1)[1] for each in _parts()} == {"html", "css", "js"}
+
+
+def run_node(script: str, *flags: str) -> str:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node is installed, which checks the page's scripts")
+    done = subprocess.run([node, *flags, "-"], input=script, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_scripts_parse_together(outline: Outline) -> None:
+    run_node(script_of(outline), "--check")
+
+
+def compute(expression: str) -> Any:
+    """What an expression over the page's pure parts gives."""
+    sources = [files("server").joinpath("static", name).read_text(encoding="utf-8") for name in PURE]
+    return json.loads(run_node("\n".join((*sources, f"console.log(JSON.stringify({expression}))"))))
+
+
+def test_metrics_are_read_as_they_are_written() -> None:
+    text = r"""# HELP a A.
+a{model_name="x",path="C:\\d \"q\" {1}\n",b=""} 1.5
+a{model_name="x"} 2e+01 1700000000
+a_bucket{le="0.5",phase="x"} 3.0
+a_bucket{le="+Inf",phase="x"} 4.0
+a_bucket{le="0.5",phase="y"} 1.0
+a_bucket{le="+Inf",phase="y"} 1.0
+plain 7
+broken{
+"""
+    found = compute(f"""(m => [m.sum("a"), m.sum("a", l => l.b === ""), m.sum("none"), m.label("a", "path"),
+        m.label("a", "none"), m.histogram("a").map(([b, t]) => [String(b), t]), m.sum("plain")])
+        (new Exposition({json.dumps(text)}))""")
+    assert found == [21.5, 1.5, 0, 'C:\\d "q" {1}\n', "", [["0.5", 4], ["Infinity", 5]], 7]
+
+
+def test_percentiles_and_rates_are_of_the_window_alone() -> None:
+    found = compute("""(() => {
+      const line = new Timeline();
+      const at = (time, generated, buckets, started = 1) => {
+        line.add({ at: time, generated, buckets, started });
+        const pick = (each) => each.buckets;
+        const quantiles = line.quantiles(pick, [0, 0.5, 0.95], 60);
+        return [line.rate((each) => each.generated, 5), quantiles, line.snapshots.length];
+      };
+      return [
+        at(0, 0, [[1, 100], [2, 100], [Infinity, 100]]),
+        at(4, 20, [[1, 110], [2, 120], [Infinity, 120]]),
+        at(100, 20, [[1, 110], [2, 120], [Infinity, 120]]),
+        at(101, 30, [[1, 110], [2, 120], [Infinity, 124]]),
+        at(302, 30, [[1, 110], [2, 120], [Infinity, 124]]),
+        at(303, 3, [[1, 1], [2, 1], [Infinity, 1]]),
+        at(304, 4, [[1, 2], [2, 2], [Infinity, 2]], 2),
+      ];
+    })()""")
+    nothing = [None, None, None]
+    assert found == [
+        [None, nothing, 1],
+        [5, [0, 1, 1.9], 2],
+        [None, nothing, 3],
+        [10, [2, 2, 2], 4],
+        [None, nothing, 4],
+        [None, nothing, 1],
+        [None, nothing, 1],
+    ]
+
+
+def test_events_are_whole_wherever_the_bytes_are_cut() -> None:
+    stream = ': keep-alive\n\ndata: {"a":"é\\n"}\n\ndata:x\r\n\r\ndata: y\ndata: z\n\ndata: [DONE]\n\n'
+    found = compute(f"""(text => [...Array(text.length + 1).keys()].map(cut => {{
+        const splitter = new EventSplitter();
+        return [...splitter.push(text.slice(0, cut)), ...splitter.push(text.slice(cut))];
+    }}))({json.dumps(stream)})""")
+    assert found == [['{"a":"é\\n"}', "x", "y\nz", "[DONE]"]] * (len(stream) + 1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "pieces"),
+    [
+        pytest.param([(["one"], "one")], [("one", False)], id="alone"),
+        pytest.param([(["a", "b", "c"], "abc")], [("a", True), ("b", True), ("c", False)], id="drafted"),
+        pytest.param([(["a", "b", "<end>"], "ab")], [("a", True), ("b", True), ("", False)], id="end"),
+        pytest.param(
+            [([b"\xe2\x82", b"\xac", "!"], "€!")], [("", True), ("€", True), ("!", False)], id="bytes"
+        ),
+        pytest.param(
+            [([b"\xe2"], ""), ([b"\x82\xac", "x"], "€x")], [("", False), ("€", True), ("x", False)], id="cut"
+        ),
+        pytest.param([(["held", " back", "x"], "d backx")], [("d back", True), ("x", False)], id="held"),
+        pytest.param([(["p", "q"], "other")], [("other", True), ("", False)], id="unspelt"),
+        pytest.param(
+            [(["p", "q"], "other"), (["r"], "r")], [("other", True), ("", False), ("r", False)], id="after"
+        ),
+    ],
+)
+def test_all_but_the_last_token_of_a_chunk_were_drafted(
+    chunks: list[tuple[list[str | bytes], str]], pieces: list[tuple[str, bool]]
+) -> None:
+    choices = []
+    for tokens, text in chunks:
+        spelt = [token.encode() if isinstance(token, str) else token for token in tokens]
+        content = [
+            {"token": each.decode("utf-8", "replace"), "bytes": list(each), "logprob": 0.0} for each in spelt
+        ]
+        choice = {
+            "delta": {"content": text},
+            "token_ids": [1] * len(tokens),
+            "logprobs": {"content": content},
+        }
+        choices.append(choice)
+    found = compute(f"(s => {json.dumps(choices)}.flatMap(choice => s.split(choice)))(new ChunkSplitter())")
+    assert [(each["text"], each["drafted"]) for each in found] == pieces
+
+
+def test_chunks_without_logprobs_still_tell_how_many() -> None:
+    chunk = '{"delta": {"content": "abc"}, "token_ids": [1, 2, 3], "logprobs": null}'
+    found = compute(f"new ChunkSplitter().split({chunk})")
+    assert [(each["text"], each["drafted"]) for each in found] == [("abc", True), ("", False)]
+
+
+def test_numbers_are_said_shortly() -> None:
+    found = compute("""[sayNumber(0), sayNumber(9.96), sayNumber(131.4), sayNumber(12345), sayNumber(2.5e6),
+      saySeconds(0.0004), saySeconds(0.0123), saySeconds(1.5), saySeconds(640), sayShare(0.004), sayShare(0.655),
+      sayDuration(59), sayDuration(3600), sayDuration(3 * 86400), say(null, sayNumber), say(NaN, sayNumber)]""")
+    assert found == [
+        *("0", "10.0", "131", "12,345", "2.50 M", "0.4 ms", "12 ms", "1.50 s", "640 s", "0.4 %", "66 %"),
+        *("59 s", "1 h 0 min", "3 d 0 h", "–", "–"),
+    ]
