@@ -123,7 +123,7 @@ def _warnings(result: BenchResult) -> Iterator[str]:
         yield "Note: the server has no /tokenize; prompts are only about as long as asked for."
     if client.is_bottleneck:
         yield (
-            f"Warning: this client was busy ({client.cpu_share:.0%} of a core, "
-            f"{client.loop_lag_ms.p99:.0f} ms late at p99): the latencies are partly its own. "
-            "Use another machine or a smaller load."
+            f"Warning: this client ran {client.loop_lag_ms.p99:.0f} ms late at p99 and took "
+            f"{client.cpu_share:.0%} of a core: the latencies are partly its own. "
+            "Give it a less busy machine or a smaller load."
         )

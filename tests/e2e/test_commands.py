@@ -522,7 +522,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
 async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
     engine = fast_engine(gate=lambda i: asyncio.sleep(0 if i < 3 else 60))
     async with server_url(engine) as url:
-        with ChatTerminal("--url", url) as chat:
+        with ChatTerminal("--url", url, "--temperature", "0") as chat:
             await chat.expect(r"> ")
             chat.say("hello\n")
             await chat.expect(r"<us")
