@@ -238,7 +238,7 @@ async def test_it_shows_and_speculation_changes_nothing(
         basics = {**BASIC[path], **MODES[mode]}
         words = await said(servers, path, mode)
         beside = {**basics, **row.beside(words)}
-        for value in row.good if row.is_good_anywhere else ():
+        for value in row.good if row.is_good_anywhere and mode == "seeded" else ():
             await servers.ask(path, {**basics, "max_tokens": 16, **row.needs, row.name: value})
         if row.shows is None or mode not in row.modes:
             continue
