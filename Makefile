@@ -6,11 +6,12 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
+	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
@@ -33,6 +34,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest -m 'not bench and not gpu' $(ARGS)
+
+test-browser: $(STAMP)
+	@$(BIN)/python -m pytest -m browser $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

@@ -1,4 +1,4 @@
-"""GET /: the status page, one HTML file with its style and scripts inside, under a policy that lets nothing else in.
+"""GET /: the status page, one HTML file that holds its style and scripts, under a policy that admits no more.
 
 The parts lie in static/ as files of their own, so that each can be read and checked; they are joined once.
 """

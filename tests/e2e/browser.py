@@ -170,10 +170,9 @@ class Tab:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
-    async def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole document."""
-        result = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(result["data"]))
+    async def screenshot(self) -> bytes:
+        """A PNG of the window."""
+        return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
 
     @property
     def complaints(self) -> list[str]:

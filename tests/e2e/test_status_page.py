@@ -296,9 +296,12 @@ def test_chunks_without_logprobs_still_tell_how_many() -> None:
 
 
 def test_numbers_are_said_shortly() -> None:
-    found = compute("""[sayNumber(0), sayNumber(9.96), sayNumber(131.4), sayNumber(12345), sayNumber(2.5e6),
-      saySeconds(0.0004), saySeconds(0.0123), saySeconds(1.5), saySeconds(640), sayShare(0.004), sayShare(0.655),
-      sayDuration(59), sayDuration(3600), sayDuration(3 * 86400), say(null, sayNumber), say(NaN, sayNumber)]""")
+    found = compute("""[
+      sayNumber(0), sayNumber(9.96), sayNumber(131.4), sayNumber(12345), sayNumber(2.5e6),
+      saySeconds(0.0004), saySeconds(0.0123), saySeconds(1.5), saySeconds(640),
+      sayShare(0.004), sayShare(0.655), sayDuration(59), sayDuration(3600), sayDuration(3 * 86400),
+      say(null, sayNumber), say(NaN, sayNumber),
+    ]""")
     assert found == [
         *("0", "10.0", "131", "12,345", "2.50 M", "0.4 ms", "12 ms", "1.50 s", "640 s", "0.4 %", "66 %"),
         *("59 s", "1 h 0 min", "3 d 0 h", "–", "–"),
