@@ -95,7 +95,7 @@ def _figures(result: BenchResult) -> Iterator[str]:
         drafts = summary.drafts
         yield (
             f"drafts      {drafts.acceptance_rate:.0%} of {drafts.num_proposed:,} accepted, "
-            f"{drafts.tokens_per_step:.2f} tokens a verified step"
+            f"{drafts.tokens_per_step:.2f} tokens a step that had some"
         )
     elif summary.drafts is not None:
         yield "drafts      none"

@@ -228,7 +228,8 @@ class _Connection(asyncio.Protocol):
 def _reason(error: OSError) -> str:
     """What the system says, in a few words that hold no address: equal failures are counted together."""
     if isinstance(error, ssl.SSLError):
-        return f"TLS: {getattr(error, 'verify_message', '') or error.reason or 'failed'}".lower()
+        why = getattr(error, "verify_message", "") or error.reason or "failed"
+        return f"TLS: {why.replace('_', ' ').lower()}"
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
         return "connection refused"  # by every address of the host, in the second case
     if isinstance(error, ConnectionError):
