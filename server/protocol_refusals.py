@@ -19,10 +19,6 @@ class Refusal:
     harmless: tuple[object, ...] = ()
 
 
-def _not_yet(name: str, *harmless: object) -> tuple[str, Refusal]:
-    return name, Refusal(f"'{name}' is not supported yet.", harmless)
-
-
 def _never(name: str, *harmless: object, hint: str = "") -> tuple[str, Refusal]:
     return name, Refusal(f"'{name}' is not supported{hint}.", harmless)
 

@@ -41,7 +41,7 @@ def check_error(reply: RawReply, status: int, kind: str, code: str | None, param
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
         ({"messages": HELLO, "logprobs": 1}, "logprobs"),
         ({"messages": HELLO, "top_logprobs": 1}, "top_logprobs"),

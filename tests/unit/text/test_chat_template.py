@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import InvalidRequest, StartRefused
+from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from tests import tool_templates
 from tests.unit.text.builders import CHATML, byte_level, load, save
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -122,3 +125,40 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).render_chat_text(HELLO).startswith("<|im_start|>user")
     (tmp_path / "chat_template.jinja").unlink()
     assert not Tokenizer(tmp_path).has_chat_template
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("family", tool_templates.ALL)
+def test_a_template_that_reads_tools_shows_them(directory: Path, family: str) -> None:
+    template = tool_templates.ALL[family]
+    tokenizer = Tokenizer(directory, template)
+    assert tokenizer.tool_template == template
+    assert '"name": "add"' in tokenizer.render_chat_text(HELLO, [TOOL])
+    assert '"name": "add"' not in tokenizer.render_chat_text(HELLO)
+
+
+@pytest.mark.parametrize("template", [CHATML, tool_templates.NO_TOOLS, "tools {# tools #} {{ 'tools' }}"])
+def test_a_template_that_does_not_read_them_refuses_them(directory: Path, template: str) -> None:
+    tokenizer = Tokenizer(directory, template)
+    assert tokenizer.tool_template is None
+    with pytest.raises(InvalidRequest, match="takes no tools") as caught:
+        tokenizer.render_chat_text(HELLO, [TOOL])
+    assert caught.value.param == "tools"
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them_alone(directory: Path) -> None:
+    tokenizer = load("byte_level")._chat_template._tokenizer
+    own = {"default": "plain{{ messages | length }}", "tool_use": "tools{{ tools | length }}"}
+    found = ChatTemplate(_WithTemplates(tokenizer, own))
+    assert (found.render(HELLO), found.render(HELLO, [TOOL])) == ("plain1", "tools1")
+    assert (found.text, found.tool_text) == (own["default"], own["tool_use"])
+
+
+class _WithTemplates:
+    """A tokenizer whose files hold several templates."""
+
+    def __init__(self, tokenizer: Any, templates: dict[str, str]) -> None:
+        self.apply_chat_template = tokenizer.apply_chat_template
+        self.chat_template = templates
