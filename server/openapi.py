@@ -1,4 +1,4 @@
-"""The OpenAPI document's account of the bodies that routes read for themselves."""
+"""The OpenAPI document's account of what routes read and answer for themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,38 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 _SCHEMAS = "#/components/schemas/"
+_OWN_ERRORS = ("HTTPValidationError", "ValidationError")  # FastAPI's, which no route answers with
+_NULLABLE_STRING = {"type": ["string", "null"]}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_STRING,
+                "code": _NULLABLE_STRING,
+            },
+        }
+    },
+}
+_ERROR = {
+    "description": "An error",
+    "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+}
+# What each of these answers with besides, or in place of, JSON.
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
+_MORE_CONTENT = {"/v1/completions": _EVENTS, "/v1/chat/completions": _EVENTS}
+_OTHER_CONTENT = {
+    "/metrics": {
+        "text/plain": {"schema": {"type": "string"}},
+        "application/openmetrics-text": {"schema": {"type": "string"}},
+    }
+}
+_READINESS = frozenset({"/health", "/health/live", "/ping", "/health/ready", "/ready"})
 
 
 def json_body(kind: type[BaseModel]) -> dict[str, Any]:
@@ -18,7 +50,7 @@ def json_body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
-    """Have the application's document define `kinds`, which `json_body` refers to."""
+    """Have the application's document define `kinds`, which `json_body` refers to, and what is answered."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -27,7 +59,22 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
             [(kind, "validation") for kind in kinds], ref_template=_SCHEMAS + "{model}"
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(found.get("$defs", {}))
+        schemas.update(found.get("$defs", {}), Error=_ERROR_SCHEMA)
+        for name in _OWN_ERRORS:
+            schemas.pop(name, None)
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                _describe_replies(path, operation["responses"])
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_replies(path: str, responses: dict[str, Any]) -> None:
+    """The media types of a good reply, and the one shape of every other."""
+    responses.pop("422", None)
+    content = responses["200"]["content"]
+    responses["200"]["content"] = _OTHER_CONTENT.get(path, {**content, **_MORE_CONTENT.get(path, {})})
+    responses["default"] = _ERROR
+    if path in _READINESS:
+        responses["503"] = {"description": "Not now", "content": content}

@@ -1,0 +1,147 @@
+"""The OpenAPI document says what there is, and nothing that follows it, or nearly, makes the server fail."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from engine import Engine
+from server.app import build_app
+from tests.e2e.http_server import make_settings
+from tests.fake_engine import FakeEngine
+
+ROUTES = {
+    ("post", "/v1/completions"),
+    ("post", "/v1/chat/completions"),
+    ("get", "/v1/models"),
+    ("get", "/v1/models/{model_id}"),
+    ("post", "/tokenize"),
+    ("post", "/detokenize"),
+    ("get", "/tokenizer_info"),
+    *(("get", path) for path in ("/health", "/health/live", "/ping", "/health/ready", "/ready")),
+    *(("get", path) for path in ("/metrics", "/version", "/load", "/server_info")),
+    ("post", "/v1/requests/{request_id}/cancel"),
+    ("patch", "/v1/requests/{request_id}"),
+    ("get", "/v1/requests/{request_id}"),
+    ("post", "/reset_prefix_cache"),
+}
+GENERATE = {"/v1/completions", "/v1/chat/completions"}
+MANY, BROKEN, FEW = 40, 12, 2  # examples of a route
+
+
+@dataclass
+class ForgetfulEngine(FakeEngine):
+    """Has a prefix cache with nothing in it."""
+
+    def reset_prefix_cache(self) -> int:
+        return 0
+
+
+def document_of() -> tuple[Any, dict[str, Any]]:
+    """The application over an engine that answers anything, and its document."""
+    app = build_app(make_settings(max_n=2), cast(Engine, ForgetfulEngine(max_model_len=64)))
+    return app, app.openapi()
+
+
+def test_every_route_is_there_with_its_body_and_its_error() -> None:
+    _, document = document_of()
+    operations = {
+        (method, path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert set(operations) == ROUTES
+    for (method, path), operation in operations.items():
+        assert operation["responses"]["default"]["content"]["application/json"], path
+        assert "422" not in operation["responses"], path
+        bare = {"/v1/requests/{request_id}/cancel", "/reset_prefix_cache"}
+        assert ("requestBody" in operation) == (method in ("post", "patch") and path not in bare), path
+    for path in GENERATE:
+        content = operations["post", path]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
+    assert "text/plain" in operations["get", "/metrics"]["responses"]["200"]["content"]
+
+
+def references(value: object) -> Iterator[str]:
+    """Every `$ref` anywhere in a document."""
+    if isinstance(value, dict):
+        yield from (each for name, each in value.items() if name == "$ref" and isinstance(each, str))
+        yield from itertools.chain.from_iterable(map(references, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(references, value))
+
+
+def test_every_reference_leads_somewhere() -> None:
+    _, document = document_of()
+    schemas = document["components"]["schemas"]
+    assert {each.removeprefix("#/components/schemas/") for each in references(document)} <= set(schemas)
+
+
+def check_no_fault(context: Any, response: Any, case: Any) -> bool | None:
+    """A 5xx is a fault, unless it says that the caller's own deadline has passed."""
+    if response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded":
+        return None
+    return not_a_server_error(context, response, case)
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    """The served document, as schemathesis reads it."""
+    app, document = document_of()
+    served = schemathesis.openapi.from_asgi("/openapi.json", app)
+    assert served.raw_schema == document
+    return served
+
+
+FOLLOWING = [(*route, GenerationMode.POSITIVE) for route in sorted(ROUTES)]
+BREAKING = [
+    (method, path, GenerationMode.NEGATIVE)
+    for method, path in sorted(ROUTES)
+    if method != "get" and path != "/reset_prefix_cache" and not path.endswith("/cancel")
+]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), FOLLOWING + BREAKING)
+def test_nothing_that_follows_it_or_nearly_makes_a_fault(
+    schema: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = schema[path][method.upper()]
+    most = BROKEN if mode is GenerationMode.NEGATIVE else MANY
+
+    @seed(1)
+    @settings(
+        max_examples=FEW if method == "get" else most,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        case = data.draw(operation.as_strategy(generation_mode=mode))
+        response = case.call()
+        case.validate_response(
+            response,
+            checks=[
+                check_no_fault,
+                status_code_conformance,
+                content_type_conformance,
+                response_schema_conformance,
+            ],
+        )
+
+    run()
