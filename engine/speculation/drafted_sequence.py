@@ -63,6 +63,16 @@ class DraftedSequence:
         is_new = features is not None and features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
 
+    def num_allowed(self, num_drafts: int) -> int:
+        """How many of the first drafts the request's grammar allows: others would cost a pass for nothing.
+
+        A tree is left whole: whatever of it is not allowed is never accepted.
+        """
+        grammar = self.request.grammar
+        if grammar is None or num_drafts < 1 or self.tape.is_tree:
+            return num_drafts
+        return grammar.num_valid([draft.token_id for draft in self.tape.drafted[:num_drafts]])
+
 
 class RecentRatio:
     """A ratio of sums, in which an entry counts less the longer ago it was; 0 before the first."""

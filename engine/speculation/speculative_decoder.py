@@ -206,7 +206,7 @@ class SpeculativeDecoder:
             if author is None or not num_drafted:
                 continue
             room = min(author.max_tokens, request.max_num_tokens - len(request.token_ids) - 1)
-            num_available = min(num_drafted, room)
+            num_available = sequence.num_allowed(min(num_drafted, room))
             if num_available > 0:
                 sequences.append(sequence)
                 candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
