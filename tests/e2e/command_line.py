@@ -1,0 +1,24 @@
+"""Running the command line from a test, in this process or in another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from server import cli
+from tests.fake_engine import FakeEngine
+
+QUIET = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
+SLIPSTREAM = (sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())")
+
+
+async def command(*argv: str) -> int:
+    """The command line in a thread: it has an event loop of its own."""
+    return await asyncio.to_thread(cli.main, argv)
+
+
+def fast_engine(**fields: Any) -> FakeEngine:
+    """A fake engine with room for the prompts of a benchmark."""
+    return FakeEngine(max_model_len=4096, **fields)

@@ -1,0 +1,211 @@
+"""`slipstream chat` against servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import SpecStats
+from tests.e2e.command_line import QUIET, SLIPSTREAM, command, fast_engine
+from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.scripted_server import DONE, chunk, reply, scripted_server
+
+GOOD = reply(chunk("a") + chunk("b", "stop") + DONE, "200 OK", "content-type: text/event-stream")
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+async def test_a_question_in_a_pipe_gets_the_answer_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = fast_engine()
+    pipe_in(monkeypatch, "Wie geht's?\n")
+    async with server_url(engine) as url:
+        flags = ("--max-tokens", "12", "--temperature", "0", "--seed", "4", "--system", "Be short.")
+        assert await command("chat", "--url", url, *flags) == 0
+    assert capsys.readouterr() == ("<system>Be s\n", "")
+    assert [message["role"] for message in engine.messages] == ["system", "user"]
+    assert engine.messages[1]["content"] == "Wie geht's?"
+    sampling = engine.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (12, 0.0, 4)
+
+
+async def test_a_message_gets_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    async with server_url(fast_engine()) as url:
+        assert await command("chat", "--url", url, "--max-tokens", "8", "--temperature", "0", "hello") == 0
+    assert capsys.readouterr().out == "<user>he\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--max-tokens", "9999"), "HTTP 400: This model's maximum context length is 4096 tokens."),
+        (("--model", "other"), "HTTP 404: The model 'other' does not exist"),
+    ],
+)
+async def test_a_refused_question_is_one_line_and_code_1(
+    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with server_url(fast_engine()) as url:
+        assert await command("chat", "--url", url, *flags, "hello") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"slipstream: chat: {line}") and err.count("\n") == 1
+
+
+async def test_the_servers_key_is_used_here_and_sent_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "first,second")
+    async with scripted_server(GOOD) as script:
+        assert await command("chat", "--url", script.url, "--model", "m", "hello") == 0
+        assert await command("chat", "--url", script.url, "--model", "m", "--api-key", "own", "hello") == 0
+    assert capsys.readouterr().out == "ab\nab\n"
+    heads = [head for head, _ in script.requests]
+    assert "authorization: Bearer first\r\n" in heads[0]
+    assert "authorization: Bearer own\r\n" in heads[1]
+
+
+async def test_nothing_asked_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, " \n")
+    assert await command("chat", "--url", "http://127.0.0.1:1") == 2
+    assert capsys.readouterr().err == "slipstream: chat: nothing was asked\n"
+
+
+class ChatTerminal:
+    """`slipstream chat` in a terminal of its own."""
+
+    def __init__(self, *flags: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*SLIPSTREAM, "chat", *flags],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**QUIET, "TERM": "xterm", "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: _take_terminal(slave),
+        )
+        os.close(slave)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.seen = ""
+
+    def say(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    async def expect(self, pattern: str) -> str:
+        """All that was shown up to the first match of `pattern`, which is taken off."""
+        deadline = time.monotonic() + 30
+        while not (found := re.search(pattern, self.seen)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in {self.seen!r}")
+            await asyncio.sleep(0.01)
+            if select.select([self._master], [], [], 0)[0]:
+                try:
+                    self.seen += self._decoder.decode(os.read(self._master, 65536))
+                except OSError:  # the other end has closed
+                    break
+            self.seen = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\r(?=\n)", "", self.seen)  # colours, cursor
+        assert found is not None, self.seen
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    async def end(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    def __enter__(self) -> ChatTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+def _take_terminal(slave: int) -> None:
+    """Make `slave` the new session's own terminal, so that Ctrl-C there is a signal here."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+
+async def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
+    stats = SpecStats()
+    stats.num_rounds, stats.proposed["ngram"], stats.accepted["ngram"] = 2, 8, 4
+    engine = fast_engine(speculation=stats, gate=lambda _: asyncio.sleep(0.005))
+    async with server_url(engine) as url:
+        with ChatTerminal("--url", url, "--max-tokens", "10", "--temperature", "0") as chat:
+            await chat.expect(rf"{MODEL} at {url}/v1\. /help .*\n> ")
+            chat.say("hello\n")
+            shown = await chat.expect(r"\[10 tokens, .* tokens/s, first after .* s, .*\]\n.*> ")
+            assert "\n<user>hell\n" in shown
+            assert "50% of drafts accepted, cut at the token limit" in shown
+            chat.say("/system Be \x1bkind.\n")
+            await chat.expect(r"Set, from the next question on\.\n.*> ")
+            chat.say("/params max-tokens 5\n")
+            assert "seed         the server decides" in await chat.expect(r"seed .*\n.*> ")
+            chat.say("again\n")
+            await chat.expect(r"\[5 tokens.*\]\n.*> ")
+            assert [each["content"] for each in engine.messages][1:] == ["hello", "<user>hell", "again"]
+            assert engine.messages[0]["role"] == "system"
+            chat.say("/stats\n")
+            await chat.expect(r"all 2: 15 tokens, 50% of drafts accepted\n.*> ")
+            chat.say("/sav\n")
+            await chat.expect(r"unknown command /sav; did you mean /save\? .*\n.*> ")
+            path = tmp_path / "chat.json"
+            for outcome in ("Saved 5 messages", "is there already"):
+                chat.say(f"/save {path}\n")
+                await chat.expect(rf"{outcome}.*\n.*> ")
+            chat.say("/clear\n")
+            await chat.expect(r"begins anew\.\n.*> ")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    assert [each["role"] for each in json.loads(path.read_text())["messages"]] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+
+
+async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
+    engine = fast_engine(gate=lambda i: asyncio.sleep(0 if i < 3 else 60))
+    async with server_url(engine) as url:
+        with ChatTerminal("--url", url, "--temperature", "0") as chat:
+            await chat.expect(r"> ")
+            chat.say("hello\n")
+            await chat.expect(r"<us")
+            chat.say("\x03")
+            await chat.expect(r"\[3 tokens, .*stopped\]\n.*> ")
+            await asyncio.wait_for(engine.streams[0].closed.wait(), 10)
+            chat.say("half a li\x03")
+            await chat.expect(r"\n.*> ")
+            chat.say("\x04")
+            assert await chat.end() == 0
+
+
+async def test_a_terminal_is_safe_from_the_model() -> None:
+    evil = reply(chunk("\x1b]0;owned\x07 a\u202eb\tc\nd é 👩‍🚀") + chunk("", "stop") + DONE)
+    async with scripted_server(evil) as script:
+        with ChatTerminal("--url", script.url, "--model", "m") as chat:
+            await chat.expect(r"> ")
+            chat.say("hello\n")
+            shown = await chat.expect(r"\[1 tokens.*\]\n")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    assert r"\x1b]0;owned\x07 a\x202eb" in shown
+    assert "c\nd é 👩‍🚀\n" in shown
