@@ -29,7 +29,10 @@ from tests.tiny_models import BOS_ID, BOS_TOKEN
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-HELLO = {COMPLETIONS: {"prompt": "abc"}, CHAT: {"messages": [{"role": "user", "content": "abc"}]}}
+HELLO: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "abc"},
+    CHAT: {"messages": [{"role": "user", "content": "abc"}]},
+}
 OUR_OWN = {"speculation", "deadline_ms"}
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
@@ -202,7 +205,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
             await engine.start()
             stack.push_async_callback(engine.stop)
             urls.append(await stack.enter_async_context(server_url(engine)))
-        yield Servers(*urls)
+        yield Servers(urls[0], urls[1])
 
 
 def add_bos(path: Path) -> None:
@@ -219,7 +222,10 @@ BASIC: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": PHRASE, "max_tokens": 20, "ignore_eos": True},
     CHAT: {"messages": [{"role": "user", "content": PHRASE}], "max_tokens": 20, "ignore_eos": True},
 }
-MODES = {"greedy": {"temperature": 0, "seed": 7}, "seeded": {"temperature": 0.8, "seed": 11}}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "seed": 7},
+    "seeded": {"temperature": 0.8, "seed": 11},
+}
 
 
 async def said(servers: Servers, path: str, mode: str) -> Said:

@@ -21,6 +21,7 @@ from engine.model.loader import LoadedModel
 from engine.model.model_runner import ModelRunner
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import PromptRows
+from engine.sampling.logprobs import known_logprobs
 from engine.sampling.sampler import Sampler
 from engine.stream import OutputDelta, RequestStream
 from tests.packed import load_tiny, plain_logits, random_tokens
@@ -201,7 +202,7 @@ async def test_preempted_prompts_are_scored_once(model_directory: Path, preempti
 async def test_a_prompt_whose_logits_are_not_finite_fails_alone(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = prompt_scorer.known_logprobs
+    real = known_logprobs
 
     def spoiled(logits: torch.Tensor, token_ids: np.ndarray, num_top: np.ndarray) -> list[object]:
         if len(token_ids) == 1:
@@ -224,7 +225,8 @@ async def test_a_prompt_whose_logits_are_not_finite_fails_alone(
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_recurrent_prompts_are_scored_piece_by_piece(family: str) -> None:
     runner = make_recurrent_runner(family)
-    tokens, found = PROMPT[:20], []
+    tokens = PROMPT[:20]
+    found: list[TokenLogprobs | None] = []
     for first, end in ((0, 7), (7, 8), (8, 20)):
         step = pack_seats({1: Part(tokens, first, end, range(3, 3 + 20 // BLOCK_SIZE + 1))})
         known = tokens[first + 1 : end + 1]
