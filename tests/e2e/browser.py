@@ -76,7 +76,8 @@ class Connection:
     async def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         """One command's result. Raises BrowserError."""
         number = next(self.ids)
-        answer = self.answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.answers[number] = answer
         message = {"id": number, "method": method, "params": params}
         if session is not None:
             message["sessionId"] = session
