@@ -129,7 +129,7 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str, seconds: float = 20) -> Any:
-        """The value of `expression` as soon as it is truthy."""
+        """The value of `expression` as soon as it is truthy; `seconds` at most PATIENCE_S."""
         return await self.evaluate(_UNTIL % (seconds * 1000, expression, json.dumps(expression)))
 
     async def text(self, selector: str) -> str:
