@@ -13,7 +13,7 @@ from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.model_source import resolve_model
 from engine.model.recurrent_runner import RecurrentRunner
 from engine.model.slot_states import state_bytes
@@ -38,15 +38,12 @@ def load_parts(settings: Settings) -> EngineParts:
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sources = load_sources(settings, loaded, directory, num_blocks * block_bytes)
     if loaded.rewindable:
-        verification = settings.speculation.draft_verification
-        runner: ModelRunner | RecurrentRunner = ModelRunner(
-            loaded,
-            num_blocks,
-            block_size,
-            sampler,
-            num_host_blocks,
-            verification,
+        for_drafts = ForDrafts(
+            verification=settings.speculation.draft_verification,
             keeps_features=any(source.drafter.reads_features for source in sources),
+        )
+        runner: ModelRunner | RecurrentRunner = ModelRunner(
+            loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts
         )
     else:
         runner = RecurrentRunner(loaded, num_blocks, block_size, settings.scheduler.max_num_seqs, sampler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -24,11 +26,21 @@ _WARM_UP_TOKENS = 64
 _WARM_UP_SEQUENCES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class ForDrafts:
+    """What drafts need of the runner: the rule they are judged by, and whether drafters read the target.
+
+    `keeps_features` has each result carry what those need.
+    """
+
+    verification: Verification = "match"
+    keeps_features: bool = False
+
+
 class ModelRunner:
     """Owns the model's paged K/V tensors and what is swapped out of them into `num_host_blocks`.
 
-    `keeps_features` has results carry what drafters that read the target need. Every method runs on the one
-    thread that made it.
+    Every method runs on the one thread that made it.
     """
 
     def __init__(
@@ -38,15 +50,13 @@ class ModelRunner:
         block_size: int,
         sampler: Sampler,
         num_host_blocks: int = 0,
-        verification: Verification = "match",
-        *,
-        keeps_features: bool = False,
+        for_drafts: ForDrafts = ForDrafts(),  # noqa: B008 - frozen
     ) -> None:
         self._forward = PackedForward(loaded)
         self._sampler = sampler
         self._scorer = PromptScorer(loaded)
-        self._verifier = make_verifier(verification, sampler)
-        self._keeps_features = keeps_features
+        self._verifier = make_verifier(for_drafts.verification, sampler)
+        self._keeps_features = for_drafts.keeps_features
         self.kv = self._forward.make_kv(num_blocks, block_size)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 

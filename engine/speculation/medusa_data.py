@@ -14,7 +14,7 @@ import torch
 
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.model.loader import LoadedModel
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.request import FinishReason, Request, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.scheduling.batch_config import BatchConfig
@@ -62,7 +62,9 @@ class SampleGenerator:
         )
         self._batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
         sampler = Sampler(target.vocab_size, target.device)
-        self._runner = ModelRunner(target, kv.num_blocks, _BLOCK_SIZE, sampler, keeps_features=True)
+        self._runner = ModelRunner(
+            target, kv.num_blocks, _BLOCK_SIZE, sampler, for_drafts=ForDrafts(keeps_features=True)
+        )
         self._open: dict[str, _Growing] = {}
 
     def steps(self, done: set[int]) -> Iterator[list[Sample]]:

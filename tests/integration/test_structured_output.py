@@ -191,17 +191,18 @@ async def test_drafts_chunks_and_pressure_change_nothing(
             assert found[ask.name].token_ids == plain[ask.name].token_ids, ask.name
     rounds = [reply.finish.speculation for reply in found.values() if reply.finish.speculation is not None]
     assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 3)
-    assert sum(stats.num_rejected for stats in rounds) > 3
+    if name != "the target itself":  # what its drafts get wrong, the grammar has taken off before
+        assert sum(stats.num_rejected for stats in rounds) > 3
     if "crowded" in name:
         assert sum(reply.finish.timing.num_preemptions for reply in found.values()) > 3
 
 
 async def one(
-    engine: Engine, structure: StructuredOutput, max_tokens: int = 60, **sampling: Any
+    engine: Engine, structure: StructuredOutput, max_tokens: int = 60, name: str = "ask", **sampling: Any
 ) -> Collected:
     """A single reply."""
     params = SamplingParams(max_tokens, **{"temperature": 1.0, "seed": 5, **sampling})
-    return await reply_to(engine, Ask("ask", structure, params))
+    return await reply_to(engine, Ask(name, structure, params))
 
 
 def regex(source: str) -> StructuredOutput:
@@ -251,7 +252,7 @@ async def test_a_form_and_everything_else_that_a_request_may_say(
 async def test_what_a_form_and_the_allowed_tokens_leave_nothing_of_ends_alone(directory: Path) -> None:
     async with engine_of(directory, *ROOMY) as engine:
         nothing = one(engine, regex("[ab]{7}"), allowed_token_ids=(5, 6))
-        failed, fine = await asyncio.gather(nothing, one(engine, regex("[ab]{7}"), seed=8))
+        failed, fine = await asyncio.gather(nothing, one(engine, regex("[ab]{7}"), name="other", seed=8))
         assert isinstance(failed.finish.error, RequestFailed)
         assert "grammar" in str(failed.finish.error)
         assert re.fullmatch("[ab]{7}", fine.text)
