@@ -50,7 +50,7 @@ class ModelRunner:
         block_size: int,
         sampler: Sampler,
         num_host_blocks: int = 0,
-        for_drafts: ForDrafts = ForDrafts(),  # noqa: B008 - frozen
+        for_drafts: ForDrafts = ForDrafts(),
     ) -> None:
         self._forward = PackedForward(loaded)
         self._sampler = sampler
