@@ -18,7 +18,6 @@ from engine.model.model_source import resolve_model
 from engine.request import GenerationRequest, SamplingParams
 from engine.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
 from engine.speculation.drafters.medusa import MedusaDrafter, load_medusa
-from engine.speculation.spec_stats import SpecStats
 from tests.bench.context import BenchContext
 from tests.bench.decode import LoadedEngine, loaded_engine, token_times
 from tests.bench.report import Section
