@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.structure.grammar_compiler import GrammarCompiler
 from engine.structure.grammar_state import GrammarState
-from engine.structured_output import Frame
+from engine.structured_output import Frame, StructuredOutput
 from tests.engines import text_tokenizer
 from tests.structures import SCHEMAS, allowed, compiled
 from tests.tiny_models import BOS_ID, EOS_ID, START_ID, VOCAB_SIZE
@@ -160,6 +161,23 @@ def test_drafts_are_masked_each_after_those_before_it_and_change_nothing() -> No
     assert state.num_valid((a, b, EOS_ID)) == 2
     assert not state.accept(a)
     assert state.num_valid((b, d, e)) == 3
+
+
+def test_nothing_is_said_of_what_follows_a_draft_that_ends_the_reply_by_its_id() -> None:
+    a, b = encode("ab")
+    state = compiled("regex", "(ab)+").start(frozenset({EOS_ID, b}))
+    assert allowed(state.mask((a,))) == {b}
+    assert allowed(state.mask((a, b))) == EVERYTHING
+    assert state.num_valid((a, b, a)) == 1
+
+
+def test_masks_of_a_padded_vocabulary_allow_no_padding() -> None:
+    for vocab_size in (VOCAB_SIZE + 3, VOCAB_SIZE + 8):
+        compiler = GrammarCompiler(text_tokenizer().pieces, vocab_size, EOS)
+        state = compiler.compile(StructuredOutput("regex", "[ab]*")).start(EOS)
+        mask = state.mask(())
+        assert len(mask) == -(-vocab_size // 8)
+        assert EOS_ID in allowed(mask, vocab_size) and max(allowed(mask, 8 * len(mask))) < VOCAB_SIZE
 
 
 @st.composite
