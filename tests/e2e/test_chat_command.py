@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -140,6 +141,7 @@ class ChatTerminal:
 
 def _take_terminal(slave: int) -> None:
     """Make `slave` the new session's own terminal, so that Ctrl-C there is a signal here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf to it
     import fcntl
     import termios
 
