@@ -65,7 +65,7 @@ class TurnExecutor(Executor):
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call(*args, **kwargs))
-                except BaseException as error:
+                except Exception as error:
                     future.set_exception(error)
 
         loop.call_soon(wait, self._draw.randrange(self._most + 1))
