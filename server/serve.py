@@ -13,23 +13,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import uvicorn
-from fastapi import FastAPI
+from collections.abc import Callable
 
 from config import Settings
 from engine import Engine, EngineState, StartRefused, build_engine, prepare_process, settle_memory
 from server.app import build_app
+from server.http_server import GRACE_S, HttpServer
 from server.listener import bind, is_public, url_of
 
 log = logging.getLogger("slipstream.server")
 
 OK, FAULT, REFUSED = 0, 1, 2
 
-KEEP_ALIVE_S = 75  # longer than clients' own pools keep a connection, so that the client closes first
-GRACE_S = 2  # for last events to reach slow readers, and for the step in flight to end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -81,30 +76,6 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the daemon decides when it ends."""
-
-    def __init__(self, app: FastAPI) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=GRACE_S,
-            )
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signals alone."""
-        yield
 
 
 class Daemon:

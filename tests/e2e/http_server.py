@@ -11,8 +11,8 @@ from config import ServerSettings, Settings
 from config.schema import ModelSettings
 from engine import Engine
 from server.app import build_app
+from server.http_server import HttpServer
 from server.listener import bind, url_of
-from server.serve import HttpServer
 from tests.fake_engine import FakeEngine
 
 MODEL = "test-model"
