@@ -28,9 +28,16 @@ def make_settings(**server: Any) -> Settings:
 @asynccontextmanager
 async def server_url(engine: FakeEngine | Engine, **server: Any) -> AsyncIterator[str]:
     """The URL of `engine` behind HTTP; on leaving, every request has ended and no task is left."""
+    async with served(make_settings(**server), engine) as url:
+        yield url
+
+
+@asynccontextmanager
+async def served(settings: Settings, engine: FakeEngine | Engine) -> AsyncIterator[str]:
+    """The same with all of the settings as given, but for the port: any free one."""
     before = asyncio.all_tasks()
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(build_app(make_settings(**server), cast(Engine, engine)))
+    http = HttpServer(build_app(settings, cast(Engine, engine)))
     http.config.load()
     http.lifespan = http.config.lifespan_class(http.config)
     await http.startup(sockets=[listener])
