@@ -13,7 +13,7 @@ from engine.errors import StartRefused
 from engine.model.conversion_store import convert_once
 from engine.model.gguf_convert import CONVERTER_VERSION
 from engine.model.model_files import check_configuration, check_model_files
-from engine.model.model_source import BUILT_IN, REPO_ID, find_bundled_gguf, resolve_model
+from engine.model.model_source import BUILT_IN, REPO_ID, find_bundled_gguf, installed_model, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ def find_model(settings: ModelSettings, home: Path) -> FoundModel:
     name = settings.model
     distribution = BUILT_IN.get(name.lower())
     path = Path(os.path.expanduser(name))
+    if distribution is not None and installed_model(name).is_dir():
+        return FoundModel("built in, converted by the installation", resolve_model(settings, home))
     if distribution is not None or path.suffix.lower() == ".gguf":
         source = path if distribution is None else find_bundled_gguf(distribution)
         what = "a GGUF file" if distribution is None else f"built in, from the package {distribution}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -40,18 +41,28 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     Conversions are kept under `home`, downloads in Hugging Face's own cache. Raises StartRefused, one line.
     """
     name = settings.model
+    directory, source = Path(os.path.expanduser(name)), None
     if distribution := BUILT_IN.get(name.lower()):
-        source: Path | None = find_bundled_gguf(distribution)
-    else:
-        path = Path(os.path.expanduser(name))
-        source = path if path.suffix.lower() == ".gguf" else None
-        if source is None and not os.path.exists(path):  # unlike Path.exists, False for an impossible name
-            return _download(name, settings.revision)
+        directory = installed_model(name)
+        source = None if directory.is_dir() else find_bundled_gguf(distribution)
+    elif directory.suffix.lower() == ".gguf":
+        source = directory
+    elif not os.path.exists(directory):  # unlike Path.exists, False for an impossible name
+        return _download(name, settings.revision)
     if settings.revision is not None:
         raise StartRefused(f"--revision {settings.revision}: {name} is no Hugging Face repo.")
-    directory = path if source is None else _convert(source, home)
+    if source is not None:
+        directory = _convert(source, home)
     check_model_files(directory)
     return directory
+
+
+def installed_model(name: str, prefix: Path | None = None) -> Path:
+    """Where an installation under `prefix` (None: this one) has the built-in model `name` converted, if at all.
+
+    A container image brings it so: it starts at once, and from a file system that nobody can write to.
+    """
+    return Path(prefix or sys.prefix) / "share" / "slipstream" / "models" / name.lower()
 
 
 def find_bundled_gguf(distribution: str) -> Path:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import ModelSettings
 from engine.errors import StartRefused, UnsupportedModel
 from engine.model import model_source
-from engine.model.model_source import find_bundled_gguf, resolve_model
+from engine.model.locate import find_model
+from engine.model.model_source import find_bundled_gguf, installed_model, resolve_model
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 
@@ -148,6 +149,20 @@ def test_a_missing_built_in_model_says_how_to_get_it(monkeypatch: pytest.MonkeyP
         find_bundled_gguf("no-such-distribution")
     with pytest.raises(StartRefused, match="not installed"):
         find_bundled_gguf("pytest")  # installed, but carries no model
+
+
+def test_a_built_in_model_that_came_converted_is_used_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(model_source, "BUILT_IN", {"smollm2-135m-instruct": "no-such-distribution"})
+    directory = save_tiny_model("llama", installed_model("smollm2-135m-instruct"))
+    assert resolve(tmp_path, "SmolLM2-135M-Instruct") == directory
+    found = find_model(ModelSettings(), tmp_path / "home")
+    assert (found.directory, found.pending) == (directory, None)
+    assert not (tmp_path / "home").exists()
+    with pytest.raises(StartRefused, match="--revision v1"):
+        resolve(tmp_path, "smollm2-135m-instruct", "v1")
 
 
 @pytest.fixture(scope="module")
