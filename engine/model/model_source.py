@@ -58,7 +58,7 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
 
 
 def installed_model(name: str, prefix: Path | None = None) -> Path:
-    """Where an installation under `prefix` (None: this one) has the built-in model `name` converted, if at all.
+    """Where the installation `prefix` (None: this one) has the built-in model `name` converted, if at all.
 
     A container image brings it so: it starts at once, and from a file system that nobody can write to.
     """
