@@ -16,22 +16,25 @@ from engine.engine_loop import Ending, EngineLoop
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.errors import (
     ContextLengthExceeded,
-    DeadlineExceeded,
     EngineDead,
     EngineError,
     Overloaded,
     RequestFailed,
 )
+from engine.intake import make_detokenizer, make_record
 from engine.open_requests import OpenRequests
 from engine.outputs import RequestExplanation
 from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
 from engine.structure.grammar_compiler import GrammarCompiler
 from engine.structured_output import CompiledGrammar, StructuredOutput
-from engine.text.detokenizer import Detokenizer
-from engine.time_limits import TimeLimits, deadline_passed
+from engine.thread_stacks import thread_stacks
+from engine.time_limits import TimeLimits, too_late
+from engine.watchdog import Watchdog
 
 log = logging.getLogger("slipstream.engine")
+
+_LAST_MOMENT_S = 0.2  # for a step that hangs to come back all the same, before it is left behind
 T = TypeVar("T")
 
 
@@ -56,9 +59,11 @@ class Engine:
             self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
         )
         self.state = EngineState.LOADING
+        self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
         self._requests = OpenRequests(self.metrics, clock, self._time_limits)
+        self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
         self._num_arrivals = 0
         self._parts: EngineParts | None = None
         self._grammars: GrammarCompiler | None = None
@@ -76,59 +81,79 @@ class Engine:
         parts = await self._in_thread(self._executors.target, self._load)
         self._parts = parts
         self.metrics.speculation = parts.batcher.decoder.stats
-        self._loop = EngineLoop(parts, self._requests, self.metrics, self._executors, self._clock)
+        self._loop = EngineLoop(
+            parts, self._requests, self.metrics, self._executors, self._clock, self._watchdog
+        )
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
             self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end what is left."""
-        self._refuse_new_work()
+        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end what is left.
+
+        That ends at once, even in the middle of a step; 0 waits for nothing.
+        """
+        if self.state in (EngineState.LOADING, EngineState.READY):
+            self.state = EngineState.DRAINING
         try:
             await asyncio.wait_for(self._requests.wait_until_none(), timeout_s)
         except TimeoutError:
             self._end_all()
-            await self._requests.wait_until_none()
 
     async def stop(self) -> None:
-        """End every open stream with an error, stop after the step in flight, join the threads."""
-        self._refuse_new_work()
-        self._end_all()
+        """End every open stream with an error, stop after the step in flight, join the threads.
+
+        What hangs is left behind.
+        """
+        await self.drain(0)
         if self._loop is not None and self._task is not None:
             self._loop.stop()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=None if self.fault is None else _LAST_MOMENT_S)
         if self.metrics.speculation.num_rounds:
             log.info(self.metrics.speculation.format_report())
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def wait_dead(self) -> None:
-        """Return when the loop has died by a fault; never returns for an engine that is stopped in order."""
+        """Return when the engine has died, by a fault or a hang; `fault` says of what.
+
+        Never returns for an engine that is stopped in order.
+        """
         await self._died.wait()
-
-    def is_alive(self) -> bool:
-        """True unless the engine is dead or a step has run longer than the watchdog allows. From memory."""
-        return self.state is not EngineState.DEAD and self._heartbeat_age_s <= self._limits.watchdog_timeout_s
-
-    @property
-    def _heartbeat_age_s(self) -> float:
-        return 0.0 if self._loop is None else self._loop.heartbeat_age_s
-
-    def _refuse_new_work(self) -> None:
-        if self.state in (EngineState.LOADING, EngineState.READY):
-            self.state = EngineState.DRAINING
 
     def _end_all(self) -> None:
         error = Overloaded("The server is shutting down.", code="draining")
         for request in self._requests.all():
-            self._end(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
+            assert self._loop is not None
+            self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
 
     async def _serve(self, loop: EngineLoop) -> None:
         try:
             await loop.run()
         except Exception as cause:
             log.exception("the engine loop has died")
-            self.state = EngineState.DEAD
-            loop.fail_all(EngineDead(f"The engine has stopped after a fault ({type(cause).__name__})."))
+            self._die(loop, EngineDead(f"The engine has stopped after a fault ({type(cause).__name__})."))
+
+    def _on_hung(self, seconds: float) -> None:
+        loop = self._loop
+        assert loop is not None
+        self.metrics.engine_errors["watchdog"] += 1
+        log.error(
+            "a step hangs: no progress for %.3g s with %d requests open",
+            seconds,
+            len(self._requests),
+            extra={**loop.describe_step(), "stack": thread_stacks("target", "draft")},
+        )
+        limit = f"{self._limits.watchdog_timeout_s:g} s"
+        self._die(loop, EngineDead(f"The engine has made no progress for {limit}, the limit.", "engine_hung"))
+        loop.stop()
+
+    def _die(self, loop: EngineLoop, fault: EngineDead) -> None:
+        """End everything for good; the first fault is what it died of."""
+        self.state = EngineState.DEAD
+        self.fault = self.fault or fault
+        try:
+            loop.fail_all(self.fault)
+        finally:
             self._died.set()
 
     # What callers ask before and beside generating.
@@ -158,7 +183,7 @@ class Engine:
             kv_blocks_used=batcher.kv.num_used_blocks,
             kv_blocks_cached=kv_blocks_cached,
             kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
-            heartbeat_age_s=self._heartbeat_age_s,
+            heartbeat_age_s=self._watchdog.age_s,
             speculation_draft_length=decoder.draft_length,
             speculation_acceptance=decoder.stats.ema_acceptance,
             speculation_speedup=decoder.speedup,
@@ -271,7 +296,9 @@ class Engine:
         except Overloaded as refusal:
             self.metrics.requests_rejected[refusal.code] += 1
             raise
-        record, stream = self._make_record(request), self._make_stream(request)
+        self._num_arrivals += 1
+        record = make_record(request, self._loaded, self._num_arrivals, self._clock())
+        stream = self._make_stream(request)
         self._check_deadline(record)
         batcher.add(record)
         self._requests.open(record, stream, request.group)
@@ -291,18 +318,11 @@ class Engine:
 
     def _check_deadline(self, record: Request) -> None:
         """Refuse, and count, what could not be finished in time even if all goes well."""
-        if record.deadline is None:
-            return
-        if record.deadline <= self._clock():
-            refusal = deadline_passed(record)
-        elif self._loaded.batcher.can_meet(record):
-            return
-        else:
-            limit_s = record.deadline - record.arrival_time
-            refusal = DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")
-        self.metrics.deadlines_missed += 1
-        self.metrics.requests_rejected["deadline_exceeded"] += 1
-        raise refusal
+        refusal = too_late(record, self._clock(), self._loaded.batcher.can_meet)
+        if refusal is not None:
+            self.metrics.deadlines_missed += 1
+            self.metrics.requests_rejected["deadline_exceeded"] += 1
+            raise refusal
 
     def reprioritize(
         self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
@@ -337,48 +357,18 @@ class Engine:
         return self._loaded.batcher.reset_prefix_cache()
 
     def _check_open(self) -> None:
-        if self.state is EngineState.DEAD:
-            raise EngineDead("The engine has stopped after a fault.")
+        if self.fault is not None:
+            raise EngineDead(str(self.fault), self.fault.code)
         if self.state is EngineState.DRAINING:
             retry_after_s = self._retry_after_s(len(self._requests))
             raise Overloaded("The server is shutting down.", code="draining", retry_after_s=retry_after_s)
         if self.state is EngineState.LOADING:
             raise Overloaded("The model is still loading.", code="loading")
 
-    def _make_record(self, request: GenerationRequest) -> Request:
-        sampling = request.sampling
-        eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
-        stop_token_ids = sampling.stop_token_ids | eos
-        self._num_arrivals += 1
-        now = self._clock()
-        return Request(
-            request_id=request.request_id,
-            token_ids=list(request.prompt_token_ids),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
-            arrival=self._num_arrivals,
-            arrival_time=now,
-            priority=request.priority,
-            tenant=request.tenant,
-            deadline=None if request.deadline_s is None else now + request.deadline_s,
-            cache_salt=request.cache_salt,
-            fork_of=request.fork_of,
-            speculation=request.speculation,
-            grammar=None if request.grammar is None else request.grammar.start(stop_token_ids),
-        )
-
     def _make_stream(self, request: GenerationRequest) -> RequestStream:
-        sampling = request.sampling
-        detokenizer = Detokenizer(
-            self._loaded.tokenizer,
-            request.prompt_token_ids,
-            skip_special_tokens=sampling.skip_special_tokens,
-            stop=sampling.stop,
-            include_stop=sampling.include_stop_str_in_output,
-            min_tokens=sampling.min_tokens,
-        )
-        return RequestStream(request.request_id, detokenizer, self._abandon, checks_stops=bool(sampling.stop))
+        detokenizer = make_detokenizer(request, self._loaded)
+        checks_stops = bool(request.sampling.stop)
+        return RequestStream(request.request_id, detokenizer, self._abandon, checks_stops=checks_stops)
 
     def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:
         """A stream's reader has gone, or its text could not be decoded."""

@@ -23,6 +23,7 @@ from engine.request import FinishReason, Request
 from engine.run_ahead import RunAhead
 from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.drain_rate import DrainRate
+from engine.watchdog import Watchdog
 
 log = logging.getLogger("slipstream.engine")
 
@@ -42,9 +43,11 @@ class Ending:
 class EngineLoop:
     """Drives one batcher and one runner. Every method is for the event-loop thread.
 
-    Endings from outside (cancel, disconnect, drain) are noted and carried out between steps, or between a
-    step's result and its commit; only a request whose time is up ends in the middle of a step. Its blocks,
-    which the device may still write, are the batcher's until the step lands.
+    Endings from outside (cancel, disconnect) are noted and carried out between steps, or between a step's
+    result and its commit; only a request whose time is up, or the server's, ends in the middle of a step. Its
+    blocks, which the device may still write, are the batcher's until the step lands.
+
+    The watchdog is told of work, progress and rest.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class EngineLoop:
         metrics: BatchMetrics,
         executors: Executors,
         clock: Callable[[], float],
+        watchdog: Watchdog,
     ) -> None:
         self._batcher = parts.batcher
         self._runner = parts.runner
@@ -61,6 +65,7 @@ class EngineLoop:
         self._metrics = metrics
         self._target = executors.target
         self._clock = clock
+        self._watchdog = watchdog
         self._decoder = parts.batcher.decoder
         self._run_ahead = RunAhead(self._decoder, executors.draft, metrics, clock)
         self._endings: dict[str, Ending] = {}
@@ -68,21 +73,30 @@ class EngineLoop:
         self._stopping = False
         self._failed_passes = 0
         self._empty_steps = 0
-        self._step_started: float | None = None  # None while idle
+        self._decision: BatchDecision | None = None  # that of the step being carried out
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
 
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the step in flight began; 0 while idle."""
-        return 0.0 if self._step_started is None else self._clock() - self._step_started
+    def describe_step(self) -> dict[str, object]:
+        """What the loop is at, for the log: the step in flight, or that none was decided yet."""
+        decision = self._decision
+        if decision is None:
+            return {"step": "not decided"}
+        return {
+            "step": decision.step_id,
+            "num_seqs": len(decision.scheduled),
+            "prefill_tokens": decision.num_prefill_tokens,
+            "decode_tokens": decision.num_decode_tokens,
+            "draft_tokens": decision.num_draft_tokens,
+        }
 
     def retry_after_s(self, num_requests: int) -> int:
         """Whole seconds, at least 1, until that many requests will have ended at the measured rate."""
         return self._drain_rate.retry_after_s(num_requests)
 
     def wake(self) -> None:
-        """Say that there may be something to do."""
+        """Say that there is something to do."""
+        self._watchdog.note_work()
         self._wake.set()
 
     def end(self, request_id: str, ending: Ending) -> None:
@@ -110,24 +124,30 @@ class EngineLoop:
                 self._carry_out_endings()
                 if self._batcher.has_work:
                     await self._step()
+                    self._watchdog.note_progress()
                 else:
+                    self._watchdog.note_rest()
                     self._run_ahead.rest()
                     self._wake.clear()
                     await self._wake.wait()
             self._carry_out_endings()
         finally:
+            self._watchdog.stop()
             self._run_ahead.stop()
 
     def fail_all(self, error: EngineError) -> None:
-        """End every open request with `error`: the loop is over."""
+        """End every open request with `error`: the loop is over. Nothing that is broken keeps one open."""
         for request in self._requests.all():
-            self._batcher.finish(request.request_id, FinishReason.ERROR)
+            try:
+                self._batcher.finish(request.request_id, FinishReason.ERROR)
+            except Exception:
+                log.exception("a request could not be taken from the scheduler")
             self._requests.finish(request, FinishReason.ERROR, error=error)
 
     async def _step(self) -> None:
-        started = self._step_started = self._clock()
+        started = self._clock()
         await self._draft()
-        decision = self._batcher.step()
+        decision = self._decision = self._batcher.step()
         if decision.preempted:
             self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
             self._metrics.preemptions["swap"] += len(decision.swapped)
@@ -149,7 +169,7 @@ class EngineLoop:
                 self._deliver(committed, result.rows, now)
                 self._record(decision, now - started)
         self._measure_drain(self._clock() - started)
-        self._step_started = None
+        self._decision = None
 
     async def _draft(self) -> None:
         """Have drafts made, where they are made before a step; endings are carried out in between."""

@@ -97,4 +97,11 @@ class RewindError(EngineError):
 
 
 class EngineDead(EngineError):
-    """The step loop has ended for good; every open request ends with this."""
+    """The step loop has ended for good; every open request ends with this.
+
+    `code` says how: engine_dead after a fault, engine_hung when a step did not come back.
+    """
+
+    def __init__(self, message: str, code: str = "engine_dead") -> None:
+        super().__init__(message)
+        self.code = code

@@ -84,3 +84,15 @@ def deadline_passed(request: Request) -> DeadlineExceeded:
     limit = f"{request.deadline - request.arrival_time:.3f}".rstrip("0").rstrip(".")
     done = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
     return DeadlineExceeded(f"The deadline, {limit} s after the request arrived, passed after {done}.")
+
+
+def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) -> DeadlineExceeded | None:
+    """Why a new request's deadline cannot be met: it has passed, or `can_meet` denies it. None if it can."""
+    if request.deadline is None:
+        return None
+    if request.deadline <= now:
+        return deadline_passed(request)
+    if can_meet(request):
+        return None
+    limit_s = request.deadline - request.arrival_time
+    return DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")

@@ -108,7 +108,7 @@ def error_reply(error: Exception) -> ErrorReply:
             no_retry = {"x-should-retry": "false"}
             return ErrorReply(504, TIMEOUT, str(error), code="deadline_exceeded", headers=no_retry)
         case EngineDead():
-            return ErrorReply(503, SERVER, str(error), code="engine_dead")
+            return ErrorReply(503, SERVER, str(error), code=error.code)
         case RequestFailed():
             message = f"The request could not be finished: {error}."
             return ErrorReply(500, SERVER, message, code=f"{error.stage}_failed")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from engine import EngineState
 from server.context import context_of
-from server.errors import OVERLOADED, SERVER, ErrorReply
+from server.errors import OVERLOADED, ErrorReply, error_reply
 from server.json_reply import json_response
 
 router = APIRouter(tags=["health"])
@@ -30,13 +30,9 @@ _NOT_READY = {
 @router.get("/health/live")
 @router.get("/ping")
 async def live(request: Request) -> Response:
-    """200 while the engine's heartbeat is fresh or it has nothing to do; 503 once it is dead or hung."""
-    engine = context_of(request).engine
-    if engine.is_alive():
-        return json_response({"status": "alive"})
-    dead = engine.state is EngineState.DEAD
-    message = "The engine has stopped after a fault." if dead else "The engine does not make progress."
-    return ErrorReply(503, SERVER, message, code="engine_dead" if dead else "engine_hung").response()
+    """200 while the engine makes progress or has nothing to do; 503 once it is dead or hung."""
+    fault = context_of(request).engine.fault
+    return json_response({"status": "alive"}) if fault is None else error_reply(fault).response()
 
 
 @router.get("/health/ready")

@@ -65,7 +65,7 @@ class FakeEngine:
 
     max_model_len: int = 256
     state: EngineState = EngineState.READY
-    alive: bool = True
+    fault: EngineDead | None = None
     gate: Callable[[int], Awaitable[None]] = open_gate
     failure: EngineError | None = None
     fail_at: int = 0
@@ -115,14 +115,11 @@ class FakeEngine:
             self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
         )
 
-    def is_alive(self) -> bool:
-        return self.alive
-
     def admit(self, num_requests: int) -> AbstractContextManager[object]:
         if self.refusal is not None:
             raise self.refusal
-        if self.state is EngineState.DEAD:
-            raise EngineDead("The engine has stopped after a fault.")
+        if self.fault is not None:
+            raise self.fault
         if self.state is not EngineState.READY:
             raise Overloaded("Not now.", code=self.state.value, retry_after_s=3)
         return nullcontext()

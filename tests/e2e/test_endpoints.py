@@ -40,19 +40,19 @@ async def test_models_are_listed_and_found_by_any_of_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "alive", "live", "ready", "code"),
+    ("state", "fault", "live", "ready", "code"),
     [
-        (EngineState.READY, True, 200, 200, None),
-        (EngineState.LOADING, True, 200, 503, "loading"),
-        (EngineState.DRAINING, True, 200, 503, "draining"),
-        (EngineState.DEAD, False, 503, 503, "engine_dead"),
-        (EngineState.READY, False, 503, 503, "engine_hung"),
+        (EngineState.READY, None, 200, 200, None),
+        (EngineState.LOADING, None, 200, 503, "loading"),
+        (EngineState.DRAINING, None, 200, 503, "draining"),
+        (EngineState.DEAD, EngineDead("a fault"), 503, 503, "engine_dead"),
+        (EngineState.DEAD, EngineDead("no progress", "engine_hung"), 503, 503, "engine_hung"),
     ],
 )
 async def test_health_tells_living_from_ready(
-    state: EngineState, alive: bool, live: int, ready: int, code: str | None
+    state: EngineState, fault: EngineDead | None, live: int, ready: int, code: str | None
 ) -> None:
-    async with server_url(FakeEngine(state=state, alive=alive)) as url:
+    async with server_url(FakeEngine(state=state, fault=fault)) as url:
         for path in HEALTH:
             assert (await ask(url, "GET", path)).status == live
         for path in READY:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import Overloaded, RequestFailed, SpecStats
+from engine import EngineDead, Overloaded, RequestFailed, SpecStats
 from tests.e2e.browser import Tab, find_chromium, open_browser
 from tests.e2e.http_server import MODEL, server_url
 from tests.fake_engine import FakeEngine
@@ -173,7 +173,7 @@ async def test_what_goes_wrong_is_said(tab: Tab) -> None:
         await tab.fill("#max-tokens", "100000")
         await tab.click("#send")
         await tab.until("document.getElementById('failure').textContent.includes('maximum context length')")
-        engine.alive = False
+        engine.fault = EngineDead("No progress.", "engine_hung")
         await tab.until("document.getElementById('state').textContent === 'engine hangs'")
     await tab.until("!document.getElementById('banner').hidden")
     assert "cannot be reached" in await tab.text("#banner")

@@ -190,31 +190,29 @@ async def test_three_failed_passes_in_a_row_are_death() -> None:
             errors.append((await collect(harness.submit(PROMPT))).finish.error)
         assert isinstance(errors[-1], EngineDead)
         await asyncio.wait_for(harness.engine.wait_dead(), 1)
-        assert not harness.engine.is_alive()
+        assert harness.engine.fault is not None
         with pytest.raises(EngineDead):
             harness.submit(PROMPT)
         with pytest.raises(EngineDead):
             harness.engine.admit(1)
 
 
-async def test_a_hung_step_turns_the_heartbeat_stale_and_back() -> None:
+async def test_the_heartbeat_ages_in_a_step_and_is_fresh_after_it() -> None:
     entered, release = threading.Event(), threading.Event()
 
     def before(inputs: StepInputs) -> None:
         entered.set()
         release.wait(10)
 
-    clock, limits = ManualClock(), EngineLimits(watchdog_timeout_s=60.0)
-    async with running_engine(before=before, limits=limits, clock=clock) as harness:
+    clock = ManualClock()
+    async with running_engine(before=before, clock=clock) as harness:
         task = asyncio.create_task(collect(harness.submit(PROMPT)))
         await asyncio.to_thread(entered.wait, 10)
-        assert harness.engine.is_alive()
-        clock.advance(61.0)
-        assert not harness.engine.is_alive()
-        assert harness.engine.gauges().heartbeat_age_s == 61.0
+        clock.advance(11.0)
+        assert harness.engine.gauges().heartbeat_age_s == 11.0
         release.set()
         await task
-        assert harness.engine.is_alive()
+        assert harness.engine.gauges().heartbeat_age_s == 0.0
 
 
 async def test_bad_requests_are_refused_by_name_and_cost_nothing() -> None:

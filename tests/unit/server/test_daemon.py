@@ -146,8 +146,8 @@ async def test_a_dead_engine_ends_the_process(caplog: pytest.LogCaptureFixture) 
         await wire.send("POST", "/v1/completions", b'{"prompt":"abc","stream":true}')
         await wire.head()
         await wire.chunk()
-        engine.state, engine.alive = EngineState.DEAD, False
-        engine.end_all(EngineDead("The engine has stopped after a fault."))
+        engine.state, engine.fault = EngineState.DEAD, EngineDead("The engine has stopped after a fault.")
+        engine.end_all(engine.fault)
         engine.died.set()
         events = events_of(b"".join(await asyncio.wait_for(wire.chunks(), 5)))
         assert events[-1]["error"]["code"] == "engine_dead"
