@@ -1,7 +1,8 @@
 """Settings: one schema, one loader. Knows the standard library and pydantic, nothing else."""
 
 from config.errors import SettingsError
-from config.loader import LoadedSettings, load_settings, load_with_origins
+from config.fault_plan import FaultPoint, GivenFaults, PlannedFault
+from config.loader import LoadedSettings, load_fault_plan, load_settings, load_with_origins
 from config.schema import (
     CacheSettings,
     LogSettings,
@@ -16,14 +17,18 @@ from config.speculative_config import DraftTuning
 __all__ = [
     "CacheSettings",
     "DraftTuning",
+    "FaultPoint",
+    "GivenFaults",
     "LoadedSettings",
     "LogSettings",
     "ModelSettings",
+    "PlannedFault",
     "SchedulerSettings",
     "ServerSettings",
     "Settings",
     "SettingsError",
     "SpeculationSettings",
+    "load_fault_plan",
     "load_settings",
     "load_with_origins",
 ]

@@ -24,7 +24,6 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     Raises SettingsError for any other name with our prefix, except the links Kubernetes makes up.
     """
     _refuse_unknown(environ)
-    _refuse_fault_plan(environ)
     given = {}
     for setting in SETTINGS:
         for name in setting.env_names:
@@ -49,9 +48,3 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
         if _LINK_PORT.fullmatch(name) and is_service_link(value):
             continue
         raise SettingsError(f"env {plain(name)}: unknown setting{did_you_mean(closest(name, sorted(known)))}")
-
-
-def _refuse_fault_plan(environ: Mapping[str, str]) -> None:
-    """A plan without the opt-in is ignored; with it, somebody relies on faults that would not come."""
-    if environ.get(FAULT_SWITCH) == "1" and environ.get(FAULT_PLAN):
-        raise SettingsError(f"env {FAULT_PLAN}: fault plans are not available yet; unset it")

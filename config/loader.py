@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from config.environment import is_service_link, read_environment
 from config.errors import SettingsError, shown
+from config.fault_plan import GivenFaults, read_fault_plan
 from config.flags import read_flags
 from config.not_yet import refuse_not_yet
 from config.schema import Settings
@@ -38,6 +39,14 @@ def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = 
     Raises SettingsError.
     """
     return load_with_origins(argv, environ).settings
+
+
+def load_fault_plan(environ: Mapping[str, str] | None = None) -> GivenFaults:
+    """The faults that `environ` (None: this process's) asks for, none unless it allows them.
+
+    Raises SettingsError.
+    """
+    return read_fault_plan(os.environ if environ is None else environ)
 
 
 def load_with_origins(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedSettings:

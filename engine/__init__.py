@@ -1,8 +1,11 @@
 """Slipstream's engine: everything that decides or computes. The server sees only the names below."""
 
-from typing import Any
+from __future__ import annotations
 
-from config import Settings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from config import PlannedFault, Settings
 from engine.batch_metrics import BatchMetrics, EngineGauges, Histogram
 from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.engine import Engine
@@ -27,21 +30,31 @@ from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.structured_output import CompiledGrammar, Frame, StructuredOutput
 
+if TYPE_CHECKING:
+    from engine.part_kinds import PartKinds
 
-def build_engine(settings: Settings) -> Engine:
-    """An engine that loads what `settings` name when it is started; cheap, nothing is read before that."""
 
-    def load() -> EngineParts:
+def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Engine:
+    """An engine that loads what `settings` name when it is started; cheap, nothing is read before that.
+
+    `faults` is for tests: it will go wrong in these ways.
+    """
+
+    def load(*kinds: PartKinds) -> EngineParts:
         # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
         from engine.build import load_parts
 
-        return load_parts(settings)
+        return load_parts(settings, *kinds)
 
     server = settings.server
     limits = EngineLimits(
         server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout, server.queue_timeout
     )
-    return Engine(load, limits)
+    if not faults:
+        return Engine(load, limits)
+    from engine.faults.faulty_engine import FaultyEngine
+
+    return FaultyEngine(faults, load, limits)
 
 
 def train_medusa_heads(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,26 +19,28 @@ from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.model_source import resolve_model
 from engine.model.recurrent_runner import RecurrentRunner
 from engine.model.slot_states import state_bytes
-from engine.sampling.sampler import Sampler
+from engine.part_kinds import PLAIN_PARTS, PartKinds
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from engine.speculation.speculative_decoder import SpeculativeDecoder
-from engine.text.tokenizer import Tokenizer
 
 
-def load_parts(settings: Settings) -> EngineParts:
+def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EngineParts:
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
     use_compute_threads()
     directory = resolve_model(settings.model, settings.home)
-    tokenizer = Tokenizer(directory, read_chat_template(settings))
+    tokenizer = kinds.tokenizer(directory, read_chat_template(settings))
     loaded = load_model(directory, settings.model)
     block_size = settings.cache.kv_block_size
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)
     num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
-    sampler = Sampler(loaded.vocab_size, loaded.device)
-    sources = load_sources(settings, loaded, directory, num_blocks * block_bytes)
+    sampler = kinds.sampler(loaded.vocab_size, loaded.device)
+    sources = tuple(
+        replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size))
+        for source in load_sources(settings, loaded, directory, num_blocks * block_bytes)
+    )
     if loaded.rewindable:
         for_drafts = ForDrafts(
             verification=settings.speculation.draft_verification,
@@ -62,8 +66,10 @@ def load_parts(settings: Settings) -> EngineParts:
         max_draft_tokens=max_draft_tokens(sources),
     )
     kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
-    batcher = make_batcher(settings, info, kv, make_decoder(settings, sources, loaded.vocab_size, kv))
-    return EngineParts(runner, batcher, tokenizer, loaded.eos_token_ids, info)
+    decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
+    batcher = make_batcher(settings, info, kv, decoder, kinds.batcher)
+    runner_as_used = kinds.runner(runner, loaded)
+    return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, kinds.detokenizer)
 
 
 def use_compute_threads() -> None:
@@ -149,7 +155,11 @@ def make_kv_manager(
 
 
 def make_batcher(
-    settings: Settings, info: EngineInfo, kv: PagedKvManager, decoder: SpeculativeDecoder | None
+    settings: Settings,
+    info: EngineInfo,
+    kv: PagedKvManager,
+    decoder: SpeculativeDecoder | None,
+    kind: Callable[..., ContinuousBatcher] = ContinuousBatcher,
 ) -> ContinuousBatcher:
     """The scheduler with its limits and its policy.
 
@@ -167,4 +177,4 @@ def make_batcher(
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
     )
     policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
-    return ContinuousBatcher(config, kv, policy, decoder=decoder)
+    return kind(config, kv, policy, decoder=decoder)

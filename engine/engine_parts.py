@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Protocol
 from engine.daemon_executor import DaemonExecutor
 from engine.outputs import StepInputs, StepResult
 from engine.scheduling.batcher import ContinuousBatcher
+from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
 
 
@@ -67,7 +69,8 @@ class StepRunner(Protocol):
 class EngineParts:
     """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
 
-    The batcher's decoder names the drafters; without one nothing is drafted.
+    The batcher's decoder names the drafters; without one nothing is drafted. `detokenizer` is made for each
+    request.
     """
 
     runner: StepRunner
@@ -75,6 +78,7 @@ class EngineParts:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     info: EngineInfo
+    detokenizer: Callable[..., Detokenizer] = Detokenizer
 
 
 @dataclass(frozen=True, slots=True)

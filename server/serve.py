@@ -13,9 +13,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from config import Settings
+from config import GivenFaults, PlannedFault, Settings, load_fault_plan
 from engine import Engine, EngineState, StartRefused, build_engine, prepare_process, settle_memory
 from server.app import build_app
 from server.http_server import GRACE_S, HttpServer
@@ -32,13 +32,16 @@ def run(settings: Settings) -> int:
     """Serve until a signal or a fault ends it; the exit code.
 
     0 drained, 1 a fault or a second signal, 2 the start was refused (one line on stderr).
-    Ends the process itself when a thread is stuck in a step or a load that nothing can interrupt.
+    Ends the process itself when a thread is stuck in a step or a load that nothing can interrupt. Raises
+    SettingsError for a fault plan that cannot be read.
     """
+    given = load_fault_plan()
+    _tell_of_faults(given)
     prepare_process()
     try:
         listener = bind(settings.server.host, settings.server.port)
         with listener:
-            code = _run_loop(settings, listener)
+            code = _run_loop(settings, given.faults, listener)
     except StartRefused as refusal:
         print(f"slipstream: {refusal}", file=sys.stderr)
         code = REFUSED
@@ -49,9 +52,17 @@ def run(settings: Settings) -> int:
     return code
 
 
-def _run_loop(settings: Settings, listener: socket.socket) -> int:
+def _tell_of_faults(given: GivenFaults) -> None:
+    if given.is_ignored:
+        log.warning("SLIPSTREAM_FAULT_PLAN is ignored: it is for tests, which set SLIPSTREAM_ALLOW_FAULTS=1")
+    elif given.faults:
+        points = ", ".join(sorted({fault.point for fault in given.faults}))
+        log.warning("this server goes wrong on purpose, by SLIPSTREAM_FAULT_PLAN: %s", points)
+
+
+def _run_loop(settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, listener))
+        return runner.run(_serve(settings, faults, listener))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -63,10 +74,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+async def _serve(settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket) -> int:
     # Its own start and stop lines would say again what ours say.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    engine = build_engine(settings)
+    engine = build_engine(settings, faults)
     daemon = Daemon(settings, engine, listener)
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:

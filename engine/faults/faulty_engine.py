@@ -1,0 +1,61 @@
+"""FaultyEngine: an engine whose parts go wrong by plan; it knows which request is which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from config import PlannedFault
+from engine.admission import Permit
+from engine.engine import Engine
+from engine.engine_parts import EngineLimits, EngineParts
+from engine.faults.fault_plan import PREPARING, FaultPlan
+from engine.faults.faulty_batcher import FaultyBatcher
+from engine.faults.faulty_drafter import FaultyDrafter
+from engine.faults.faulty_runner import FaultyRunner, Flight
+from engine.faults.faulty_sampler import FaultySampler
+from engine.faults.faulty_text import FaultyDetokenizer, FaultyTokenizer
+from engine.part_kinds import PartKinds
+from engine.request import GenerationRequest
+from engine.stream import RequestStream
+
+
+class FaultyEngine(Engine):
+    """An Engine of the parts that `load` makes of the kinds it is given."""
+
+    def __init__(
+        self,
+        faults: Iterable[PlannedFault],
+        load: Callable[[PartKinds], EngineParts],
+        limits: EngineLimits | None = None,
+    ) -> None:
+        plan = self._plan = FaultPlan(faults)
+        super().__init__(lambda: load(faulty_kinds(plan)), limits)
+
+    def admit(self, num_requests: int) -> Permit:
+        """See Engine. What the calling task has tokenized from here on is for the request that is to come."""
+        num_before = self._plan.num_arrivals + self._admission.num_preparing
+        permit = super().admit(num_requests)
+        PREPARING.set(num_before + 1)
+        return permit
+
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """See Engine. Accepted requests are numbered."""
+        group = request.group or request.request_id
+        PREPARING.set(self._plan.number_for(group))
+        stream = super().submit(request)
+        self._plan.arrive(request.request_id, group)
+        return stream
+
+
+def faulty_kinds(plan: FaultPlan) -> PartKinds:
+    """Parts in which the faults of `plan` happen; for one engine."""
+    flight = Flight()
+    return PartKinds(
+        tokenizer=partial(FaultyTokenizer, plan),
+        detokenizer=partial(FaultyDetokenizer, plan),
+        sampler=FaultySampler,
+        runner=partial(FaultyRunner, plan, flight),
+        drafter=partial(FaultyDrafter, plan),
+        batcher=partial(FaultyBatcher, plan, flight),
+    )
