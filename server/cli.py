@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 well ended, 1 a failure as the command's help says, 2 wrong usage or settings (one line on stderr),
     130 interrupted.
     """
+    _open_closed_streams()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -39,6 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream was closed, or the first socket would take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
 
 
 def _dispatch(words: list[str]) -> int:
@@ -68,7 +77,7 @@ def serve(argv: Sequence[str]) -> int:
     # Only now: the model libraries take seconds to import, and a wrong flag should not wait for them.
     from server.logs import adopt_library_loggers, configure_logging
 
-    configure_logging(settings.log)
+    configure_logging(settings.log, never_waits=True)
     from server.serve import run
 
     adopt_library_loggers()

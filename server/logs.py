@@ -6,6 +6,7 @@ completions are never logged: callers pass ids, counts and times.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from typing import TextIO
@@ -14,16 +15,18 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from config import LogSettings
+from server.log_writer import LogWriter
 
 OWN_LOGGERS = ("slipstream", "server", "engine", "config", "uvicorn")
 LIBRARY_LOGGERS = ("uvicorn", "uvicorn.error", "transformers", "huggingface_hub")
 
 
-def configure_logging(log: LogSettings, stream: TextIO | None = None) -> None:
+def configure_logging(log: LogSettings, stream: TextIO | None = None, *, never_waits: bool = False) -> None:
     """Send structlog's and the standard library's records to `stream`; None is stderr.
 
     A later call replaces an earlier one. `auto` is text on a terminal and JSON otherwise. Libraries are
-    heard from warning upwards.
+    heard from warning upwards. With `never_waits` a stream that is a file is written by a LogWriter, which
+    `logging.shutdown` ends.
     """
     stream = sys.stderr if stream is None else stream
     as_text = log.log_format == "text" or (log.log_format == "auto" and stream.isatty())
@@ -44,7 +47,7 @@ def configure_logging(log: LogSettings, stream: TextIO | None = None) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = _handler(stream, never_waits)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
@@ -53,16 +56,25 @@ def configure_logging(log: LogSettings, stream: TextIO | None = None) -> None:
                 structlog.processors.StackInfoRenderer(),
                 structlog.processors.format_exc_info,
                 drop_decoration,
-                render_text if as_text else structlog.processors.JSONRenderer(),
+                render_text if as_text else render_json,
             ],
         )
     )
     root = logging.getLogger()
-    for old in [old for old in root.handlers if type(old) is logging.StreamHandler]:
+    for old in [old for old in root.handlers if type(old) in (logging.StreamHandler, LogWriter)]:
         root.removeHandler(old)
+        old.close()
     root.addHandler(handler)
     _set_levels(logging.getLevelNamesMapping()[log.log_level.upper()])
     adopt_library_loggers()
+
+
+def _handler(stream: TextIO, never_waits: bool) -> logging.Handler:
+    try:
+        fd = stream.fileno()
+    except OSError:  # not a file
+        never_waits = False
+    return LogWriter(fd) if never_waits else logging.StreamHandler(stream)
 
 
 def adopt_library_loggers() -> None:
@@ -81,6 +93,11 @@ def drop_decoration(_logger: WrappedLogger, _method: str, event: EventDict) -> E
     for name in ("color_message", "message", "asctime"):
         event.pop(name, None)
     return event
+
+
+def render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """One JSON object in printable ASCII."""
+    return json.dumps(event, default=repr).replace("\x7f", "\\u007f")
 
 
 def render_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:

@@ -30,7 +30,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     module = ModuleType("server.serve")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "server.serve", module)
-    monkeypatch.setattr("server.logs.configure_logging", lambda log: None)
+    monkeypatch.setattr("server.logs.configure_logging", lambda log, never_waits: None)
     monkeypatch.setattr("server.logs.adopt_library_loggers", lambda: None)
     return seen
 
