@@ -10,16 +10,27 @@ from dataclasses import dataclass, field
 log = logging.getLogger("slipstream.server")
 
 _MAX_NAMES_LOGGED = 100
+# A counter that appears with its first count has no rate then: the first error would go unseen.
+_FORESEEN = tuple(
+    (route, code)
+    for route in ("/v1/completions", "/v1/chat/completions")
+    for code in (200, 400, 500, 503, 504)
+)
+
+
+def _foreseen_requests() -> Counter[tuple[str, int]]:
+    return Counter(dict.fromkeys(_FORESEEN, 0))
 
 
 @dataclass(slots=True)
 class HttpMetrics:
     """Running totals since the start; event-loop thread only.
 
-    `requests` is keyed by (route template, status code): nothing a client writes becomes a label.
+    `requests` is keyed by (route template, status code), so that nothing a client writes becomes a label;
+    those that matter most are there from the start.
     """
 
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    requests: Counter[tuple[str, int]] = field(default_factory=_foreseen_requests)
     ignored_parameters: int = 0
     _logged: set[str] = field(default_factory=set)
 
