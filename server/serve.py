@@ -1,7 +1,6 @@
-"""The life of the process: bind, load, serve, drain, exit with the right code. Owns the signals.
+"""The life of the process: bind, run the daemon, exit with the right code. Owns the signals.
 
-SIGTERM and SIGINT drain; a second one ends at once. The listener stays open while draining, so that clients
-read "draining" instead of a refused connection.
+SIGTERM and SIGINT drain; a second one ends at once.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from config import GivenFaults, PlannedFault, Settings, load_fault_plan
-from engine import Engine, EngineState, StartRefused, build_engine, prepare_process, settle_memory
-from server.app import build_app
-from server.http_server import GRACE_S, HttpServer
-from server.listener import bind, is_public, url_of
+from engine import StartRefused, build_engine, prepare_process
+from server.daemon import Daemon
+from server.listener import bind
 
 log = logging.getLogger("slipstream.server")
 
-OK, FAULT, REFUSED = 0, 1, 2
+REFUSED = 2
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,6 +38,7 @@ def run(settings: Settings) -> int:
     given = load_fault_plan()
     _tell_of_faults(given)
     prepare_process()
+    threads = set(threading.enumerate())
     try:
         listener = bind(settings.server.host, settings.server.port)
         with listener:
@@ -45,11 +46,17 @@ def run(settings: Settings) -> int:
     except StartRefused as refusal:
         print(f"slipstream: {refusal}", file=sys.stderr)
         code = REFUSED
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(code)
+    if set(threading.enumerate()) - threads:
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process although threads run; in native code they would crash an orderly end."""
+    logging.shutdown()
+    with suppress(OSError):  # nobody reads it any more
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _tell_of_faults(given: GivenFaults) -> None:
@@ -85,101 +92,9 @@ async def _serve(settings: Settings, faults: Sequence[PlannedFault], listener: s
     try:
         return await daemon.run()
     finally:
+        # What comes from here on must change nothing, least of all the exit code.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-
-
-class Daemon:
-    """One engine behind one listener, from loading to the exit code."""
-
-    def __init__(self, settings: Settings, engine: Engine, listener: socket.socket) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._listener = listener
-        self._http = HttpServer(build_app(settings, engine))
-        self._first_signal = asyncio.Event()
-        self._second_signal = asyncio.Event()
-        self._loaded = False
-
-    def on_signal(self) -> None:
-        """The first asks for a drain, any later one for the end."""
-        (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
-
-    async def run(self) -> int:
-        """Serve to the end; the exit code. Raises StartRefused when the model cannot be loaded."""
-        self._announce()
-        life = asyncio.create_task(self._live())
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        asked = asyncio.create_task(self._first_signal.wait())
-        try:
-            await asyncio.wait({life, serving, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if life.done():
-                return self._end_of(life)
-            if serving.done():
-                log.error("the HTTP server ended by itself", exc_info=serving.exception())
-                return FAULT
-            return await self._drain(life)
-        finally:
-            await self._shut_down(life, serving)
-            asked.cancel()
-
-    def _announce(self) -> None:
-        server, url = self._settings.server, url_of(self._listener)
-        log.info("listening on %s while %s loads", url, self._settings.model.model)
-        if is_public(self._listener) and not server.api_key and server.api_key_file is None:
-            log.warning("%s is open to other machines and asks for no key: see --api-key", url)
-
-    async def _live(self) -> None:
-        """Load, then last until the engine dies."""
-        await self._engine.start()
-        self._loaded = True
-        settle_memory()
-        if self._engine.state is EngineState.READY:
-            info = self._engine.info
-            log.info(
-                "serving %s on %s",
-                self._settings.model.served_names[0],
-                url_of(self._listener),
-                extra={
-                    "device": info.device,
-                    "dtype": info.dtype,
-                    "max_model_len": info.max_model_len,
-                    "kv_blocks": f"{info.num_kv_blocks}x{info.kv_block_size}",
-                    "kv_mib": info.kv_bytes >> 20,
-                },
-            )
-        await self._engine.wait_dead()
-
-    def _end_of(self, life: asyncio.Task[None]) -> int:
-        """The exit code of a life that ended by itself. Raises StartRefused."""
-        error = life.exception()
-        if isinstance(error, StartRefused):
-            raise error
-        if error is not None:
-            log.error("the engine could not be started", exc_info=error)
-        else:
-            log.error("the engine is dead; the process ends")
-        return FAULT
-
-    async def _drain(self, life: asyncio.Task[None]) -> int:
-        """Let running requests finish; a second signal, a fault or a stuck step cuts that short."""
-        timeout_s = self._settings.server.drain_timeout
-        log.info("draining for up to %g s; another signal ends at once", timeout_s)
-        draining = asyncio.create_task(self._engine.drain(timeout_s))
-        hurried = asyncio.create_task(self._second_signal.wait())
-        await asyncio.wait(
-            {draining, hurried, life}, timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        drained = draining.done() and not hurried.done() and self._engine.state is not EngineState.DEAD
-        draining.cancel()
-        hurried.cancel()
-        log.info("drained" if drained else "ending with requests cut short")
-        return OK if drained else FAULT
-
-    async def _shut_down(self, life: asyncio.Task[None], serving: asyncio.Task[None]) -> None:
-        """End every stream, give their readers a moment, close the listener."""
-        if self._loaded or life.done():  # a load in progress cannot be stopped, only left behind
-            await asyncio.wait({asyncio.create_task(self._engine.stop())}, timeout=GRACE_S)
-        self._http.should_exit = True
-        await asyncio.wait({serving}, timeout=2 * GRACE_S)
-        life.cancel()
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from engine import Engine, EngineDead, EngineError, EngineState, Overloaded, StartRefused
+from server import daemon as daemon_module
 from server import serve
+from server.daemon import FAULT, OK, Daemon
 from server.listener import bind, is_public, url_of
-from server.serve import FAULT, OK, Daemon
 from tests.e2e.http_server import make_settings
 from tests.e2e.wire import Wire, ask, events_of
 from tests.fake_engine import FakeEngine
@@ -47,17 +48,15 @@ class LivingEngine(FakeEngine):
 
     async def drain(self, timeout_s: float) -> None:
         await super().drain(timeout_s)
-        async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*(stream.over.wait() for stream in self.streams))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(stream.over.wait() for stream in self.streams))
+        except TimeoutError:
+            self.end_all(Overloaded("The server is shutting down.", code="draining"))
 
     def end_all(self, error: EngineError) -> None:
         self.failure = error
         self.ended.set()
-
-    async def stop(self) -> None:
-        await super().stop()
-        if self.num_open:
-            self.end_all(Overloaded("The server is shutting down.", code="draining"))
 
 
 @dataclass
@@ -152,6 +151,10 @@ async def test_a_dead_engine_ends_the_process(caplog: pytest.LogCaptureFixture) 
         events = events_of(b"".join(await asyncio.wait_for(wire.chunks(), 5)))
         assert events[-1]["error"]["code"] == "engine_dead"
         await wire.close()
+        for path in ("/health", "/ready"):  # the listener outlives the engine for a moment, to say so
+            reply = await ask(process.url, "GET", path)
+            assert (reply.status, reply.json()["error"]["code"]) == (503, "engine_dead")
+        process.daemon.on_signal()
         assert await process.exit_code() == FAULT
     assert "the engine is dead" in caplog.text
 
@@ -183,7 +186,10 @@ async def test_a_drain_that_sticks_is_left_behind(monkeypatch: pytest.MonkeyPatc
         async def drain(self, timeout_s: float) -> None:
             await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(serve, "GRACE_S", 0.05)
+        async def stop(self) -> None:
+            await self.drain(0)
+
+    monkeypatch.setattr(daemon_module, "GRACE_S", 0.05)
     async with running(StuckEngine(), drain_timeout=0.05) as process:
         await process.until_ready()
         process.daemon.on_signal()
