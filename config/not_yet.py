@@ -22,35 +22,12 @@ class NotYet:
     instead: str
 
 
-def other_than(*available: object) -> Callable[[object], bool]:
-    """True for every value but those."""
-    return lambda value: value not in available
-
-
 def exactly(*missing: object) -> Callable[[object], bool]:
     """True for those values only."""
     return lambda value: value in missing
 
 
-def _only_default(key: str) -> NotYet:
-    """Nothing but the default can be had."""
-    setting = BY_KEY[key]
-    default = setting.field.default
-    spelled = setting.spell(default)
-    return NotYet(key, other_than(default), f"only {spelled} works so far" if spelled else "leave it out")
-
-
-NOT_YET = (
-    NotYet("model.compile", exactly("on"), "use auto or off"),
-    *(
-        _only_default(f"server.{name}")
-        for name in (
-            "stall_timeout",
-            "read_timeout",
-            "max_connections",
-        )
-    ),
-)
+NOT_YET = (NotYet("model.compile", exactly("on"), "use auto or off"),)
 
 
 def is_missing(key: str, value: object) -> bool:

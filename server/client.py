@@ -12,6 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config import ServerSettings
 from server.errors import INVALID, ApiError, ErrorReply
+from server.peer import peer_of
+
+_LINE_BYTES = 4  # of a header: the colon, the space, the end of the line
+_MAX_DIGITS = 18
 
 
 class ClientGone(Exception):
@@ -30,9 +34,12 @@ class ClientMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        peer = peer_of(scope)
         try:
+            peer.check()
             check_head(scope, self._settings)
             body = await read_body(receive, self._settings.max_body_bytes)
+            peer.check()  # its fault may have ended the body
         except ApiError as error:
             await error.reply.response()(scope, receive, send)
             return
@@ -42,18 +49,26 @@ class ClientMiddleware:
 def check_head(scope: Scope, settings: ServerSettings) -> None:
     """Refuse by the headers alone: too large, a body announced too large, or a body that is not JSON."""
     headers = scope["headers"]
-    size = sum(len(name) + len(value) for name, value in headers)
+    size = sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
+    size += len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
     if size > settings.max_header_bytes:
         message = f"The headers take {size} bytes; the limit is {settings.max_header_bytes}."
         raise ApiError(ErrorReply(431, INVALID, message, code="headers_too_large"))
     found = dict(headers)
-    length = found.get(b"content-length", b"0")
-    announced = int(length) if length.isdigit() and len(length) < 20 else 0
+    announced = announced_length(found.get(b"content-length", b"0"))
     if announced > settings.max_body_bytes:
         raise _body_too_large(settings.max_body_bytes)
     if (announced or b"transfer-encoding" in found) and not _is_json(found.get(b"content-type", b"")):
         message = "The body must be JSON: send it with 'content-type: application/json'."
         raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
+
+
+def announced_length(value: bytes) -> int:
+    """A content-length as a number, 0 for none; what no body could have is a large one."""
+    digits = value.lstrip(b"0")
+    if not digits.isdigit():
+        return 0
+    return int(digits) if len(digits) < _MAX_DIGITS else 10**_MAX_DIGITS
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -14,6 +14,7 @@ from config import Settings
 from engine import Engine, EngineInfo, Overloaded
 from server.http_metrics import HttpMetrics
 from server.live_replies import LiveReplies
+from server.peer import Peer
 
 EXCHANGE_KEY = "slipstream.exchange"
 
@@ -47,13 +48,14 @@ class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
 
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
-    names the key used, never the key.
+    names the key used, never the key. `peer` is what its connection knows of the client.
     """
 
     caller_id: str | None
     own_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     started: float = field(default_factory=perf_counter)
     tenant: str | None = None
+    peer: Peer = field(default_factory=Peer)
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 

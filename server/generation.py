@@ -159,12 +159,12 @@ class Generation:
             self._ready.put_nowait((choice, error, taken))
 
     def close(self) -> None:
-        """Abort whatever still runs. Idempotent; must be called however the reply ends."""
+        """Abort whatever still runs, after `on_close`. Idempotent; must be called however the reply ends."""
         for pump in self._pumps:
             pump.cancel()
+        self._on_close()
         for choice in self.choices:
             choice.stream.close()
-        self._on_close()
 
 
 @dataclass(slots=True)
@@ -241,7 +241,14 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     exchange = order.exchange
     reply = LiveReply(order.reply_id, exchange.caller_id, exchange.tenant, request_ids, exchange.age_s)
     context.live.open(reply)
-    return Generation(choices, lambda: context.live.close(reply))
+
+    def on_close() -> None:
+        context.live.close(reply)
+        if exchange.peer.stalled:  # closing the streams would count it as a client that left
+            for request_id in request_ids:
+                engine.cancel(request_id, abort="timeout")
+
+    return Generation(choices, on_close)
 
 
 def _check_queueable(order: Order, num_requests: int, limit: int) -> None:

@@ -10,6 +10,8 @@ import socket
 from engine import StartRefused
 
 _BACKLOG = 2048
+# Of one client's unread bytes in the kernel: a few deltas' worth, so that a slow reader's are merged early.
+_MAX_UNSENT = 1 << 14
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -24,6 +26,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:

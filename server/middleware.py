@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.client import ClientGone
 from server.context import EXCHANGE_KEY, Exchange, ServerContext
 from server.errors import error_reply
+from server.peer import peer_of
 
 access_log = logging.getLogger("slipstream.access")
 
@@ -37,7 +38,7 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope))
+        exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope), peer=peer_of(scope))
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

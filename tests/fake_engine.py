@@ -86,6 +86,7 @@ class FakeEngine:
     tool_template: str | None = None
     reply: str | None = None
     metrics: BatchMetrics = field(default_factory=BatchMetrics)
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
 
@@ -171,6 +172,10 @@ class FakeEngine:
         stream = FakeStream(self, request)
         self.streams.append(stream)
         return stream
+
+    def cancel(self, request_id: str, abort: str = "cancel") -> bool:
+        self.cancelled.append((request_id, abort))
+        return True
 
     def tenant_shares(self) -> dict[str, float]:
         return {"tenant-a": 0.75, "other": 0.25}
