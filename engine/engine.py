@@ -6,9 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
-from typing import TypeVar
 
 from engine.admission import Admission, Permit, check_choice_of_tokens, check_prompt
 from engine.batch_metrics import BatchMetrics, EngineGauges
@@ -28,6 +26,7 @@ from engine.request import FinishReason, GenerationRequest, Request
 from engine.stream import RequestStream
 from engine.structure.grammar_compiler import GrammarCompiler
 from engine.structured_output import CompiledGrammar, StructuredOutput
+from engine.text_thread import TextThread
 from engine.thread_stacks import thread_stacks
 from engine.time_limits import TimeLimits, too_late
 from engine.watchdog import Watchdog
@@ -35,7 +34,6 @@ from engine.watchdog import Watchdog
 log = logging.getLogger("slipstream.engine")
 
 _LAST_MOMENT_S = 0.2  # for a step that hangs to come back all the same, before it is left behind
-T = TypeVar("T")
 
 
 class Engine:
@@ -61,6 +59,7 @@ class Engine:
         self.state = EngineState.LOADING
         self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
+        self._text = TextThread(self._executors.text, self.metrics)
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
         self._requests = OpenRequests(self.metrics, clock, self._time_limits)
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
@@ -78,7 +77,7 @@ class Engine:
 
         A drain or a stop that comes while loading takes effect when the load returns.
         """
-        parts = await self._in_thread(self._executors.target, self._load)
+        parts = await asyncio.get_running_loop().run_in_executor(self._executors.target, self._load)
         self._parts = parts
         self.metrics.speculation = parts.batcher.decoder.stats
         self._loop = EngineLoop(
@@ -193,8 +192,8 @@ class Engine:
         """Tokenize off the loop. Text too long for any prompt is refused before it costs anything."""
         tokenizer = self._loaded.tokenizer
         self._check_length(len(text), param="prompt")
-        return await self._in_thread(
-            self._executors.text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self._text.run(
+            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer"
         )
 
     async def render_chat(
@@ -212,9 +211,8 @@ class Engine:
         tokenizer = self._loaded.tokenizer
         num_chars = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(num_chars + (len(str(tools)) if tools else 0), "messages")
-        return await self._in_thread(
-            self._executors.text,
-            lambda: tokenizer.render_chat(messages, tools, add_special_tokens=add_special_tokens),
+        return await self._text.run(
+            lambda: tokenizer.render_chat(messages, tools, add_special_tokens=add_special_tokens), "tokenizer"
         )
 
     @property
@@ -225,8 +223,8 @@ class Engine:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole token list, off the loop."""
         tokenizer = self._loaded.tokenizer
-        return await self._in_thread(
-            self._executors.text, lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._text.run(
+            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens), "detokenizer"
         )
 
     async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
@@ -239,7 +237,7 @@ class Engine:
             pieces = parts.tokenizer.pieces
             self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
         compiler = self._grammars
-        return await self._in_thread(self._executors.text, lambda: compiler.compile(structure))
+        return await self._text.run(lambda: compiler.compile(structure), "grammar")
 
     def token_text(self, token_id: int) -> str:
         """The text of a single token, as logprobs show it."""
@@ -375,6 +373,7 @@ class Engine:
         if failure is None:
             self.cancel(request_id, abort="disconnect")
         else:
+            log.error("%s", failure, exc_info=failure.__cause__)
             self.metrics.engine_errors[failure.stage] += 1
             self._end(request_id, Ending(FinishReason.ERROR, failure))
 
@@ -391,6 +390,3 @@ class Engine:
     def _end(self, request_id: str, ending: Ending) -> None:
         if self._loop is not None:
             self._loop.end(request_id, ending)
-
-    async def _in_thread(self, executor: Executor, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(executor, call)

@@ -232,7 +232,7 @@ class EngineLoop:
         if first_try and isinstance(error, OutOfDeviceMemory) and self._batcher.preempt_for_memory(decision):
             return
         self._carry_out_endings()
-        failure = RequestFailed(f"The forward pass failed ({type(error).__name__}).", "forward")
+        failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
         for request in self._batcher.abandon(decision, fail=True):
             self._requests.finish(request, FinishReason.ERROR, error=failure)
 
@@ -265,7 +265,7 @@ class EngineLoop:
                 stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
             except Exception:
                 log.exception("the output of a request could not be decoded")
-                self._fail(token.request, "detokenizer", "The output could not be decoded.")
+                self._fail(token.request, "detokenizer", "the output could not be decoded")
                 continue
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)

@@ -33,7 +33,7 @@ def make_record(request: GenerationRequest, parts: EngineParts, arrival: int, no
 def make_detokenizer(request: GenerationRequest, parts: EngineParts) -> Detokenizer:
     """What decodes the request's output, from its first token on."""
     sampling = request.sampling
-    return Detokenizer(
+    return parts.detokenizer(
         parts.tokenizer,
         request.prompt_token_ids,
         skip_special_tokens=sampling.skip_special_tokens,

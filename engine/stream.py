@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.errors import EngineError, RequestFailed
@@ -68,12 +68,14 @@ class RequestStream:
     """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
 
     `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its
-    text fails; the engine then ends the request within a step.
+    text fails; the engine then ends the request within a step. Of a text that fails nothing more is given but
+    the end, which is an error even if the request had ended well by then.
     """
 
     __slots__ = (
         "_checks_stops",
         "_detokenizer",
+        "_failure",
         "_finish",
         "_hides_last",
         "_logprobs",
@@ -109,9 +111,10 @@ class RequestStream:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []  # until the first token is taken
         self._text = ""
+        self._failure: RequestFailed | None = None  # of decoding: nothing is shown any more but the end
         self._finish: Finish | None = None
         self._hides_last = False  # the text of the newest token is not part of the output
-        self._stopped = False  # a stop string matched or decoding failed: no text follows
+        self._stopped = False  # a stop string matched: no text follows
         self._taken = False  # the terminal delta was handed out
         self._waiter: asyncio.Future[None] | None = None
 
@@ -169,13 +172,32 @@ class RequestStream:
         """Wait for output; ends after the terminal delta. Cancelling the wait loses nothing."""
         if self._taken:
             raise StopAsyncIteration
-        while not self._token_ids and self._finish is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._take()
+        while True:
+            while (self._failure is not None or not self._token_ids) and self._finish is None:
+                self._waiter = self._loop.create_future()
+                await self._waiter
+            try:
+                return self._take()
+            except Exception as error:  # one request's text must not cost another request anything
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The text could not be decoded: the end, which may have come already, is an error."""
+        self._failure = RequestFailed(
+            f"the output could not be decoded ({type(error).__name__})", "detokenizer"
+        )
+        self._failure.__cause__ = error
+        self._on_abandon(self.request_id, self._failure)
 
     def _take(self) -> OutputDelta:
+        """All there is, in one delta. Raises what decoding does."""
         token_ids = tuple(self._token_ids)
+        if self._failure is None:
+            text = self._take_text(token_ids)
+        else:
+            text = ""
+            if self._finish is not None and self._finish.error is None:
+                self._finish = replace(self._finish, reason=FinishReason.ERROR, error=self._failure)
         self._token_ids.clear()
         logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs:
@@ -185,23 +207,12 @@ class RequestStream:
         if self._prompt_logprobs and token_ids:
             prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
-        try:
-            text = self._take_text(token_ids)
-        except Exception as error:  # one request's text must not cost another request anything
-            failure = RequestFailed(f"the output could not be decoded: {type(error).__name__}", "detokenizer")
-            failure.__cause__ = error
-            self._stopped = True
-            if self._finish is None:
-                self._on_abandon(self.request_id, failure)
-            text = ""
         self._taken = self._finish is not None
         return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs)
 
     def _take_text(self, token_ids: tuple[int, ...]) -> str:
         if self._checks_stops:
             text, self._text = self._text, ""
-        elif self._stopped:  # decoding has failed before
-            return ""
         else:
             text = self._detokenizer.decode(token_ids[:-1] if self._hides_last else token_ids)
         if self._finish is not None and not self._stopped:
