@@ -28,6 +28,7 @@ from engine.watchdog import Watchdog
 log = logging.getLogger("slipstream.engine")
 
 MAX_FAILED_PASSES = 3  # in a row: the engine is dead
+REPORT_EVERY_S = 60.0
 MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
 
 
@@ -74,6 +75,7 @@ class EngineLoop:
         self._failed_passes = 0
         self._empty_steps = 0
         self._decision: BatchDecision | None = None  # that of the step being carried out
+        self._next_report = clock() + REPORT_EVERY_S
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
 
@@ -146,6 +148,8 @@ class EngineLoop:
 
     async def _step(self) -> None:
         started = self._clock()
+        self._metrics.begin_step(started)
+        self._report(started)
         await self._draft()
         decision = self._decision = self._batcher.step()
         if decision.preempted:
@@ -228,8 +232,8 @@ class EngineLoop:
 
     def _recover(self, decision: BatchDecision, error: Exception) -> None:
         """After a failed pass: out of memory is tried once more with fewer requests, else the batch ends."""
-        first_try = self._failed_passes == 1
-        if first_try and isinstance(error, OutOfDeviceMemory) and self._batcher.preempt_for_memory(decision):
+        if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
+            self._batcher.preempt_for_memory(decision)
             return
         self._carry_out_endings()
         failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
@@ -290,12 +294,17 @@ class EngineLoop:
         self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
 
     def _record(self, decision: BatchDecision, seconds: float) -> None:
-        if not decision.num_prefill_tokens:
-            phase = "decode"
-        else:
-            phase = "mixed" if decision.num_decode_tokens else "prefill"
-        self._metrics.step_duration[phase].observe(seconds)
-        self._metrics.step_batched_tokens.observe(decision.num_tokens)
+        seats = len(decision.scheduled) / self._batcher.config.max_num_seqs
+        self._metrics.end_step(decision, seconds, seats, self._batcher.kv.usage)
+
+    def _report(self, now: float) -> None:
+        """Say what the last minute was like, once a minute while there is work."""
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_EVERY_S
+        activity = self._metrics.last_minute(now)
+        if activity.num_steps and log.isEnabledFor(logging.DEBUG):
+            log.debug(activity.format_report("the last minute"))
 
     def _carry_out_endings(self) -> None:
         endings, self._endings = self._endings, {}

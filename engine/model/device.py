@@ -26,6 +26,12 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device had no room; the CPU's allocator has no exception type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+# Of errors that have no type of their own: the CPU's allocator, the driver, and the libraries upon it.
+_SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device, or the host, had no room."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -87,7 +87,7 @@ class ModelRunner:
                 if inputs.drafts is not None:
                     self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
             scores = self._scorer.score(inputs.prompt_rows, seen)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error

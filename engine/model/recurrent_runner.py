@@ -60,7 +60,7 @@ class RecurrentRunner:
             middle = mark(device)
             rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
             scores = self._scorer.score(inputs.prompt_rows, seen)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error

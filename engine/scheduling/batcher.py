@@ -42,9 +42,9 @@ class ContinuousBatcher:
     computing, or which forks from one that has not computed the prompt yet, is held until that one is done
     or gone, and does not stand in the way of those behind it.
 
-    Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and a
-    `preempt_for_memory` that returns True, all of which land it, before the next `step`. `add` and `finish`
-    may come at any time.
+    Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and
+    `preempt_for_memory`, all of which land it, before the next `step`. `add` and `finish` may come at any
+    time.
 
     Progress: while there is work, of two successive steps at least one schedules something, because what
     could not fit even alone is refused by `add`, and the oldest running request is never preempted.
@@ -384,25 +384,22 @@ class ContinuousBatcher:
             self._end(request, FinishReason.ERROR)
         return aboard
 
-    def preempt_for_memory(self, decision: BatchDecision) -> bool:
-        """Retry smaller after a pass ran out of device memory; False, and nothing done, if it was one token.
+    def preempt_for_memory(self, decision: BatchDecision) -> None:
+        """Drop a step whose pass ran out of device memory, to retry with less.
 
-        The lower-ranked half of its requests is preempted, and the next step gets half its tokens at most;
-        that limit rises by one with each commit. Those whose state cannot be cut back to before the pass are
-        all computed again.
+        The lower-ranked half of its requests is preempted, and the next step gets half its tokens at most,
+        but one; that limit rises by one with each commit. Those whose state cannot be cut back to before the
+        pass are all computed again.
         """
-        if decision.num_tokens == 1:
-            return False
         aboard = sorted((cargo.request for cargo in self._aboard), key=self._policy.key)
         self.abandon(decision, fail=False)
-        self._token_limit = decision.num_tokens // 2
+        self._token_limit = max(1, decision.num_tokens // 2)
         lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
         if not self.kv.can_rewind:
             lower = [r for r in aboard if r.status is RequestStatus.RUNNING]
         for request in lower:
             self._seats.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._requeue(lower)
-        return True
 
     def _requeue(self, preempted: list[Request]) -> None:
         for request in preempted:

@@ -262,15 +262,13 @@ class BatcherMachine(RuleBasedStateMachine):
     def run_out_of_memory(self, ran: bool) -> None:
         assert self.flying is not None
         running = [request for request in self.alive.values() if request.status is RequestStatus.RUNNING]
-        if self.batcher.preempt_for_memory(self.flying):
-            self.land(ran)
-            if running:
-                assert min(running, key=lambda r: r.arrival).status is RequestStatus.RUNNING
-            for request in running:
-                if request.status is not RequestStatus.RUNNING:
-                    del self.held[request.request_id]
-        else:
-            assert self.flying.num_tokens == 1
+        self.batcher.preempt_for_memory(self.flying)
+        self.land(ran)
+        if running:
+            assert min(running, key=lambda r: r.arrival).status is RequestStatus.RUNNING
+        for request in running:
+            if request.status is not RequestStatus.RUNNING:
+                del self.held[request.request_id]
 
     @precondition(lambda self: bool(self.alive))
     @rule(choice=st.integers(0, 1000))

@@ -186,7 +186,7 @@ def test_out_of_memory_is_retried_with_half_the_requests_and_half_the_tokens() -
         batcher.add(request)
     decision = batcher.step()
     assert decision.num_tokens == 20
-    assert batcher.preempt_for_memory(decision)
+    batcher.preempt_for_memory(decision)
     assert [request.num_preemptions for request in requests] == [0, 0, 0, 1, 1]
     assert (batcher.num_running, batcher.num_waiting) == (3, 2)
     decision, _ = run_step(batcher, runner)
@@ -206,18 +206,21 @@ def test_the_limit_after_out_of_memory_rises_to_the_configured_one_and_no_furthe
     batcher = make_batcher(max_num_batched_tokens=4)
     runner = make_runner(batcher)
     batcher.add(make_request("a", 40, max_tokens=1))
-    assert batcher.preempt_for_memory(batcher.step())
+    batcher.preempt_for_memory(batcher.step())
     sizes = [run_step(batcher, runner)[0].num_tokens for _ in range(5)]
     assert sizes == [2, 3, 4, 4, 4]
 
 
-def test_out_of_memory_with_one_token_cannot_be_helped() -> None:
+def test_out_of_memory_with_one_token_is_tried_again_as_it_is() -> None:
     batcher = make_batcher()
-    request = make_request("a", 1)
+    runner = make_runner(batcher)
+    request = make_request("a", 1, max_tokens=3)
     batcher.add(request)
-    decision = batcher.step()
-    assert not batcher.preempt_for_memory(decision)
-    assert batcher.abandon(decision, fail=True) == [request], "the decision still flew"
+    batcher.preempt_for_memory(batcher.step())
+    assert request.status is RequestStatus.RUNNING
+    while batcher.has_work:
+        run_step(batcher, runner)
+    assert request.output_token_ids == expected_output([request.token_ids[0]], 3)
     assert_empty(batcher)
 
 
@@ -231,7 +234,7 @@ def test_out_of_memory_never_preempts_the_oldest_nor_what_has_ended() -> None:
         batcher.add(request)
     decision = batcher.step()
     batcher.finish("gone", FinishReason.ABORT)
-    assert batcher.preempt_for_memory(decision)
+    batcher.preempt_for_memory(decision)
     assert [request.num_preemptions for request in (old, gone, high, more)] == [0, 0, 0, 0]
     assert batcher.num_running == 3
 

@@ -289,7 +289,7 @@ def test_a_choice_of_a_preempted_parent_runs_by_itself() -> None:
     batcher.add(first)
     batcher.add(a)
     batcher.add(b)
-    assert batcher.preempt_for_memory(batcher.step())
+    batcher.preempt_for_memory(batcher.step())
     assert a.status is RequestStatus.PREEMPTED
     decision = batcher.step()
     assert shape_of(decision) == [("first", 0, 4, True), ("a", 0, 2, False)]
