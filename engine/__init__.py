@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
-from engine.batch_metrics import BatchMetrics, EngineGauges, Histogram
+from engine.batch_metrics import BatchMetrics, EngineGauges
 from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.engine import Engine
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
@@ -22,6 +22,7 @@ from engine.errors import (
     StartRefused,
     UnsupportedModel,
 )
+from engine.histogram import Histogram
 from engine.host_tuning import prepare_process, settle_memory
 from engine.outputs import RequestExplanation, TokenLogprobs
 from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions

@@ -5,10 +5,12 @@ Written on the loop thread once a step and once a request; read by whoever expor
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.activity import Activity, RollingWindow, Totals
+from engine.histogram import Histogram
+from engine.outputs import BatchDecision
 from engine.request import FinishReason
 from engine.speculation.spec_stats import SpecStats
 
@@ -28,27 +30,6 @@ TOKEN_COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5)
 PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0)
 
 
-class Histogram:
-    """Counts of observations at or below each bound, plus their sum; the last count is above every bound."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times over."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        """Observations so far."""
-        return sum(self.counts)
-
-
 def _latency() -> Histogram:
     return Histogram(LATENCY_BOUNDS_S)
 
@@ -63,7 +44,7 @@ def _token_counts() -> Histogram:
 
 @dataclass(slots=True)
 class BatchMetrics:
-    """Running totals since the start; never reset. Seconds and tokens throughout.
+    """Running totals since the start, never reset, and what they gained of late. Seconds and tokens.
 
     `requests_finished` counts each accepted request once, so that started = finished by reason at rest.
     """
@@ -96,6 +77,53 @@ class BatchMetrics:
     speculation: SpecStats = field(default_factory=SpecStats)  # of all requests together
     draft_duration: Histogram = field(default_factory=lambda: Histogram(DRAFT_BOUNDS_S))  # a micro-step
     verify_duration: Histogram = field(default_factory=_token_latency)  # of steps that verify drafts
+    num_sequences: int = 0  # of all steps together
+    busy_s: float = 0.0  # in steps
+    seats_s: float = 0.0  # in steps, times the share of seats in use
+    kv_s: float = 0.0  # in steps, times the share of K/V blocks in use
+    _window: RollingWindow = field(default_factory=RollingWindow)
+
+    def begin_step(self, now: float) -> None:
+        """A step begins; `now` is on the engine's clock, as everywhere here."""
+        if self._window.is_due(now):
+            self._window.keep(self._totals(now))
+
+    def end_step(self, decision: BatchDecision, seconds: float, seats: float, kv: float) -> None:
+        """A step has been committed; `seats` and `kv` are the shares of them in use, 0 to 1."""
+        if not decision.num_prefill_tokens:
+            phase = "decode"
+        else:
+            phase = "mixed" if decision.num_decode_tokens else "prefill"
+        self.step_duration[phase].observe(seconds)
+        self.step_batched_tokens.observe(decision.num_tokens)
+        self.num_sequences += len(decision.scheduled)
+        self.busy_s += seconds
+        self.seats_s += seats * seconds
+        self.kv_s += kv * seconds
+
+    def last_minute(self, now: float) -> Activity:
+        """What the engine did of late, known to a few seconds."""
+        return self._window.last_minute(self._totals(now))
+
+    def format_report(self, now: float) -> str:
+        """All since the first step, drafts included, for a person to read; no newline at the end."""
+        report = self._window.all(self._totals(now)).format_report("since the first request")
+        return f"{report}\n{self.speculation.format_report()}" if self.speculation.num_rounds else report
+
+    def _totals(self, now: float) -> Totals:
+        return Totals(
+            time=now,
+            num_ended=self.requests_finished.total(),
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            num_sequences=self.num_sequences,
+            busy_s=self.busy_s,
+            seats_s=self.seats_s,
+            kv_s=self.kv_s,
+            step_duration={phase: each.distribution() for phase, each in self.step_duration.items()},
+            step_tokens=self.step_batched_tokens.distribution(),
+            time_to_first_token=self.time_to_first_token.distribution(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

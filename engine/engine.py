@@ -108,8 +108,8 @@ class Engine:
         if self._loop is not None and self._task is not None:
             self._loop.stop()
             await asyncio.wait([self._task], timeout=None if self.fault is None else _LAST_MOMENT_S)
-        if self.metrics.speculation.num_rounds:
-            log.info(self.metrics.speculation.format_report())
+        if self.metrics.busy_s:
+            log.info(self.metrics.format_report(self._clock()))
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def wait_dead(self) -> None:
