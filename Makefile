@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
+	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
@@ -37,6 +38,10 @@ test-all: $(STAMP)
 
 test-browser: $(STAMP)
 	@$(BIN)/python -m pytest -m browser $(ARGS)
+
+test-ray: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
+	@$(BIN)/python -m pytest -m ray $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

@@ -1,0 +1,98 @@
+"""RayOptions: the arguments of the Serve application, checked before anything is started. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from config import PlannedFault, Settings, SettingsError, load_fault_plan, load_settings
+
+SPARE_CALLS = 64  # beside requests: scrapes, health, cancels
+_SERVES_OWN = ("host", "port")
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """What the cluster is asked for, and the settings every replica runs with.
+
+    `replicas` is the number of engines, and the least of them when `max_replicas` allows more; `fronts` is
+    the number of the light processes that read requests and pick an engine. `cpus` and `gpus` are one
+    engine's share of a machine; on CPUs it also is its number of compute threads.
+    """
+
+    replicas: int = 2
+    max_replicas: int = 0
+    fronts: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    settings: Settings = field(default_factory=Settings)
+    faults: tuple[PlannedFault, ...] = ()  # for tests
+
+    @property
+    def scales(self) -> bool:
+        """True when the number of engines follows the load."""
+        return self.max_replicas > self.replicas
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """More than an engine takes, so that it is the engine that refuses, with its own Retry-After."""
+        most = self.settings.scheduler.max_num_seqs + self.settings.server.max_queued_requests
+        return most + SPARE_CALLS
+
+    @property
+    def spill_requests(self) -> int:
+        """How many requests more than the emptiest engine one may hold and still be preferred."""
+        return max(1, self.settings.scheduler.max_num_seqs // 4)
+
+
+def read_options(args: Mapping[str, object], environ: Mapping[str, str] | None = None) -> RayOptions:
+    """The options in `args`: names of `RayOptions`, and any flag of `slipstream serve` without its dashes.
+
+    Words are joined by - or _. Switches are true or false, repeatable flags take a list. The environment
+    (None: this process's) and a `config` file count as for `slipstream serve`. Raises SettingsError.
+    """
+    own: dict[str, float] = {}
+    argv: list[str] = []
+    for given, value in args.items():
+        name = given.replace("-", "_")
+        if name in _SERVES_OWN:
+            raise SettingsError(f"argument {given}: the address is Ray Serve's own, under http_options")
+        if name in _KINDS:
+            own[name] = _number(name, value)
+        else:
+            argv += _flags(given.replace("_", "-"), value)
+    faults = load_fault_plan(environ).faults
+    return RayOptions(**own, settings=load_settings(argv, environ), faults=faults)  # type: ignore[arg-type]
+
+
+def _number(name: str, value: object) -> float:
+    """`value` as the field `name` counts it. Raises SettingsError."""
+    kind = _KINDS[name]
+    try:
+        number = kind(str(value))
+    except ValueError:
+        number = -1
+    if number < _LEAST.get(name, 0):
+        allowed = f"a number from {_LEAST.get(name, 0)}" + (" without a fraction" if kind is int else "")
+        raise SettingsError(f"argument {name} = {value!r} is not allowed; expected {allowed}")
+    return number
+
+
+def _flags(word: str, value: object) -> list[str]:
+    """The command line words that mean `word` = `value`."""
+    match str(value).lower() if isinstance(value, bool | str) else value:
+        case "true":
+            return [f"--{word}"]
+        case "false":
+            return [f"--no-{word}"]
+        case list() | tuple() as values:
+            return [f"--{word}={each}" for each in values]
+    return [f"--{word}={value}"]
+
+
+_KINDS: dict[str, type[int] | type[float]] = {
+    each.name: float if each.type == "float" else int
+    for each in fields(RayOptions)
+    if each.type in ("int", "float")
+}
+_LEAST = {"replicas": 1, "fronts": 1}
