@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -74,6 +75,7 @@ def serve(argv: Sequence[str]) -> int:
         print(serve_help(), end="")
         return OK
     settings = load_settings(argv)
+    _leave_on_signals()
     # Only now: the model libraries take seconds to import, and a wrong flag should not wait for them.
     from server.logs import adopt_library_loggers, configure_logging
 
@@ -82,6 +84,12 @@ def serve(argv: Sequence[str]) -> int:
 
     adopt_library_loggers()
     return run(settings)
+
+
+def _leave_on_signals() -> None:
+    """Until the server handles its signals there is nothing to finish: leave as it would without work."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(OK))
 
 
 def config_show(argv: Sequence[str]) -> int:

@@ -32,6 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.setitem(sys.modules, "server.serve", module)
     monkeypatch.setattr("server.logs.configure_logging", lambda log, never_waits: None)
     monkeypatch.setattr("server.logs.adopt_library_loggers", lambda: None)
+    monkeypatch.setattr(cli, "_leave_on_signals", lambda: None)
     return seen
 
 
