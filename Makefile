@@ -6,13 +6,15 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray test-prometheus dashboards check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
+	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
+	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
@@ -42,6 +44,12 @@ test-browser: $(STAMP)
 test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
 	@$(BIN)/python -m pytest -m ray $(ARGS)
+
+test-prometheus: $(STAMP)
+	@$(BIN)/python -m pytest -m prometheus $(ARGS)
+
+dashboards: $(STAMP)
+	@$(BIN)/python -m deploy.grafana.build
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

@@ -1,0 +1,147 @@
+"""Who waits, who runs, in which batches, and how fairly."""
+
+from __future__ import annotations
+
+from deploy.grafana.panels import Board, Panel, Query, Row, heatmap, lines, stat
+from deploy.grafana.queries import buckets, mean, quantile, quantiles, rate, ratio, series, total
+
+REFUSED = rate("requests_rejected_total")
+RARE = (("green", None), ("orange", 0.01), ("red", 0.05))
+
+
+def _at_a_glance() -> tuple[Panel, ...]:
+    return (
+        stat("Running", "Requests that hold K/V blocks now.", "short", total("num_requests_running")),
+        stat("Waiting", "Requests in the queue now.", "short", total("num_requests_waiting")),
+        stat(
+            "Queue time, P95",
+            "From arrival to the first scheduled step.",
+            "s",
+            quantile(0.95, "request_queue_time_seconds"),
+            (("green", None), ("orange", 2), ("red", 10)),
+        ),
+        stat("Tokens a step", "Mean tokens computed in a step.", "short", mean("step_batched_tokens")),
+        stat("Steps", "Steps a second.", "ops", rate("step_batched_tokens_count")),
+        stat(
+            "Preemptions a request",
+            "Each costs a prefill or a swap again.",
+            "short",
+            ratio("preemptions_total", "requests_total"),
+            (("green", None), ("orange", 0.1), ("red", 0.5)),
+        ),
+        stat(
+            "Refused",
+            "Requests refused before any work, over all that asked.",
+            "percentunit",
+            f"{REFUSED} / ({REFUSED} + {rate('requests_total')})",
+            RARE,
+        ),
+        stat(
+            "Deadlines missed",
+            "Over all requests, with or without a deadline.",
+            "percentunit",
+            ratio("deadline_missed_total", "requests_total"),
+            RARE,
+        ),
+    )
+
+
+def _queue() -> tuple[Panel, ...]:
+    return (
+        lines(
+            "Requests by state",
+            "Running, waiting, and preempted with their K/V in host memory.",
+            "short",
+            Query(total("num_requests_running"), "running"),
+            Query(total("num_requests_waiting"), "waiting"),
+            Query(total("num_requests_swapped"), "swapped"),
+            stacked=True,
+        ),
+        lines(
+            "Queue time",
+            "From arrival to the first scheduled step, of requests that got there.",
+            "s",
+            *quantiles("request_queue_time_seconds"),
+        ),
+        heatmap(
+            "Queue time, all of it",
+            "How many requests waited how long.",
+            "s",
+            buckets("request_queue_time_seconds"),
+        ),
+        lines(
+            "Refused by reason",
+            "Before any work: a full queue, too long in it, a hopeless deadline, loading, draining.",
+            "reqps",
+            Query(rate("requests_rejected_total", "reason"), "{{reason}}"),
+            stacked=True,
+        ),
+        lines(
+            "Deadlines missed",
+            "Requests ended by their deadline, or refused because they could not meet it.",
+            "reqps",
+            Query(rate("deadline_missed_total", "model_name"), "{{model_name}}"),
+        ),
+        lines(
+            "Tenants' shares",
+            "Of the tokens of the last minute, by tenant. With --scheduling-policy fair, those who all "
+            "ask for more than they get come out equal.",
+            "percentunit",
+            Query(f"avg by (tenant) ({series('tenant_share_ratio')})", "{{tenant}}"),
+            stacked=True,
+            top=1.0,
+        ),
+    )
+
+
+def _steps() -> tuple[Panel, ...]:
+    return (
+        lines(
+            "Step time by phase",
+            "P50 and P95 of steps that only prefill, only decode, or do both.",
+            "s",
+            Query(quantile(0.5, "step_duration_seconds", "phase"), "{{phase}} P50"),
+            Query(quantile(0.95, "step_duration_seconds", "phase"), "{{phase}} P95"),
+        ),
+        lines(
+            "Steps by phase",
+            "How often steps of each kind run.",
+            "ops",
+            Query(rate("step_duration_seconds_count", "phase"), "{{phase}}"),
+            stacked=True,
+        ),
+        heatmap("Batch size", "Tokens computed in a step.", "short", buckets("step_batched_tokens")),
+        lines(
+            "Time in steps",
+            "Share of the time that the device is given work, by phase. At 1 the server can do no more.",
+            "percentunit",
+            Query(
+                f"sum by (phase) (rate({series('step_duration_seconds_sum')}[$__rate_interval]))"
+                f" / on () group_left () count({series('num_requests_running')})",
+                "{{phase}}",
+            ),
+            stacked=True,
+        ),
+        lines(
+            "Preemptions by mode",
+            "Running requests that gave their K/V back, to be recomputed or swapped in again.",
+            "ops",
+            Query(rate("preemptions_total", "mode"), "{{mode}}"),
+            stacked=True,
+        ),
+        lines(
+            "Preemptions of one request",
+            "How often the requests that ended had been preempted.",
+            "short",
+            Query(quantile(0.95, "request_preemptions"), "P95"),
+            Query(mean("request_preemptions"), "mean"),
+        ),
+    )
+
+
+SCHEDULING = Board(
+    "slipstream-scheduling",
+    "Slipstream / Scheduling and fairness",
+    "Who waits, who runs, in which batches, and how fairly.",
+    (Row("At a glance", _at_a_glance()), Row("Queue", _queue()), Row("Steps", _steps())),
+)
