@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from engine.batch_metrics import BatchMetrics
-from engine.errors import EngineError
+from engine.errors import EngineError, Overloaded
 from engine.outputs import TokenLogprobs
 from engine.request import FinishReason, Request
 from engine.scheduling.committed_token import CommittedToken
 from engine.stream import Finish, RequestStream, RequestTiming
 from engine.tenant_shares import TenantShares
 from engine.time_limits import TimeLimits
+from engine.token_gaps import TokenGaps
 
 GRAVITY = (
     FinishReason.STOP,
@@ -24,17 +26,25 @@ GRAVITY = (
 )
 
 
+class _Outcome(NamedTuple):
+    """How a choice ended; `abort` and `rejection` are labels, None for what is neither."""
+
+    reason: FinishReason
+    abort: str | None
+    rejection: str | None
+
+
 class RequestGroups:
     """Counts a reply's choices as one request: started with the first, finished with the last.
 
-    The finish reason counted is the gravest of its choices'.
+    The outcome counted is the gravest of its choices', the first of equals.
     """
 
     def __init__(self, metrics: BatchMetrics) -> None:
         self._metrics = metrics
         self._group_of: dict[str, str] = {}
         self._num_open: Counter[str] = Counter()
-        self._gravest: dict[str, FinishReason] = {}
+        self._gravest: dict[str, _Outcome] = {}
 
     def open(self, request_id: str, group: str | None) -> None:
         """A choice of `group` begins; None is a group of its own."""
@@ -43,17 +53,26 @@ class RequestGroups:
             self._metrics.requests_started += 1
         self._num_open[name] += 1
 
-    def close(self, request_id: str, reason: FinishReason) -> None:
+    def close(
+        self, request_id: str, reason: FinishReason, abort: str | None, error: EngineError | None
+    ) -> None:
         """A choice has ended; with the last one its group has."""
+        gave_up = isinstance(error, Overloaded) and error.code == "queue_timeout"
+        outcome = _Outcome(reason, abort, "queue_timeout" if gave_up else None)
         name = self._group_of.pop(request_id)
-        gravest = max(self._gravest.pop(name, reason), reason, key=GRAVITY.index)
+        gravest = max(self._gravest.pop(name, outcome), outcome, key=lambda each: GRAVITY.index(each.reason))
         self._num_open[name] -= 1
         if self._num_open[name]:
             self._gravest[name] = gravest
             return
         del self._num_open[name]
-        self._metrics.requests_finished[gravest] += 1
-        self._metrics.deadlines_missed += gravest is FinishReason.DEADLINE
+        metrics = self._metrics
+        metrics.requests_finished[gravest.reason] += 1
+        metrics.deadlines_missed += gravest.reason is FinishReason.DEADLINE
+        if gravest.abort is not None:
+            metrics.request_aborts[gravest.abort] += 1
+        if gravest.rejection is not None:
+            metrics.requests_rejected[gravest.rejection] += 1
 
 
 class OpenRequests:
@@ -73,8 +92,7 @@ class OpenRequests:
         self._groups = RequestGroups(metrics)
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._last_step_time = 0.0
-        self._num_regular = 0  # tokens of this step whose request had one in the last step too
+        self._gaps = TokenGaps(metrics.inter_token_latency)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -106,13 +124,12 @@ class OpenRequests:
         """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""
         request = token.request
         stream = self._streams[request.request_id]
-        if stream.last_token_time == self._last_step_time:
-            self._num_regular += 1
-        elif stream.first_token_time is not None:
-            self._metrics.inter_token_latency.observe(now - stream.last_token_time)
-        else:
+        if stream.first_token_time is None:
             stream.first_token_time = now
             self._metrics.time_to_first_token.observe(now - request.arrival_time)
+            self._count_prompt(request)
+        else:
+            self._gaps.add(stream.last_token_time, now)
         stream.last_token_time = now
         by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
         return stream.put(token.token_id, logprobs, shown=not by_id)
@@ -122,11 +139,8 @@ class OpenRequests:
         self._streams[request_id].put_prompt_logprobs(first, records)
 
     def end_step(self, now: float) -> None:
-        """Count the gap to the last step's tokens, once for all requests that had one in both."""
-        if self._num_regular:
-            self._metrics.inter_token_latency.observe(now - self._last_step_time, self._num_regular)
-            self._num_regular = 0
-        self._last_step_time = now
+        """All tokens of a step have been put; `now` is the same for all of them."""
+        self._gaps.end_step(now)
 
     def finish(
         self,
@@ -135,14 +149,18 @@ class OpenRequests:
         *,
         stop_reason: str | int | None = None,
         error: EngineError | None = None,
+        abort: str | None = None,
     ) -> None:
-        """Close a request: terminal event to its stream, figures to the metrics."""
+        """Close a request: terminal event to its stream, figures to the metrics.
+
+        `abort` is its label in request_aborts; None if nobody outside ended it.
+        """
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
         self._time_limits.forget(request.request_id)
         self.num_ended += 1
         timing = self._timing(request, stream)
-        self._groups.close(request.request_id, reason)
+        self._groups.close(request.request_id, reason, abort, error)
         self._count(request, timing)
         self.shares.count(request.tenant, request.num_tokens)
         if not self._requests:
@@ -170,15 +188,20 @@ class OpenRequests:
             generation_s=generation_s,
             mean_itl_s=None if first is None or num_gaps < 1 else generation_s / num_gaps,
             num_preemptions=request.num_preemptions,
+            preemptions=tuple((at - request.arrival_time, mode) for at, mode in request.preemptions),
         )
 
-    def _count(self, request: Request, timing: RequestTiming) -> None:
+    def _count_prompt(self, request: Request) -> None:
+        """All of it has been computed, or found."""
         metrics = self._metrics
         metrics.prompt_tokens += request.num_prompt_tokens
         metrics.prompt_tokens_cached += request.num_cached_tokens
         if request.block_hashes:  # looked for
             metrics.prefix_cache_queries += request.num_prompt_tokens
             metrics.prefix_cache_hits += request.num_cached_tokens
+
+    def _count(self, request: Request, timing: RequestTiming) -> None:
+        metrics = self._metrics
         metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
         metrics.request_queue_time.observe(timing.queue_s)
         if timing.time_to_first_token_s is not None:

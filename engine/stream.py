@@ -21,13 +21,17 @@ from engine.text.detokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds spent in each part of one request's life; None where that part never came."""
+    """Seconds spent in each part of one request's life; None where that part never came.
+
+    `preemptions` are (seconds since the arrival, "recompute" or "swap").
+    """
 
     queue_s: float
     time_to_first_token_s: float | None
     generation_s: float
     mean_itl_s: float | None
     num_preemptions: int
+    preemptions: tuple[tuple[float, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,17 @@ from server.middleware import ExchangeMiddleware
 from server.openapi import describe_bodies
 from server.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.request_log import RequestLog, Tracer
 from server.status_page import status_router
 
 BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, RequestPatch)
 
 
-def build_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The application; the caller starts and stops `engine`. Raises StartRefused for bad keys."""
+def build_app(settings: Settings, engine: Engine, tracer: Tracer | None = None) -> FastAPI:
+    """The application; the caller starts and stops `engine`, and closes `tracer`, None for no traces.
+
+    Raises StartRefused for bad keys.
+    """
     context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()))
     keys = KeyRing(read_keys(settings.server))
     app = FastAPI(
@@ -36,6 +40,8 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         version=server_version(),
         redirect_slashes=False,
         separate_input_output_schemas=False,
+        # Requests are traced by `tracer`; FastAPI's own spans would say it twice, with the client's URLs.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.slipstream = context
     for part in (completions, chat, models, tokens, requests, health, server_info):
@@ -48,5 +54,5 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
     # The last added is the outermost: label and count, then keys, then the body and the client's leaving.
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)
-    app.add_middleware(ExchangeMiddleware, context=context)
+    app.add_middleware(ExchangeMiddleware, context=context, request_log=RequestLog(tracer))
     return app

@@ -79,7 +79,7 @@ class AuthMiddleware:
         if self._keys and scope["type"] == "http" and scope["path"] not in self._open_paths:
             tenant = self._keys.tenant_of(scope["headers"])
             if tenant is None:
-                await _refusal().response()(scope, receive, send)
+                await _refusal().send(scope, receive, send)
                 return
             exchange_of(scope).tenant = tenant
         await self.app(scope, receive, send)

@@ -41,7 +41,7 @@ class ClientMiddleware:
             body = await read_body(receive, self._settings.max_body_bytes)
             peer.check()  # its fault may have ended the body
         except ApiError as error:
-            await error.reply.response()(scope, receive, send)
+            await error.reply.send(scope, receive, send)
             return
         await _Watch(receive, send, body).run(self.app, scope)
 

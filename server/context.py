@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -15,6 +15,9 @@ from engine import Engine, EngineInfo, Overloaded
 from server.http_metrics import HttpMetrics
 from server.live_replies import LiveReplies
 from server.peer import Peer
+
+if TYPE_CHECKING:
+    from server.generation import Accepted
 
 EXCHANGE_KEY = "slipstream.exchange"
 
@@ -48,7 +51,8 @@ class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
 
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
-    names the key used, never the key. `peer` is what its connection knows of the client.
+    names the key used, never the key. `peer` is what its connection knows of the client. `accepted` is None
+    until a completion or chat request has its places in the queue.
     """
 
     caller_id: str | None
@@ -56,6 +60,7 @@ class Exchange:
     started: float = field(default_factory=perf_counter)
     tenant: str | None = None
     peer: Peer = field(default_factory=Peer)
+    accepted: Accepted | None = None
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine import (
     ContextLengthExceeded,
@@ -27,6 +28,8 @@ log = logging.getLogger("slipstream.server")
 
 MAX_ECHO = 100
 _MAX_MESSAGE = 1000
+
+ERROR_KEY = "slipstream.error"  # of a scope: the name of the error that its request was answered with
 
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
@@ -57,9 +60,19 @@ class ErrorReply:
         }
         return {"error": error}
 
+    @property
+    def name(self) -> str:
+        """One word for it, as logs and traces have it: the code, or the type if it has none."""
+        return self.code or self.type
+
     def response(self) -> Response:
         """The whole HTTP reply."""
         return json_response(self.body(), self.status, self.headers)
+
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request of `scope` with it, and note so there."""
+        scope[ERROR_KEY] = self.name
+        await self.response()(scope, receive, send)
 
 
 class ApiError(Exception):
@@ -130,6 +143,8 @@ def _http_reply(error: HTTPException) -> ErrorReply:
     return ErrorReply(error.status_code, kind, "The request could not be served.", headers=headers)
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """The exception handler of the application, for every type it knows."""
-    return error_reply(error).response()
+    reply = error_reply(error)
+    request.scope[ERROR_KEY] = reply.name
+    return reply.response()

@@ -97,6 +97,11 @@ class Choice:
             scores.note(delta)
         return delta
 
+    def note(self, delta: OutputDelta) -> None:
+        """Count a delta that was taken."""
+        self.num_tokens += len(delta.token_ids)
+        self.finish = delta.finish or self.finish
+
 
 _Pumped: TypeAlias = tuple[Choice, OutputDelta | Exception, asyncio.Event]
 
@@ -129,11 +134,10 @@ class Generation:
         else:
             choice = self.choices[0]
             delta = await choice.read()
-        choice.num_tokens += len(delta.token_ids)
+        choice.note(delta)
         if delta.finish is not None:
             if delta.finish.error is not None:
                 raise delta.finish.error
-            choice.finish = delta.finish
             self._num_open -= 1
         return choice, delta
 
@@ -165,6 +169,21 @@ class Generation:
         self._on_close()
         for choice in self.choices:
             choice.stream.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it is known of every choice how it ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    async def see_out(self) -> None:
+        """After `close`: read the rest, for what each choice came to. A stream without an end has none."""
+        while not self._ready.empty():
+            choice, delta, _ = self._ready.get_nowait()
+            if not isinstance(delta, Exception):
+                choice.note(delta)
+        for choice in self.choices:
+            async for delta in choice.stream:
+                choice.note(delta)
 
 
 @dataclass(slots=True)
@@ -208,6 +227,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that passed every check, and what answers it. Queued `prepared_s` after its arrival."""
+
+    reply_id: str
+    body: GenerationBody
+    generation: Generation
+    prepared_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What of a request had to be read off the loop."""
 
@@ -248,7 +277,9 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
             for request_id in request_ids:
                 engine.cancel(request_id, abort="timeout")
 
-    return Generation(choices, on_close)
+    generation = Generation(choices, on_close)
+    exchange.accepted = Accepted(order.reply_id, body, generation, reply.prepared_s)
+    return generation
 
 
 def _check_queueable(order: Order, num_requests: int, limit: int) -> None:

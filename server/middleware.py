@@ -5,30 +5,29 @@ Pure ASGI, like every layer here: Starlette's BaseHTTPMiddleware hides a client'
 
 from __future__ import annotations
 
-import logging
-from time import perf_counter
+from time import time_ns
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.client import ClientGone
 from server.context import EXCHANGE_KEY, Exchange, ServerContext
-from server.errors import error_reply
+from server.ended_request import EndedRequest
+from server.errors import ERROR_KEY, error_reply
 from server.peer import peer_of
-
-access_log = logging.getLogger("slipstream.access")
+from server.request_log import GENERATING_ROUTES, RequestLog
 
 MAX_REQUEST_ID = 128
 CLIENT_CLOSED_REQUEST = 499
 UNMATCHED_ROUTE = "unmatched"
-_QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
 
 
 class ExchangeMiddleware:
     """Opens an `Exchange` for each HTTP request and closes it with a count and a log line."""
 
-    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+    def __init__(self, app: ASGIApp, context: ServerContext, request_log: RequestLog) -> None:
         self.app = app
         self._http = context.http
+        self._log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises only after the reply has begun, when nothing can be said any more."""
@@ -53,18 +52,37 @@ class ExchangeMiddleware:
         except Exception as error:
             if exchange.status is not None:
                 raise
-            await error_reply(error).response()(scope, receive, send_labelled)
+            await error_reply(error).send(scope, receive, send_labelled)
         finally:
             self._close(scope, exchange)
 
     def _close(self, scope: Scope, exchange: Exchange) -> None:
-        route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
-        status = exchange.status or CLIENT_CLOSED_REQUEST
+        route, status = route_of(scope), exchange.status or CLIENT_CLOSED_REQUEST
         self._http.requests[route, status] += 1
-        if route not in _QUIET_ROUTES:
-            elapsed_ms = (perf_counter() - exchange.started) * 1000
-            facts = {"route": route, "code": status, "ms": round(elapsed_ms, 1)}
-            access_log.info("request", extra={**facts, "request_id": exchange.request_id})
+        accepted, exchange.accepted = exchange.accepted, None  # which knows the exchange: nothing goes round
+        self._log.end(
+            EndedRequest(
+                exchange=exchange,
+                accepted=accepted,
+                headers=scope["headers"],
+                route=route,
+                status=status,
+                ended_ns=time_ns(),
+                seconds=exchange.age_s,
+                error=scope.get(ERROR_KEY),
+            )
+        )
+
+
+def route_of(scope: Scope) -> str:
+    """The template of the route that served a request; for one refused before that, the one it was meant for.
+
+    One of a few, whatever a client writes.
+    """
+    path = getattr(scope.get("route"), "path", None)
+    if path is None and scope["path"] in GENERATING_ROUTES:
+        path = scope["path"]
+    return path or UNMATCHED_ROUTE
 
 
 def caller_id_of(scope: Scope) -> str | None:

@@ -20,21 +20,30 @@ def reply_usage(choices: Sequence[Choice], *, predicted: bool = False) -> dict[s
 
     `predicted` adds what became of the prediction that the request came with.
     """
-    return _usage({id(choice.prompt): choice for choice in reversed(choices)}.values(), choices, predicted)
+    return _usage(one_a_prompt(choices), choices, predicted)
+
+
+def one_a_prompt(choices: Sequence[Choice]) -> Collection[Choice]:
+    """The first choice of each prompt."""
+    return {id(choice.prompt): choice for choice in reversed(choices)}.values()
+
+
+def num_cached_tokens(firsts: Collection[Choice]) -> int:
+    """Prompt tokens that were found and not computed; 0 for what has not ended."""
+    return sum(choice.finish.num_cached_tokens for choice in firsts if choice.finish is not None)
 
 
 def _usage(firsts: Collection[Choice], choices: Sequence[Choice], predicted: bool) -> dict[str, object]:
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    cached = sum(choice.finish.num_cached_tokens for choice in firsts if choice.finish is not None)
     usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens(firsts)},
     }
     if predicted:
-        stats = _spec_stats(choices)
+        stats = spec_stats(choices)
         accepted = stats.accepted[PREDICTION]
         usage["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
@@ -60,11 +69,11 @@ def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:
         "mean_itl_ms": _ms(sum(gaps) / len(gaps)) if gaps else None,
         "tokens_per_second": _tokens_per_second(finishes, generation_s),
         "num_preemptions": sum(each.num_preemptions for each in timings),
-        "speculative_decoding": _speculative_decoding(_spec_stats(choices)),
+        "speculative_decoding": _speculative_decoding(spec_stats(choices)),
     }
 
 
-def _spec_stats(choices: Sequence[Choice]) -> SpecStats:
+def spec_stats(choices: Sequence[Choice]) -> SpecStats:
     """Of those choices that have ended, together."""
     total = SpecStats()
     for choice in choices:
