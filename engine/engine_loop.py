@@ -250,7 +250,7 @@ class EngineLoop:
                 continue  # ended while the step ran
             records = [record for record in result.prompt_logprobs[start:end] if record is not None]
             if len(records) < end - start:
-                self._fail(request, "sampler", "the logits of the prompt hold NaN or infinity")
+                self._fail(request, "sampler", "the prompt could not be scored")
             else:
                 self._requests.put_prompt_logprobs(request.request_id, scheduled.first_position, records)
 
@@ -289,6 +289,7 @@ class EngineLoop:
             self._requests.finish(request, reason, stop_reason=token.token_id if asked_for else None)
 
     def _fail(self, request: Request, stage: str, message: str) -> None:
+        log.warning("a request failed: %s", message)
         self._metrics.engine_errors[stage] += 1
         self._batcher.finish(request.request_id, FinishReason.ERROR)
         self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
@@ -316,6 +317,4 @@ class EngineLoop:
         if request is None:
             return  # it ended by itself first
         self._batcher.finish(request_id, ending.reason)
-        if ending.abort is not None:
-            self._metrics.request_aborts[ending.abort] += 1
-        self._requests.finish(request, ending.reason, error=ending.error)
+        self._requests.finish(request, ending.reason, error=ending.error, abort=ending.abort)

@@ -10,6 +10,7 @@ import torch
 from engine.errors import OutOfDeviceMemory
 from engine.model.attention.draft_tree import accepted_moves
 from engine.model.device import is_out_of_memory, mark, seconds_between
+from engine.model.isolated_draw import draw_isolated
 from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
 from engine.model.prompt_scorer import PromptScorer
@@ -83,7 +84,7 @@ class ModelRunner:
             middle = mark(device)
             verified = Verified(SampledRows([]))
             if len(logits):
-                verified = self._verifier.draw(logits, inputs.sampling, inputs.drafts)
+                verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
                 if inputs.drafts is not None:
                     self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
             scores = self._scorer.score(inputs.prompt_rows, seen)

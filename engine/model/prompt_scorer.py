@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.model.device import is_out_of_memory
 from engine.model.loader import LoadedModel
 from engine.outputs import PromptRows, TokenLogprobs
 from engine.sampling.logprobs import known_logprobs
+
+log = logging.getLogger("slipstream.engine")
 
 # Rows are worked on in groups of about this many logits: some 20 bytes of temporaries for each.
 _GROUP_LOGITS = 2**22
@@ -46,10 +50,22 @@ class PromptScorer:
             handle.remove()
 
     def score(self, rows: PromptRows | None, seen: list[Any]) -> tuple[TokenLogprobs | None, ...]:
-        """A record for each of the watched pass's `rows`, None where the logits are not finite."""
+        """A record for each of the watched pass's `rows`, None where there is none to be had.
+
+        That is where the logits are not finite, and everywhere if scoring fails; but running out of memory
+        comes through.
+        """
         if rows is None:
             return ()
-        output = seen.pop()
+        try:
+            return self._records(rows, seen.pop())
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            log.exception("the tokens of prompts could not be scored")
+            return (None,) * len(rows.rows)
+
+    def _records(self, rows: PromptRows, output: Any) -> tuple[TokenLogprobs | None, ...]:
         hidden = output.last_hidden_state[0]  # [N, hidden]
         records: list[TokenLogprobs | None] = []
         for first in range(0, len(rows.rows), self._group_size):

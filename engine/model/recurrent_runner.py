@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
 from engine.model.device import is_out_of_memory, mark, seconds_between
+from engine.model.isolated_draw import draw_isolated
 from engine.model.loader import LoadedModel
 from engine.model.prompt_scorer import PromptScorer
 from engine.model.recurrent_forward import RecurrentForward
@@ -16,6 +17,7 @@ from engine.model.rehearsal import Part, pack_step
 from engine.model.self_check import check_forward
 from engine.outputs import SampledRows, StepInputs, StepResult
 from engine.sampling.sampler import Sampler
+from engine.speculation.verifier import MatchVerifier
 
 _WARM_UP_TOKENS = 64
 
@@ -33,6 +35,7 @@ class RecurrentRunner:
     ) -> None:
         self._forward = RecurrentForward(loaded)
         self._sampler = sampler
+        self._verifier = MatchVerifier(sampler)
         self._scorer = PromptScorer(loaded)
         self._memory = self._forward.make_memory(num_blocks, block_size, num_slots)
         self.kv = self._memory.kv
@@ -58,7 +61,9 @@ class RecurrentRunner:
             with self._scorer.watching(inputs.prompt_rows) as seen:
                 logits = self._forward(inputs, self._memory)
             middle = mark(device)
-            rows = self._sampler.sample(logits, inputs.sampling) if len(logits) else SampledRows([])
+            rows = SampledRows([])
+            if len(logits):
+                rows = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts).rows
             scores = self._scorer.score(inputs.prompt_rows, seen)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

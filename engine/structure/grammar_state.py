@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -14,16 +14,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 log = logging.getLogger("slipstream.engine")
+T = TypeVar("T")
 
 
 class GrammarState:
     """See Grammar. The matcher stands behind the committed tokens and `_ahead`, drafts it was last shown.
 
     Matchers never see the tokens that end a reply: the vocabulary they know has one end token of its own, at
-    `vocab_size`, which stands for them. Every request has its own matcher.
+    `vocab_size`, which stands for them. Every request has its own matcher. One that raises is as one that can
+    be followed no further: from then on nothing is allowed.
     """
 
-    __slots__ = ("_ahead", "_end_bits", "_end_token_ids", "_matcher", "_next", "_on_failure", "_vocab_size")
+    __slots__ = (
+        "_ahead",
+        "_end_bits",
+        "_end_token_ids",
+        "_is_broken",
+        "_matcher",
+        "_next",
+        "_on_failure",
+        "_vocab_size",
+    )
 
     def __init__(
         self,
@@ -37,11 +48,36 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._end_bits = _bits(end_token_ids, vocab_size)
+        self._is_broken = False
         self._ahead: list[int] = []
         self._next: TokenMask | None = None  # the mask after the committed tokens, once it is known
 
     def mask(self, path: Sequence[int]) -> TokenMask:
         """See Grammar."""
+        mask = self._asked(lambda: self._mask(path))
+        return np.zeros_like(self._end_bits) if mask is None else mask
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """See Grammar. A token that ends the reply does not count."""
+        return self._asked(lambda: self._num_valid(token_ids)) or 0
+
+    def accept(self, token_id: int) -> bool:
+        """See Grammar."""
+        return self._asked(lambda: self._accept(token_id)) or False
+
+    def _asked(self, question: Callable[[], T]) -> T | None:
+        """The answer; None if the matcher raises, or has raised before."""
+        if self._is_broken:
+            return None
+        try:
+            return question()
+        except Exception:
+            log.exception("a grammar's matcher failed")
+            self._is_broken = True
+            self._on_failure()
+            return None
+
+    def _mask(self, path: Sequence[int]) -> TokenMask:
         if not path and self._next is not None:
             return self._next
         if not self._move(path):
@@ -55,15 +91,13 @@ class GrammarState:
             self._next = mask
         return mask
 
-    def num_valid(self, token_ids: Sequence[int]) -> int:
-        """See Grammar. A token that ends the reply does not count."""
+    def _num_valid(self, token_ids: Sequence[int]) -> int:
         self._move(())
         valid = self._matcher.validate_tokens(list(token_ids))
         ends = (index for index, token_id in enumerate(token_ids) if token_id in self._end_token_ids)
         return min(valid, next(ends, valid))
 
-    def accept(self, token_id: int) -> bool:
-        """See Grammar."""
+    def _accept(self, token_id: int) -> bool:
         self._next = None
         if not self._move((token_id,)):  # the matcher has failed: the masks allow nothing else
             self._next = self._fail()

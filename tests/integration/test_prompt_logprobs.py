@@ -242,3 +242,25 @@ def test_recurrent_prompts_are_scored_piece_by_piece(family: str) -> None:
     for row, record in zip(expected, found, strict=False):
         assert record is not None
         assert record.logprob == pytest.approx(float(row[record.token_id]), abs=2e-3)
+
+
+def test_a_head_that_fails_on_a_prompt_gives_no_records_and_costs_the_step_nothing() -> None:
+    loaded = load_tiny("llama")
+    runner = ModelRunner(loaded, 32, 4, Sampler(loaded.vocab_size, loaded.device))
+    step = pack_step([Part(PROMPT[:8], 0, 8, range(2))], 4)
+    rows = PromptRows(np.zeros(2, np.int32), np.array([0, 1]), np.array([5, 6]), np.array([0, 9], np.int32))
+    passes: list[object] = []
+
+    def fail_on_the_second(_: object, __: object) -> None:
+        passes.append(None)
+        if len(passes) == 2:
+            raise ValueError("no scores")
+
+    token_ids = runner.run(step).rows.token_ids
+    handle = loaded.model.register_forward_pre_hook(fail_on_the_second)
+    try:
+        result = runner.run(replace(step, prompt_rows=rows))
+    finally:
+        handle.remove()
+    assert result.prompt_logprobs == (None, None)
+    assert result.rows.token_ids == token_ids

@@ -180,6 +180,30 @@ def test_masks_of_a_padded_vocabulary_allow_no_padding() -> None:
         assert EOS_ID in allowed(mask, vocab_size) and max(allowed(mask, 8 * len(mask))) < VOCAB_SIZE
 
 
+@pytest.mark.parametrize("method", ["try_consume_tokens", "compute_bitmask", "validate_tokens", "rollback"])
+def test_a_matcher_that_raises_allows_nothing_any_more_and_raises_nothing(method: str) -> None:
+    class Broken:
+        """A matcher in which one method fails."""
+
+        def __init__(self, matcher: Any) -> None:
+            self.matcher = matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: 1 / 0) if name == method else getattr(self.matcher, name)
+
+    failures: list[str] = []
+    matcher = compiled("regex", "[ab]*").start(EOS)._matcher
+    state = GrammarState(Broken(matcher), VOCAB_SIZE, EOS, lambda: failures.append(method))  # type: ignore[arg-type]
+    a, b = encode("a")[0], encode("b")[0]
+    state.mask((a, b))
+    state.mask((b,))  # not behind the last drafts: back, and on
+    state.num_valid([a, b])
+    assert state.accept(a) is False
+    assert not allowed(state.mask(()))
+    assert state.num_valid([a]) == 0
+    assert failures == [method], "said once"
+
+
 @st.composite
 def walks(draw: st.DrawFn) -> tuple[str, int, list[list[int]]]:
     """A form, a seed for the text that follows it, and lengths of drafts, right and wrong, on the way."""
