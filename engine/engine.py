@@ -382,7 +382,6 @@ class Engine:
         assert self._loop is not None
         if isinstance(error, Overloaded):
             error.retry_after_s = self._retry_after_s(self._loaded.batcher.num_waiting)
-            self.metrics.requests_rejected[error.code] += 1
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
         else:
             self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))
