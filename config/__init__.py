@@ -2,7 +2,7 @@
 
 from config.errors import SettingsError
 from config.fault_plan import FaultPoint, GivenFaults, PlannedFault
-from config.loader import LoadedSettings, load_fault_plan, load_settings, load_with_origins
+from config.loader import LoadedSettings, load_fault_plan, load_settings, load_trace_export, load_with_origins
 from config.schema import (
     CacheSettings,
     LogSettings,
@@ -13,6 +13,7 @@ from config.schema import (
     SpeculationSettings,
 )
 from config.speculative_config import DraftTuning
+from config.trace_export import TraceExport
 
 __all__ = [
     "CacheSettings",
@@ -28,7 +29,9 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SpeculationSettings",
+    "TraceExport",
     "load_fault_plan",
     "load_settings",
+    "load_trace_export",
     "load_with_origins",
 ]

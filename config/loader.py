@@ -21,6 +21,7 @@ from config.schema import Settings
 from config.setting import BY_KEY, SETTINGS, Given
 from config.speculative_config import is_json_object, read_speculative_config
 from config.toml_file import read_toml
+from config.trace_export import TraceExport, read_trace_export
 
 _JSON_KEY = "speculation.speculative_config"
 _OWN_ERRORS = frozenset({"above_limit", "needs"})  # of a whole section: they name the setting themselves
@@ -47,6 +48,11 @@ def load_fault_plan(environ: Mapping[str, str] | None = None) -> GivenFaults:
     Raises SettingsError.
     """
     return read_fault_plan(os.environ if environ is None else environ)
+
+
+def load_trace_export(environ: Mapping[str, str] | None = None) -> TraceExport:
+    """Whether `environ` (None: this process's) asks for traces. Never raises."""
+    return read_trace_export(os.environ if environ is None else environ)
 
 
 def load_with_origins(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedSettings:

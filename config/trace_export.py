@@ -5,7 +5,6 @@ Where to and how often is the exporter's own business, which reads them itself.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,9 +21,9 @@ class TraceExport:
     problem: str | None = None
 
 
-def read_trace_export(environ: Mapping[str, str] | None = None) -> TraceExport:
-    """What `environ` (None: this process's) asks for. Never raises: no trace is worth a server."""
-    given = {name: value.strip() for name, value in (os.environ if environ is None else environ).items()}
+def read_trace_export(environ: Mapping[str, str]) -> TraceExport:
+    """What `environ` asks for. Never raises: no trace is worth a server."""
+    given = {name: value.strip() for name, value in environ.items()}
     exporter = given.get("OTEL_TRACES_EXPORTER", "").lower() or "otlp"
     off = given.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none"
     if off or not any(given.get(name) for name in _ENDPOINTS):

@@ -17,6 +17,7 @@ from engine import Engine, EngineState, StartRefused, settle_memory
 from server.app import build_app
 from server.http_server import GRACE_S, HttpServer
 from server.listener import is_public, url_of
+from server.request_log import Tracer
 
 log = logging.getLogger("slipstream.server")
 
@@ -28,11 +29,13 @@ FAREWELL_S = 3.0  # longer than most probes' period, and far below the time a de
 class Daemon:
     """Loads, serves, drains, ends. For the event-loop thread; `run` once."""
 
-    def __init__(self, settings: Settings, engine: Engine, listener: socket.socket) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, listener: socket.socket, tracer: Tracer | None = None
+    ) -> None:
         self._settings = settings
         self._engine = engine
         self._listener = listener
-        self._http = HttpServer(build_app(settings, engine))
+        self._http = HttpServer(build_app(settings, engine, tracer))
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
         self._loaded = False

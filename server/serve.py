@@ -12,14 +12,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from config import GivenFaults, PlannedFault, Settings, load_fault_plan
+from config import GivenFaults, PlannedFault, Settings, load_fault_plan, load_trace_export
 from engine import StartRefused, build_engine, prepare_process
 from server.daemon import Daemon
 from server.listener import bind
+from server.request_log import Tracer
+from server.trace_export import exported_traces
 
 log = logging.getLogger("slipstream.server")
 
@@ -41,8 +43,8 @@ def run(settings: Settings) -> int:
     threads = set(threading.enumerate())
     try:
         listener = bind(settings.server.host, settings.server.port)
-        with listener:
-            code = _run_loop(settings, given.faults, listener)
+        with exported_traces(load_trace_export(), settings.model.served_names[0]) as tracer, listener:
+            code = _run_loop(lambda: _serve(settings, given.faults, listener, tracer))
     except StartRefused as refusal:
         print(f"slipstream: {refusal}", file=sys.stderr)
         code = REFUSED
@@ -67,9 +69,9 @@ def _tell_of_faults(given: GivenFaults) -> None:
         log.warning("this server goes wrong on purpose, by SLIPSTREAM_FAULT_PLAN: %s", points)
 
 
-def _run_loop(settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket) -> int:
+def _run_loop(serve: Callable[[], Coroutine[None, None, int]]) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, faults, listener))
+        return runner.run(serve())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -81,11 +83,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket) -> int:
+async def _serve(
+    settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket, tracer: Tracer | None
+) -> int:
     # Its own start and stop lines would say again what ours say.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     engine = build_engine(settings, faults)
-    daemon = Daemon(settings, engine, listener)
+    daemon = Daemon(settings, engine, listener, tracer)
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, daemon.on_signal)
