@@ -6,13 +6,14 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-prometheus dashboards check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
+	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make check   ruff, mypy --strict, import-linter"
@@ -44,6 +45,9 @@ test-browser: $(STAMP)
 test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
 	@$(BIN)/python -m pytest -m ray $(ARGS)
+
+test-image: $(STAMP)
+	@$(BIN)/python -m pytest -m image $(ARGS)
 
 test-prometheus: $(STAMP)
 	@$(BIN)/python -m pytest -m prometheus $(ARGS)
