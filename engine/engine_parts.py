@@ -95,13 +95,13 @@ class Executors:
         return cls(
             target=ThreadPoolExecutor(1, thread_name_prefix="target"),
             draft=DaemonExecutor("draft"),
-            text=ThreadPoolExecutor(1, thread_name_prefix="text"),
+            text=DaemonExecutor("text"),
         )
 
     def shutdown(self, *, wait: bool) -> None:
         """Take no more work and drop what has not begun; `wait` joins the threads.
 
-        A drafter that hangs is waited for a moment only.
+        A drafter that hangs, or a text that takes long, is waited for a moment only.
         """
         for executor in (self.text, self.draft, self.target):
             executor.shutdown(wait=wait, cancel_futures=True)
