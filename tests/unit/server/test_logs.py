@@ -10,7 +10,8 @@ import pytest
 import structlog
 
 from config import LogSettings
-from server.logs import LIBRARY_LOGGERS, OWN_LOGGERS, configure_logging, escape, quote
+from server.logs import configure_logging, escape, quote
+from tests.captured_log import logging_put_back
 
 HOSTILE = 'a\n2026-01-01T00:00:00Z info forged\r\x1b[2J\u2028\u202e\x00 "q" \\'
 
@@ -22,18 +23,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _put_logging_back() -> Iterator[None]:
-    names = (*OWN_LOGGERS, *LIBRARY_LOGGERS, "uvicorn.access", "root")
-    loggers = [logging.getLogger(name) for name in names if name != "root"] + [logging.getLogger()]
-    before = [
-        (logger, logger.handlers[:], logger.level, logger.propagate, logger.disabled) for logger in loggers
-    ]
-    yield
-    for logger, handlers, level, propagate, disabled in before:
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate, logger.disabled = propagate, disabled
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+    with logging_put_back():
+        yield
 
 
 def logged_to(
@@ -62,6 +53,15 @@ def test_json_is_one_object_a_line_with_time_level_and_name() -> None:
         "port": 8000,
         "model": HOSTILE,
     }
+
+
+def test_json_is_printable_ascii_whatever_the_values_hold() -> None:
+    stream = io.StringIO()
+    logged_to(stream).warning("bad " + HOSTILE, name=HOSTILE + "\x7f\x9b\udcff", **{"k\ney": object})
+    (line,) = stream.getvalue().split("\n")[:-1]
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["name"] == HOSTILE + "\x7f\x9b\udcff"
 
 
 def test_text_is_one_printable_line_whatever_the_values_hold() -> None:
