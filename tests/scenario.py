@@ -10,18 +10,20 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from config import Settings, load_settings
+from config import PlannedFault, Settings, load_settings
 from engine import Engine
 from engine.build import load_parts
 from engine.engine_parts import EngineLimits, EngineParts, StepRunner
+from engine.faults.faulty_engine import FaultyEngine
 from engine.outputs import StepInputs, StepResult
+from engine.part_kinds import PartKinds
 from tests.e2e.http_server import served
 from tests.e2e.wire import RawReply, Wire, ask
 from tests.repetitive_world import WORDS, save_repetitive_model
@@ -33,6 +35,15 @@ KEYS = ("alice-key", "bob-key")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QUEUE_TIMEOUT_S = 1.0
 MAX_QUEUED = 12
+FAULTS = (
+    PlannedFault("tokenize_raise"),
+    PlannedFault("forward_raise", at=3),
+    PlannedFault("logits_nan", at=12),
+    PlannedFault("detokenize_raise", at=25),
+    PlannedFault("draft_raise", at=2),
+    PlannedFault("draft_out_of_vocab", at=3),
+)
+FAULTY_STAGES = ("tokenizer", "forward", "sampler", "detokenizer", "drafter")
 MAX_TRIES = 20  # of an act whose outcome hangs on what runs beside what
 
 _COMMON = (
@@ -61,21 +72,36 @@ class Scenario:
 
         Raises AssertionError when something does not come as it must.
         """
+        await self.fail()
         await self.talk()
         await self.draft()
         await self.press()
         await self.hold_up()
         await self.cut_short()
-        await self.fail()
         await self.drain()
 
     async def keep_busy(self, seconds: float) -> None:
-        """Go on with a crowd under pressure, drafts included, for so long; before `play` or without it."""
+        """Crowd after crowd under pressure, drafts included, for so long; before `play`, or without it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             await self._crowd()
 
     # The acts.
+
+    async def fail(self) -> None:
+        """Requests until all that is planned to go wrong has done so."""
+        metrics = self.engines[0].metrics
+
+        async def ask_for_trouble() -> None:
+            assert (await self._post(prompt="read me", max_tokens=30)).status in (200, 500)
+
+        await _until(
+            lambda: (
+                all(metrics.engine_errors[stage] for stage in FAULTY_STAGES)
+                and metrics.speculation.dropped["error"] > 0
+            ),
+            ask_for_trouble,
+        )
 
     async def talk(self) -> None:
         """Requests that go well, of two tenants, and some that are refused for what they ask."""
@@ -153,12 +179,6 @@ class Scenario:
         await self._until_open(0)
         assert metrics.request_aborts["disconnect"] and metrics.request_aborts["cancel"]
 
-    async def fail(self) -> None:
-        """Faults of the server's own: a pass that raises, a row of no use."""
-        for fault in ("forward", "sampler"):
-            self.runner.fault = fault
-            assert (await self._post(max_tokens=4)).status == 500
-
     async def drain(self) -> None:
         """Orders to end: one request is refused, one cut off."""
         self.runner.pace_s = 0.05
@@ -188,7 +208,8 @@ class Scenario:
     async def _crowd(self) -> None:
         """As many as may wait, each of a third of the memory and with a prompt of its own."""
         prompts = [[WORDS[(number + i * i) % len(WORDS)] for i in range(12)] for number in range(MAX_QUEUED)]
-        await asyncio.gather(*(self._say(prompt=prompt, max_tokens=40) for prompt in prompts))
+        replies = await asyncio.gather(*(self._post(prompt=prompt, max_tokens=40) for prompt in prompts))
+        assert {reply.status for reply in replies} <= {200, 500}  # what is planned may come here
 
     async def _until_open(self, count: int) -> None:
         """Return once so many requests run and wait."""
@@ -217,42 +238,36 @@ async def _until(is_so: Callable[[], bool], act: Callable[[], Awaitable[None]]) 
 
 
 class StagedRunner:
-    """A runner that can be held up, slowed down and made to fail; told so by the event loop's thread."""
+    """A runner that can be held up and slowed down; told so by the event loop's thread."""
 
-    def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
+        self._runner: StepRunner | None = None
         self._go = threading.Event()
         self._go.set()
         self.pace_s = 0.0  # the least that a step takes
-        self.fault: str | None = None  # of the next step: forward, sampler
 
-    def held(self) -> StagedRunner:
-        """For a `with` block: steps do not end in it until `go_on`."""
+    def stage(self, runner: StepRunner) -> None:
+        """This is the one."""
+        self._runner = runner
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Steps do not end in here until `go_on`."""
         self._go.clear()
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.go_on()
+        try:
+            yield
+        finally:
+            self.go_on()
 
     def go_on(self) -> None:
         """Let steps end."""
         self._go.set()
 
     def run(self, inputs: StepInputs) -> StepResult:
-        """As the runner does, later or worse."""
-        fault, self.fault = self.fault, None
-        if self.pace_s:
-            threading.Event().wait(self.pace_s)
-        assert self._go.wait(60)
-        if fault == "forward":
-            raise RuntimeError("a fault on purpose")
-        result = self._runner.run(inputs)
-        if fault == "sampler":
-            return replace(result, rows=replace(result.rows, row_errors={0: "a fault on purpose"}))
-        return result
+        """As the runner does, later."""
+        time.sleep(self.pace_s)
+        assert self._go.wait(60) and self._runner is not None
+        return self._runner.run(inputs)
 
 
 @asynccontextmanager
@@ -275,20 +290,23 @@ async def scenario(directory: Path) -> AsyncIterator[Scenario]:
     with single_threaded():
         main = load_settings([str(target), "--served-model-name", MODEL, *common, *_TIGHT], environ={})
         other = load_settings([str(mamba), "--served-model-name", RECURRENT_MODEL, *common], environ={})
-        async with _server(main) as (url, engine, runner), _server(other) as (other_url, other_engine, _):
-            yield Scenario((url, other_url), (engine, other_engine), runner)
+        async with _server(main, FAULTS) as first, _server(other) as second:
+            yield Scenario((first[0], second[0]), (first[1], second[1]), first[2])
 
 
 @asynccontextmanager
-async def _server(settings: Settings) -> AsyncIterator[tuple[str, Engine, StagedRunner]]:
-    parts = await asyncio.to_thread(load_parts, settings)
-    runner = StagedRunner(parts.runner)
+async def _server(
+    settings: Settings, faults: Sequence[PlannedFault] = ()
+) -> AsyncIterator[tuple[str, Engine, StagedRunner]]:
+    runner = StagedRunner()
 
-    def load() -> EngineParts:
+    def load(*kinds: PartKinds) -> EngineParts:
+        parts = load_parts(settings, *kinds)
+        runner.stage(parts.runner)
         return replace(parts, runner=runner)
 
     limits = EngineLimits(max_queued_requests=MAX_QUEUED, queue_timeout_s=QUEUE_TIMEOUT_S)
-    engine = Engine(load, limits)
+    engine = FaultyEngine(faults, load, limits)
     async with served(settings, engine) as url:
         assert (await ask(url, "POST", COMPLETIONS, _body(), _headers())).status == 503
         await engine.start()
