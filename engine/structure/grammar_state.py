@@ -144,7 +144,8 @@ class GrammarState:
 
     def _fail(self) -> TokenMask:
         """Nothing may follow any more."""
-        log.warning("a grammar cannot be followed any further: %s", self._matcher.get_error()[:200])
+        # The matcher's own words may hold text of the reply.
+        log.warning("a grammar cannot be followed any further: %s", self._matcher.stop_reason())
         self._on_failure()
         return np.zeros_like(self._end_bits)
 
