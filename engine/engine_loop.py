@@ -261,10 +261,10 @@ class EngineLoop:
         for token in committed:
             if token.request.request_id not in self._requests:
                 continue  # an earlier token of this step ended it
-            num_delivered += 1
             if token.error is not None:
                 self._fail(token.request, "sampler", token.error)
                 continue
+            num_delivered += 1
             try:
                 stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
             except Exception:
