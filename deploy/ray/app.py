@@ -22,7 +22,7 @@ ENGINE, FRONT = "engine", "front"
 NO_ACCESS_LOG = {"enable_access_log": False}  # the engines log requests themselves
 STATS_PERIOD_S = 2.0
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 3.0, 10.0
-DRAIN_MARGIN_S = 4.0  # for last events to leave after the drain
+DRAIN_MARGIN_S = 4.0  # for what ends with the drain; a front has it twice, to tell of engines that ran out
 LOAD_SHARE = 0.75  # of the seats: what an engine should have to do before another is started
 
 
@@ -38,7 +38,7 @@ def assemble(options: RayOptions) -> Application:
     engines = serve.deployment(EngineReplica, name=ENGINE).options(
         **_number_of_engines(options),
         max_ongoing_requests=options.max_ongoing_requests,
-        max_queued_requests=server.max_queued_requests,
+        max_queued_requests=options.max_unassigned_requests,
         graceful_shutdown_timeout_s=patience_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -54,7 +54,7 @@ def assemble(options: RayOptions) -> Application:
     fronts = serve.deployment(serve.ingress(_front_factory(server))(), name=FRONT).options(
         num_replicas=options.fronts,
         max_ongoing_requests=server.max_connections,
-        graceful_shutdown_timeout_s=patience_s,
+        graceful_shutdown_timeout_s=patience_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

@@ -94,8 +94,9 @@ class Front:
                 await send(message)
         except (RayError, RayServeException) as error:
             await _send_failure(_failure(error), start, scope, send)
-        finally:
-            response.cancel()  # without effect on a reply that is complete
+        except BaseException:  # the client has left
+            response.cancel()
+            raise
 
     async def _ask_all(self, scope: Scope, body: bytes) -> list[WholeReply]:
         """Every replica's reply; those that cannot answer are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 
 from config import PlannedFault, Settings, SettingsError, load_fault_plan, load_settings
 
@@ -15,9 +16,9 @@ _SERVES_OWN = ("host", "port")
 class RayOptions:
     """What the cluster is asked for, and the settings every replica runs with.
 
-    `replicas` is the number of engines, and the least of them when `max_replicas` allows more; `fronts` is
-    the number of the light processes that read requests and pick an engine. `cpus` and `gpus` are one
-    engine's share of a machine; on CPUs it also is its number of compute threads.
+    `replicas` is the number of engines, and the least of them when `max_replicas` allows more (0: the same);
+    `fronts` is the number of the light processes that read requests and pick an engine. `cpus` and `gpus` are
+    one engine's share of a machine.
     """
 
     replicas: int = 2
@@ -38,6 +39,11 @@ class RayOptions:
         """More than an engine takes, so that it is the engine that refuses, with its own Retry-After."""
         most = self.settings.scheduler.max_num_seqs + self.settings.server.max_queued_requests
         return most + SPARE_CALLS
+
+    @property
+    def max_unassigned_requests(self) -> int:
+        """What a front holds while no engine is there to take it: as much as all of them would."""
+        return self.max_ongoing_requests * max(self.replicas, self.max_replicas)
 
     @property
     def spill_requests(self) -> int:
@@ -62,7 +68,13 @@ def read_options(args: Mapping[str, object], environ: Mapping[str, str] | None =
         else:
             argv += _flags(given.replace("_", "-"), value)
     faults = load_fault_plan(environ).faults
-    return RayOptions(**own, settings=load_settings(argv, environ), faults=faults)  # type: ignore[arg-type]
+    options = RayOptions(**own, settings=load_settings(argv, environ), faults=faults)  # type: ignore[arg-type]
+    if 0 < options.max_replicas < options.replicas:
+        raise SettingsError(
+            f"argument max_replicas = {options.max_replicas} is not allowed; "
+            f"expected 0 or at least replicas, {options.replicas}"
+        )
+    return options
 
 
 def _number(name: str, value: object) -> float:
@@ -72,7 +84,7 @@ def _number(name: str, value: object) -> float:
         number = kind(str(value))
     except ValueError:
         number = -1
-    if number < _LEAST.get(name, 0):
+    if not _LEAST.get(name, 0) <= number < inf:  # not a number is below nothing
         allowed = f"a number from {_LEAST.get(name, 0)}" + (" without a fraction" if kind is int else "")
         raise SettingsError(f"argument {name} = {value!r} is not allowed; expected {allowed}")
     return number

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +17,10 @@ from deploy.ray.scaling import QUEUE_DEPTH
 from engine import EngineState, build_engine, prepare_process, settle_memory
 from server.logs import adopt_library_loggers, configure_logging
 
+log = logging.getLogger("slipstream.ray")
+
 REPLICA_HEADER = b"x-slipstream-replica"
+LAST_EVENTS_S = 2  # for the errors of a dead engine to be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class EngineReplica:
         self._app = build_app(settings, self._engine)
         await self._engine.start()
         settle_memory()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._death = asyncio.create_task(self._leave_when_dead())
 
     async def answer(
         self, scope: Scope, body: bytes, *, keys: tuple[bytes, ...] = ()
@@ -58,6 +65,7 @@ class EngineReplica:
         call = _Call(body)
         task = asyncio.create_task(self._app(scope, call.receive, call.send))
         task.add_done_callback(lambda _: call.messages.put_nowait(None))
+        self._calls.add(task)
         try:
             while batch := await call.next_batch():
                 yield [self._marked(message) for message in batch]
@@ -65,6 +73,7 @@ class EngineReplica:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            self._calls.discard(task)
 
     async def answer_whole(self, scope: Scope, body: bytes) -> WholeReply:
         """The whole reply to a call that goes to every replica."""
@@ -79,6 +88,14 @@ class EngineReplica:
             return message
         headers = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
         return {**message, "headers": [*headers, (REPLICA_HEADER, self._name.encode("ascii"))]}
+
+    async def _leave_when_dead(self) -> None:
+        """End the process with a dead engine: nothing else tells Ray's routers at once."""
+        await self._engine.wait_dead()
+        log.error("the engine is dead; the replica ends")
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=LAST_EVENTS_S)
+        os._exit(1)
 
     # What Ray Serve calls by these names; async, so that it is on the loop and not in a thread of its own.
 
@@ -97,7 +114,8 @@ class EngineReplica:
         return {QUEUE_DEPTH: float(gauges.num_requests_running + gauges.num_requests_waiting)}
 
     async def __del__(self) -> None:
-        """Called by Ray once no request is left, or when its patience has ended."""
+        """Called by Ray once no request is left."""
+        self._death.cancel()
         await self._engine.drain(self._settings.server.drain_timeout)
         await self._engine.stop()
 

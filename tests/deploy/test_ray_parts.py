@@ -93,7 +93,6 @@ class TestAffinity:
     def test_a_holder_whose_cache_is_full_is_left_alone(self) -> None:
         affinity: Affinity[str] = Affinity(spill=4)
         affinity.record([b"key"], "b")
-        assert affinity.choose([b"key"], {"a": ReplicaLoad(0), "b": ReplicaLoad(0, 0.99)}) != "b" or True
         full = {"a": ReplicaLoad(0), "b": ReplicaLoad(1, 0.99)}
         assert affinity.choose([b"key"], full) == "a"
 
@@ -186,6 +185,7 @@ class TestOptions:
             ({"fronts": "none"}, "fronts"),
             ({"cpus": -1}, "cpus"),
             ({"cpus": "nan"}, "cpus"),
+            ({"replicas": 3, "max-replicas": 2}, "max_replicas = 2"),
             ({"max-num-sqs": 3}, "--max-num-seqs"),
             ({"max-num-seqs": "many"}, "many"),
             ({"port": 80}, "http_options"),
