@@ -97,4 +97,4 @@ def _everything_is_seen(api: PrometheusApi, start: float, end: float) -> None:
 def _is_data(expr: str, curves: list[Curve]) -> bool:
     """Whether there is a number at one moment at least, and not only 0 where the play is to give more."""
     values = [value for curve in curves for _, value in curve.points if math.isfinite(value)]
-    return any(values) or bool(values) and any(part in expr for part in MAY_BE_ZERO)
+    return any(values) or (bool(values) and any(part in expr for part in MAY_BE_ZERO))
