@@ -33,7 +33,7 @@ from tests.tiny_models import save_tiny_model
 MODEL, RECURRENT_MODEL = "tiny-llama", "tiny-mamba"  # the label model_name of the two servers
 KEYS = ("alice-key", "bob-key")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-QUEUE_TIMEOUT_S = 1.0
+QUEUE_TIMEOUT_S = 2.0
 MAX_QUEUED = 12
 FAULTS = (
     PlannedFault("tokenize_raise"),
@@ -153,11 +153,11 @@ class Scenario:
         with self.runner.held():
             async with asyncio.TaskGroup() as group:
                 waiting = [group.create_task(self._post(max_tokens=4)) for _ in range(8 + MAX_QUEUED + 4)]
-                await asyncio.sleep(QUEUE_TIMEOUT_S * 1.5)
+                async with asyncio.timeout(20):
+                    while not (rejected["queue_full"] and rejected["queue_timeout"]):  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
                 self.runner.go_on()
-        statuses = {task.result().status for task in waiting}
-        assert statuses == {200, 503}
-        assert rejected["queue_full"] and rejected["queue_timeout"]
+        assert {task.result().status for task in waiting} == {200, 503}
 
     async def cut_short(self) -> None:
         """A cancel, a client that leaves, a deadline that passes and one that cannot be met."""
@@ -209,7 +209,7 @@ class Scenario:
         """As many as may wait, each of a third of the memory and with a prompt of its own."""
         prompts = [[WORDS[(number + i * i) % len(WORDS)] for i in range(12)] for number in range(MAX_QUEUED)]
         replies = await asyncio.gather(*(self._post(prompt=prompt, max_tokens=40) for prompt in prompts))
-        assert {reply.status for reply in replies} <= {200, 500}  # what is planned may come here
+        assert {reply.status for reply in replies} <= {200, 500, 503}  # planned faults; a wait too long
 
     async def _until_open(self, count: int) -> None:
         """Return once so many requests run and wait."""

@@ -1,0 +1,134 @@
+"""Every metric there is, fed by traffic: the scripted scenario, scraped while it plays."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine import FinishReason
+from tests.e2e.wire import ask
+from tests.metrics_golden import GOLDEN
+from tests.scenario import KEYS, MODEL, RECURRENT_MODEL, Scenario, scenario
+
+SCRAPE_EVERY_S = 0.05
+Series = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels, without the model's name
+
+# What this play cannot make happen, and why.
+EXCEPTIONS = (
+    (r"stage=watchdog", "a step that hangs is the end of the engine"),
+    (r"tenant=anonymous", "stands there before the first request; then everybody has a key"),
+    (r"stage=grammar", "no fault can be planned in there"),
+    (r"method=medusa", "heads take long to train"),
+    (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),
+    (r"http_requests_total code=\d+,route=/v1/chat", "one chat is held, and it goes well"),
+)
+
+
+class Scrapes:
+    """The most that each series has shown, on either server."""
+
+    def __init__(self) -> None:
+        self.most: dict[Series, float] = {}
+        self.labels_of: dict[str, set[tuple[str, str]]] = {}
+
+    async def scrape(self, url: str) -> None:
+        """Ask once, without a key."""
+        reply = await ask(url, "GET", "/metrics")
+        assert reply.status == 200
+        for family in text_string_to_metric_families(reply.body.decode()):
+            for sample in family.samples if family.name.startswith("slipstream_") else ():
+                assert sample.labels.pop("model_name") in (MODEL, RECURRENT_MODEL)
+                if sample.name.endswith("_bucket"):
+                    continue
+                labels = tuple(sorted(sample.labels.items()))
+                series = (sample.name, labels)
+                self.most[series] = max(self.most.get(series, 0.0), sample.value)
+                self.labels_of.setdefault(sample.name, set()).update(labels)
+
+    def empty(self) -> list[str]:
+        """The series that never showed more than 0, as `name label=value,...`."""
+        names = {
+            f"{name} {','.join(f'{label}={value}' for label, value in labels)}"
+            for (name, labels), value in self.most.items()
+            if value == 0
+        }
+        return sorted(names)
+
+
+@asynccontextmanager
+async def scraping(show: Scenario) -> AsyncIterator[Scrapes]:
+    """Scrapes both servers until it is left, and once more then."""
+    scrapes = Scrapes()
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.gather(*map(scrapes.scrape, show.urls))
+            await asyncio.sleep(SCRAPE_EVERY_S)
+
+    task = asyncio.create_task(go_on())
+    try:
+        yield scrapes
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    await asyncio.gather(*map(scrapes.scrape, show.urls))
+
+
+async def test_every_metric_is_fed_by_traffic(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scenario(tmp_path) as show:
+        async with scraping(show) as scrapes:
+            await show.play()
+        check_sums(show)
+    empty = [name for name in scrapes.empty() if not any(re.search(each, name) for each, _ in EXCEPTIONS)]
+    assert not empty, empty
+    check_families(scrapes)
+    check_labels(scrapes)
+
+
+def check_families(scrapes: Scrapes) -> None:
+    """All that is promised was there, and showed something."""
+    promised = {line.split()[0] for line in GOLDEN.read_text().splitlines() if not line.startswith("#")}
+    seen = {re.sub("_(sum|count)$", "", name) for (name, _), value in scrapes.most.items() if value > 0}
+    assert promised == seen
+
+
+def check_labels(scrapes: Scrapes) -> None:
+    """What clients wrote, keys above all, is nowhere."""
+    values = {value for labels in scrapes.labels_of.values() for _, value in labels}
+    assert not {value for value in values if "nowhere" in value or "unheard_of" in value}
+    assert not any(key in value for key in KEYS for value in values)
+    tenants = {value for label, value in scrapes.labels_of["slipstream_tenant_share_ratio"]}
+    assert len(tenants - {"anonymous"}) == len(KEYS)
+    routes = {
+        value for label, value in scrapes.labels_of["slipstream_http_requests_total"] if label == "route"
+    }
+    assert routes == {
+        *("/v1/completions", "/v1/chat/completions", "/metrics", "unmatched"),
+        *("/v1/requests/{request_id:path}", "/v1/requests/{request_id:path}/cancel"),
+    }
+
+
+def check_sums(show: Scenario) -> None:
+    """What is counted in several ways is counted equally."""
+    for engine in show.engines:
+        metrics = engine.metrics
+        finished = metrics.requests_finished
+        assert metrics.requests_started == finished.total()
+        assert metrics.request_aborts.total() == finished[FinishReason.ABORT]
+        choices = metrics.e2e_request_latency.count
+        assert choices == metrics.request_generation_tokens.count >= finished.total()
+        gaps, firsts = metrics.inter_token_latency, metrics.time_to_first_token
+        assert metrics.generation_tokens == firsts.count + gaps.count
+        assert gaps.sum == pytest.approx(metrics.request_decode_time.sum)
+        assert metrics.prefix_cache_hits <= metrics.prefix_cache_queries <= metrics.prompt_tokens
+        assert metrics.request_preemptions.sum == metrics.preemptions.total()
+        steps = sum(histogram.count for histogram in metrics.step_duration.values())
+        assert steps == metrics.step_batched_tokens.count
+        stats = metrics.speculation
+        assert sum(stats.accepted_per_position) == stats.accepted.total() <= stats.proposed.total()
