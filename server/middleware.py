@@ -21,6 +21,10 @@ CLIENT_CLOSED_REQUEST = 499
 UNMATCHED_ROUTE = "unmatched"
 
 
+class ReplyCutShort(Exception):
+    """Raised into the server below, which logs it and drops the connection; tells nothing of a client's."""
+
+
 class ExchangeMiddleware:
     """Opens an `Exchange` for each HTTP request and closes it with a count and a log line."""
 
@@ -50,9 +54,10 @@ class ExchangeMiddleware:
         except ClientGone:
             exchange.status = CLIENT_CLOSED_REQUEST
         except Exception as error:
+            reply = error_reply(error)
             if exchange.status is not None:
-                raise
-            await error_reply(error).send(scope, receive, send_labelled)
+                raise ReplyCutShort(reply.name) from None
+            await reply.send(scope, receive, send_labelled)
         finally:
             self._close(scope, exchange)
 
