@@ -30,6 +30,7 @@ from engine.speculation.medusa_plan import MedusaPlan, TrainingProgress
 from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.structured_output import CompiledGrammar, Frame, StructuredOutput
+from engine.thread_stacks import thread_stacks
 
 if TYPE_CHECKING:
     from engine.part_kinds import PartKinds
@@ -120,5 +121,6 @@ __all__ = [
     "diagnose",
     "prepare_process",
     "settle_memory",
+    "thread_stacks",
     "train_medusa_heads",
 ]

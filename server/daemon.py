@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from config import Settings
@@ -27,12 +27,18 @@ FAREWELL_S = 3.0  # longer than most probes' period, and far below the time a de
 
 
 class Daemon:
-    """Loads, serves, drains, ends. For the event-loop thread; `run` once."""
+    """Loads, serves, drains, ends. For the event-loop thread; `run` once. Calls `on_loaded` when it is."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, listener: socket.socket, tracer: Tracer | None = None
+        self,
+        settings: Settings,
+        engine: Engine,
+        listener: socket.socket,
+        tracer: Tracer | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
+        self._on_loaded = on_loaded
         self._engine = engine
         self._listener = listener
         self._http = HttpServer(build_app(settings, engine, tracer))
@@ -76,6 +82,7 @@ class Daemon:
         await self._engine.start()
         self._loaded = True
         settle_memory()
+        self._on_loaded()
         if self._engine.state is EngineState.READY:
             info = self._engine.info
             log.info(

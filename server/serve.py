@@ -6,6 +6,7 @@ SIGTERM and SIGINT drain; a second one ends at once.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -17,9 +18,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from config import GivenFaults, PlannedFault, Settings, load_fault_plan, load_trace_export
-from engine import StartRefused, build_engine, prepare_process
-from server.daemon import Daemon
+from engine import StartRefused, build_engine, prepare_process, thread_stacks
+from server.daemon import FAULT, Daemon
 from server.listener import bind
+from server.loop_guard import LoopGuard
 from server.request_log import Tracer
 from server.trace_export import exported_traces
 
@@ -27,6 +29,7 @@ log = logging.getLogger("slipstream.server")
 
 REFUSED = 2
 
+_LAST_WORDS_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -61,6 +64,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _end_stuck() -> None:
+    """The event loop is stuck: nobody can be told but the log."""
+    faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True)  # what is stuck may hold the log as well
+    log.critical("the event loop hangs; the process ends", extra={"stack": thread_stacks("")})
+    _leave(FAULT)
+
+
 def _tell_of_faults(given: GivenFaults) -> None:
     if given.is_ignored:
         log.warning("SLIPSTREAM_FAULT_PLAN is ignored: it is for tests, which set SLIPSTREAM_ALLOW_FAULTS=1")
@@ -89,13 +99,15 @@ async def _serve(
     # Its own start and stop lines would say again what ours say.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     engine = build_engine(settings, faults)
-    daemon = Daemon(settings, engine, listener, tracer)
     loop = asyncio.get_running_loop()
+    guard = LoopGuard(loop, settings.server.watchdog_timeout, _end_stuck)
+    daemon = Daemon(settings, engine, listener, tracer, on_loaded=guard.start)
     for number in _SIGNALS:
         loop.add_signal_handler(number, daemon.on_signal)
     try:
         return await daemon.run()
     finally:
+        guard.stop()
         # What comes from here on must change nothing, least of all the exit code.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number in _SIGNALS:

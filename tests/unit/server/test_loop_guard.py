@@ -1,0 +1,85 @@
+"""The guard over a loop that turns, one that does not, and a process that was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from server import loop_guard
+from server.loop_guard import LoopGuard
+
+STUCK = """
+import asyncio, logging, time
+from server import serve
+from server.loop_guard import LoopGuard
+
+async def main():
+    LoopGuard(asyncio.get_running_loop(), 0.4, serve._end_stuck).start()
+    await asyncio.sleep(1)  # turns, though nothing happens
+    print("now", flush=True)
+    if HOLDS_LOG:
+        logging.getLogger().handlers[0].acquire()
+    time.sleep(60)
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("holds_log", [False, True])
+def test_a_loop_that_hangs_ends_the_process_with_its_stack(holds_log: bool) -> None:
+    code = STUCK.replace("HOLDS_LOG", str(holds_log))
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "now\n")
+    assert time.monotonic() - began < 30
+    if holds_log:
+        assert 'File "<string>", line 12 in main' in done.stderr
+    else:
+        assert "the event loop hangs; the process ends" in done.stderr
+
+
+async def test_a_loop_that_turns_is_left_alone_and_stop_waits_for_nothing() -> None:
+    stuck = threading.Event()
+    guard = LoopGuard(asyncio.get_running_loop(), 0.4, stuck.set)
+    guard.start()
+    await asyncio.sleep(1)
+    began = time.monotonic()
+    guard.stop()
+    assert time.monotonic() - began < 0.1
+    assert not stuck.is_set()
+    LoopGuard(asyncio.get_running_loop(), 0.4, stuck.set).stop()
+
+
+async def test_a_pause_shorter_than_the_limit_is_no_hang() -> None:
+    stuck = threading.Event()
+    guard = LoopGuard(asyncio.get_running_loop(), 4.0, stuck.set)
+    guard.start()
+    await asyncio.sleep(1.05)
+    time.sleep(1)  # noqa: ASYNC251 - that is what is tested
+    await asyncio.sleep(0)
+    guard.stop()
+    assert not stuck.is_set()
+
+
+async def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wait takes, by the clock, far longer than it was to: as after a stop."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 100.0
+        return now
+
+    monkeypatch.setattr(loop_guard.time, "monotonic", clock)
+    stuck = threading.Event()
+    guard = LoopGuard(asyncio.get_running_loop(), 0.2, stuck.set)
+    guard.start()
+    time.sleep(0.8)  # noqa: ASYNC251 - the loop does not turn
+    guard.stop()
+    assert not stuck.is_set()
