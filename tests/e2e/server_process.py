@@ -70,6 +70,7 @@ class ServerProcess:
             async with self._news:
                 self._take(line.decode())
                 self._news.notify_all()
+        await self.process.wait()  # so that whoever waits for words sees that none will come
         async with self._news:
             self._news.notify_all()
 
@@ -87,14 +88,22 @@ class ServerProcess:
 
 @asynccontextmanager
 async def server_process(
-    model: Path, *flags: str, faults: Sequence[dict[str, Any]] = (), port: int = 0
+    model: Path,
+    *flags: str,
+    faults: Sequence[dict[str, Any]] = (),
+    port: int = 0,
+    under: Sequence[str] = (),
 ) -> AsyncIterator[ServerProcess]:
-    """A server of `model` that listens on `port`, 0 for any; killed on leaving if it still runs."""
+    """A server of `model` that listens on `port`, 0 for any; killed on leaving if it still runs.
+
+    `under` is a command that runs the command behind it, to change what it runs in.
+    """
     env = {**QUIET, "SLIPSTREAM_HOME": str(model.parent / "home"), "HF_HUB_OFFLINE": "1"}
     if faults:
         env |= {"SLIPSTREAM_ALLOW_FAULTS": "1", "SLIPSTREAM_FAULT_PLAN": json.dumps(faults)}
     server = ServerProcess(
         await asyncio.create_subprocess_exec(
+            *under,
             *SLIPSTREAM,
             *("serve", str(model), "--port", str(port), "--log-format", "json", *flags),
             stdin=asyncio.subprocess.DEVNULL,
