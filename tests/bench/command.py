@@ -20,6 +20,7 @@ from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.processes import end_in_order
 from tests.bench.report import Section, bars_table, report_json
+from tests.bench.scrape import run_scrape
 from tests.bench.speculation import run_speculation
 from tests.bench.start import run_start
 from tests.bench.streams import BenchmarkFailed
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode": run_decode,
     "attention": run_attention,
     "ttft": run_ttft,
+    "scrape": run_scrape,
     "speculation": run_speculation,
     "served": lambda context: run_load(context, served=True, peer=False),
     "transformers": lambda context: run_load(context, served=False, peer=True),
