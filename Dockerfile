@@ -29,7 +29,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 
-# All packages but ours, so that a change of the code leaves this large layer as it is.
+# All packages but ours, traces' among them since nobody can add them later, so that a change of the code leaves this large layer as it is.
 FROM python AS dependencies
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -43,7 +43,8 @@ RUN apt-get update \
 COPY pyproject.toml deploy/constraints.txt ./
 # What torch brings for its own tests and for C++ programs is a quarter of its size.
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='\n')" \
         > requirements.txt \
     && /tools/bin/pip --python /opt/slipstream/bin/python install --no-cache-dir \
         --constraint constraints.txt --requirement requirements.txt \

