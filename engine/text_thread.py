@@ -24,13 +24,16 @@ class TextThread:
         self._metrics = metrics
 
     async def run(self, call: Callable[[], T], stage: str) -> T:
-        """What `call` gives. Raises its EngineErrors; any other error is counted and a RequestFailed."""
+        """What `call` gives. Raises its EngineErrors; any other error is counted and a RequestFailed.
+
+        So is a panic of a library in Rust, which is no Exception.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._executor, copy_context().run, call)
-        except EngineError:
+        except (EngineError, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:
+        except BaseException as error:
             log.exception("the %s failed on the text of a request", stage)
             self._metrics.engine_errors[stage] += 1
             raise RequestFailed(f"the {stage} failed ({type(error).__name__})", stage) from error

@@ -17,7 +17,7 @@ class FaultPlan:
     """The planned faults and what has happened so far; any thread may ask.
 
     A *number* is a request's place among the accepted ones, from 1; None is none that a fault names. All
-    choices of a reply are one request.
+    choices of a reply are one request. One that is lost to a fault before it is accepted has had its number.
     """
 
     def __init__(self, faults: Iterable[PlannedFault]) -> None:
@@ -35,9 +35,15 @@ class FaultPlan:
 
     def arrive(self, request_id: str, group: str) -> None:
         """A choice of `group` was accepted; those of one group come one right after another."""
-        self.num_arrivals, self._newest_group = self.number_for(group), group
-        if self.num_arrivals in self._named:
-            self._numbers[request_id] = self.num_arrivals
+        with self._lock:
+            self.num_arrivals, self._newest_group = self.number_for(group), group
+            if self.num_arrivals in self._named:
+                self._numbers[request_id] = self.num_arrivals
+
+    def lose(self) -> None:
+        """A request that would have been accepted next has failed while it was being prepared."""
+        with self._lock:
+            self.num_arrivals, self._newest_group = self.num_arrivals + 1, ""
 
     def number_for(self, group: str) -> int:
         """The number that the next choice will have, one of `group`, if it is accepted."""

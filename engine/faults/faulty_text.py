@@ -19,7 +19,10 @@ class FaultyTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """See Tokenizer."""
-        if self._plan.hit("tokenize_raise", PREPARING.get()) is not None:
+        number = PREPARING.get()
+        if self._plan.hit("tokenize_raise", number) is not None:
+            if number is not None:
+                self._plan.lose()
             raise RuntimeError("the fault plan has the tokenizer fail")
         return super().encode(text, add_special_tokens=add_special_tokens, param=param)
 

@@ -71,7 +71,9 @@ class GrammarState:
             return None
         try:
             return question()
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the library, which is in Rust, is no Exception
             log.exception("a grammar's matcher failed")
             self._is_broken = True
             self._on_failure()

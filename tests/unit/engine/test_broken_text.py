@@ -83,6 +83,22 @@ async def test_a_tokenizer_that_raises_is_counted_and_costs_its_caller_only(
         assert (await collect(neighbour)).token_ids == expected_output(PROMPT, 10)
 
 
+class Panic(BaseException):
+    """As the libraries in Rust raise."""
+
+
+async def test_a_panic_is_counted_like_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise Panic("the tokenizer is at its end")
+
+    async with running_engine() as harness:
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.parts.tokenizer, "encode", panic)
+            with pytest.raises(RequestFailed, match=r"^the tokenizer failed \(Panic\)$"):
+                await harness.engine.encode("a")
+        assert await harness.engine.encode("a")
+
+
 async def test_work_on_text_knows_whom_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     label: ContextVar[str] = ContextVar("label", default="nobody")
     async with running_engine() as harness:
