@@ -13,6 +13,7 @@ from engine import Engine
 from server.app import build_app
 from server.http_server import HttpServer
 from server.listener import bind, url_of
+from server.request_log import Tracer
 from tests.fake_engine import FakeEngine
 
 MODEL = "test-model"
@@ -33,11 +34,13 @@ async def server_url(engine: FakeEngine | Engine, **server: Any) -> AsyncIterato
 
 
 @asynccontextmanager
-async def served(settings: Settings, engine: FakeEngine | Engine) -> AsyncIterator[str]:
+async def served(
+    settings: Settings, engine: FakeEngine | Engine, tracer: Tracer | None = None
+) -> AsyncIterator[str]:
     """The same with all of the settings as given, but for the port: any free one."""
     before = asyncio.all_tasks()
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(build_app(settings, cast(Engine, engine)))
+    http = HttpServer(build_app(settings, cast(Engine, engine), tracer))
     http.config.load()
     http.lifespan = http.config.lifespan_class(http.config)
     await http.startup(sockets=[listener])
