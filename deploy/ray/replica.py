@@ -106,7 +106,7 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, float]:
         """What the routers see."""
-        return {**await self.record_autoscaling_stats(), KV_USAGE: self._engine.gauges().kv_cache_usage_ratio}
+        return {KV_USAGE: self._engine.gauges().kv_cache_usage_ratio}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy sees."""
