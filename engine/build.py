@@ -64,6 +64,7 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
         has_chat_template=tokenizer.has_chat_template,
         draft_methods=draft_methods(sources),
         max_draft_tokens=max_draft_tokens(sources),
+        num_host_blocks=num_host_blocks,
     )
     kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)

@@ -28,6 +28,7 @@ class EngineState(Enum):
 class EngineInfo:
     """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors.
 
+    `num_host_blocks` is how many blocks of preempted requests fit host memory.
     `draft_methods` are the draft sources at hand, and `max_draft_tokens` the most drafts a step verifies of
     one request; 0 without speculation.
     """
@@ -42,6 +43,7 @@ class EngineInfo:
     has_chat_template: bool
     draft_methods: tuple[str, ...] = ()
     max_draft_tokens: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class MetricsPage:
             "block_size": info.kv_block_size,
             "num_blocks": info.num_kv_blocks,
             "num_gpu_blocks": info.num_kv_blocks,  # as gateways look for it, whatever the device
+            "num_host_blocks": info.num_host_blocks,
             "kv_bytes": info.kv_bytes,
             "max_model_len": info.max_model_len,
             "max_num_seqs": settings.scheduler.max_num_seqs,
