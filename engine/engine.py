@@ -128,7 +128,9 @@ class Engine:
     async def _serve(self, loop: EngineLoop) -> None:
         try:
             await loop.run()
-        except Exception as cause:
+        except (Exception, asyncio.CancelledError) as cause:
+            if isinstance(cause, asyncio.CancelledError) and loop.is_stopping:
+                raise  # left behind by `stop`, as the event loop ends
             log.exception("the engine loop has died")
             self._die(loop, EngineDead(f"The engine has stopped after a fault ({type(cause).__name__})."))
 

@@ -79,6 +79,11 @@ class EngineLoop:
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once `stop` was called."""
+        return self._stopping
+
     def describe_step(self) -> dict[str, object]:
         """What the loop is at, for the log: the step in flight, or that none was decided yet."""
         decision = self._decision
