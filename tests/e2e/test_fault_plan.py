@@ -21,6 +21,7 @@ import pytest_asyncio
 from config import load_fault_plan, load_settings
 from engine import Engine, build_engine
 from tests.e2e.http_server import server_url
+from tests.e2e.server_process import server_process
 from tests.e2e.wire import Wire, ask, events_of
 from tests.speculated import single_threaded
 from tests.tiny_models import save_tiny_model
@@ -159,7 +160,11 @@ async def serving(
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def texts(model: Path) -> tuple[str, ...]:
-    """The right text of each body, from a server that has no plan at all."""
+    return await right_texts(model)
+
+
+async def right_texts(model: Path) -> tuple[str, ...]:
+    """The text of each body, from a server that has no plan at all."""
     engine = build_engine(load_settings([str(model), *FLAGS, *PLAIN], environ={}))
     await engine.start()
     async with server_url(engine) as url:
@@ -332,6 +337,24 @@ async def test_a_pass_that_takes_long_holds_up_tokens_and_nothing_else(
         await assert_unharmed(server, texts, outcomes)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_with_states_keeps_what_is_not_at_fault(tmp_path: Path) -> None:
+    model = save_tiny_model("granite_hybrid", tmp_path / "model")
+    texts = await right_texts(model)
+    plan: list[dict[str, Any]] = [
+        {"point": "sampler_raise", "request": VICTIM, "at": 4},
+        {"point": "logits_nan", "request": VICTIM + 1, "at": 3},
+        {"point": "forward_oom", "request": VICTIM, "at": 2},
+    ]
+    async with serving(model, *plan) as server:
+        outcomes = await beside_neighbours(server.url, SUFFERER, SUFFERER)
+        for outcome in outcomes[2:]:
+            assert_failed(outcome, "sampler", texts[2], at=3)
+        assert await server.errors() == {"sampler": 2, "forward": 1}
+        assert await server.figure("preemptions_total", 'mode="recompute"') >= 3
+        await assert_unharmed(server, texts, outcomes)
+
+
 # Drafts.
 
 DRAFTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -377,6 +400,8 @@ async def test_a_block_is_lost_with_each_abort_and_with_nothing_else(
         for number in range(4):
             assert await server.used_blocks() == number
             assert await whole(server.url, SUFFERER) == Outcome(200, texts[2], None)
+            ends_at = {**SUFFERER, "stop": [texts[2][6:8]]}
+            assert (await whole(server.url, ends_at)).text == texts[2][: texts[2].index(texts[2][6:8])]
             assert await server.used_blocks() == number
             await leave_early(server.url)
         assert await server.used_blocks() == 4
@@ -389,3 +414,14 @@ async def test_without_the_leak_aborts_lose_nothing(model: Path) -> None:
             await leave_early(server.url)
         assert await server.used_blocks() == 0
         assert await server.figure("requests_total", 'finish_reason="abort"') == 3
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_process_without_the_opt_in_ignores_its_plan(model: Path, texts: tuple[str, ...]) -> None:
+    plan = [{"point": "tokenize_raise", "count": -1}, {"point": "forward_raise", "count": -1}]
+    forbid = ("env", "-u", "SLIPSTREAM_ALLOW_FAULTS")
+    async with server_process(model, *FLAGS, *PLAIN, faults=plan, under=forbid) as server:
+        await server.until_ready()
+        assert await whole(server.url, SUFFERER) == Outcome(200, texts[2], None)
+        warnings = [record["event"] for record in server.log if "FAULT_PLAN" in record["event"]]
+    assert len(warnings) == 1 and warnings[0].startswith("SLIPSTREAM_FAULT_PLAN is ignored")

@@ -104,6 +104,7 @@ def test_a_row_that_is_not_finite_ends_alone() -> None:
     ("raised", "expected"),
     [
         (torch.OutOfMemoryError("no room"), OutOfDeviceMemory),
+        (MemoryError("no room"), OutOfDeviceMemory),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), OutOfDeviceMemory),
         (RuntimeError("a shape is wrong"), RuntimeError),
         (ValueError("anything else"), ValueError),
