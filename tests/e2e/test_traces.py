@@ -7,11 +7,9 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -28,6 +26,7 @@ from server.tracing import RequestTracer
 from tests import fake_engine
 from tests.captured_log import CapturedLog, captured_log
 from tests.e2e.http_server import MODEL, make_settings, served
+from tests.e2e.otlp_collector import collector
 from tests.e2e.wire import Wire, ask
 from tests.engines import EngineShape, running_engine
 from tests.fake_engine import FakeEngine
@@ -233,32 +232,6 @@ async def test_fastapi_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # To a collector.
-
-
-@contextmanager
-def collector(status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A place for OTLP over HTTP, and what has come there."""
-    got: list[tuple[str, bytes]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 async def trace_one(name: str = "req") -> None:
