@@ -41,13 +41,16 @@ def test_a_log_that_nobody_reads_stops_nothing_and_traces_leave_before_the_end(t
         )
         assert process.stderr is not None
         with process, process.stderr:
-            found = None
-            while not (line := process.stderr.readline()).count("serving "):
-                found = re.search(r"listening on (\S+) ", json.loads(line)["event"]) or found
-            assert found is not None
-            asyncio.run(flood(found[1], 2000))  # a pipe takes some 300 lines
-            process.terminate()
-            assert process.wait(20) == 0
-            assert "find-me" in process.stderr.read()
+            try:
+                found = None
+                while not (line := process.stderr.readline()).count("serving "):
+                    found = re.search(r"listening on (\S+) ", json.loads(line)["event"]) or found
+                assert found is not None
+                asyncio.run(flood(found[1], 2000))  # a pipe takes some 300 lines
+                process.terminate()
+                assert process.wait(30) == 0
+                assert "find-me" in process.stderr.read()
+            finally:
+                process.kill()
     assert {path for path, _ in got} == {"/v1/traces"}
     assert b"find-me" in b"".join(body for _, body in got)
