@@ -55,7 +55,7 @@ def _promises() -> tuple[Panel, ...]:
             "Bad events over those allowed. At 1 the budget lasts as long as promised; at 14.4 a month's is "
             "gone in two days, and somebody is called.",
             "short",
-            Query(recorded(f"{BUDGET}:rate1h"), "{{model_name}} {{slo}}"),
+            Query(recorded(f"{BUDGET}:rate1h"), "{{slo}}, {{model_name}}"),
             steps=(("green", None), ("orange", 1), ("red", 14.4)),
             lines=True,
         ),
@@ -63,7 +63,7 @@ def _promises() -> tuple[Panel, ...]:
             "Burn rate, 5 min",
             "The same of late: whether it still goes on.",
             "short",
-            Query(recorded(f"{BUDGET}:rate5m"), "{{model_name}} {{slo}}"),
+            Query(recorded(f"{BUDGET}:rate5m"), "{{slo}}, {{model_name}}"),
             steps=(("green", None), ("orange", 1), ("red", 14.4)),
             lines=True,
         ),
@@ -72,7 +72,7 @@ def _promises() -> tuple[Panel, ...]:
             "What is left of the bad events allowed in three days.",
             "percentunit",
             Query(
-                f"clamp_min(1 - {recorded(BUDGET + ':rate3d')}, 0)", "{{model_name}} {{slo}}", instant=True
+                f"clamp_min(1 - {recorded(BUDGET + ':rate3d')}, 0)", "{{slo}}, {{model_name}}", instant=True
             ),
             steps=(("red", None), ("orange", 0.1), ("green", 0.5)),
             top=1.0,
@@ -88,6 +88,7 @@ def _promises() -> tuple[Panel, ...]:
 
 
 def _faults() -> tuple[Panel, ...]:
+    errors = rate("http_requests_total", "route, code", 'code=~"[45].."')
     return (
         lines(
             "HTTP answers by code",
@@ -100,7 +101,7 @@ def _faults() -> tuple[Panel, ...]:
             "HTTP errors by route",
             "Answers of 400 and above.",
             "reqps",
-            Query(rate("http_requests_total", "route, code", 'code=~"[45].."'), "{{route}} {{code}}"),
+            Query(f"{errors} > 0", "{{route}} {{code}}"),
         ),
         lines(
             "Requests that ended badly",
@@ -148,17 +149,17 @@ def _long_term() -> tuple[Panel, ...]:
             "Cache and drafts",
             "Share of the prompt tokens found in the cache, and of the drafts that were right.",
             "percentunit",
-            Query(recorded("prefix_cache_hits:ratio_rate5m"), "{{model_name}} prefix hits"),
-            Query(recorded("draft_acceptance:ratio_rate5m"), "{{model_name}} drafts accepted"),
+            Query(recorded("prefix_cache_hits:ratio_rate5m"), "prefix hits, {{model_name}}"),
+            Query(recorded("draft_acceptance:ratio_rate5m"), "drafts accepted, {{model_name}}"),
             top=1.0,
         ),
         lines(
             "Queue and preemptions",
             "Seconds in the queue, and preemptions for each request that ended.",
             "short",
-            Query(recorded("request_queue_time_seconds:p50_rate5m"), "{{model_name}} queue P50, s"),
-            Query(recorded("request_queue_time_seconds:p95_rate5m"), "{{model_name}} queue P95, s"),
-            Query(recorded("preemptions:per_request_rate5m"), "{{model_name}} preemptions"),
+            Query(recorded("request_queue_time_seconds:p50_rate5m"), "queue P50, s, {{model_name}}"),
+            Query(recorded("request_queue_time_seconds:p95_rate5m"), "queue P95, s, {{model_name}}"),
+            Query(recorded("preemptions:per_request_rate5m"), "preemptions, {{model_name}}"),
         ),
     )
 
@@ -213,8 +214,8 @@ def _long_view(title: str, histogram: str, description: str) -> Panel:
         title,
         description,
         "s",
-        Query(recorded(f"{histogram}:p50_rate5m"), "{{model_name}} P50"),
-        Query(recorded(f"{histogram}:p95_rate5m"), "{{model_name}} P95"),
+        Query(recorded(f"{histogram}:p50_rate5m"), "P50, {{model_name}}"),
+        Query(recorded(f"{histogram}:p95_rate5m"), "P95, {{model_name}}"),
     )
 
 
