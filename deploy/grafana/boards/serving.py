@@ -41,7 +41,7 @@ def _at_a_glance() -> tuple[Panel, ...]:
         ),
         stat(
             "Speed by drafts",
-            "Tokens in a step's time, over those without drafts: 2 is twice as fast, 0 is not tried yet.",
+            "Tokens in a step's time, over those without drafts: 2 is twice as fast, 1 as fast or not tried.",
             "short",
             f"avg({series('speculation_speedup_ratio')})",
         ),
