@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.panels import Query
+from deploy.grafana.panels import Panel, Query, lines
 
 CHOSEN = 'model_name=~"$model_name", instance=~"$instance"'
 CHOSEN_MODELS = 'model_name=~"$model_name"'  # of recorded series, which know no instance
@@ -54,6 +54,12 @@ def quantiles(histogram: str) -> tuple[Query, ...]:
     """The usual curves of a latency: four quantiles and the mean."""
     curves = [Query(quantile(share, histogram), f"P{100 * share:g}") for share in QUANTILES]
     return (*curves, Query(mean(histogram), "mean"))
+
+
+def split(title: str, description: str, unit: str, counter: str, label: str) -> Panel:
+    """How fast a counter grows, in layers by one of its labels."""
+    query = Query(rate(counter, label), f"{{{{{label}}}}}")
+    return lines(title, description, unit, query, stacked=True)
 
 
 def _sum(by: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, bars, lines, stat
-from deploy.grafana.queries import CHOSEN_MODELS, rate, recorded, series
+from deploy.grafana.queries import CHOSEN_MODELS, rate, recorded, series, split
 
 RARE = (("green", None), ("orange", 0.005), ("red", 0.01))
 REFUSED = (("green", None), ("orange", 0.01), ("red", 0.05))
@@ -90,12 +90,12 @@ def _promises() -> tuple[Panel, ...]:
 def _faults() -> tuple[Panel, ...]:
     errors = rate("http_requests_total", "route, code", 'code=~"[45].."')
     return (
-        lines(
+        split(
             "HTTP answers by code",
             "Answers to all routes; 503 tells clients to come back, 500 is ours.",
             "reqps",
-            Query(rate("http_requests_total", "code"), "{{code}}"),
-            stacked=True,
+            "http_requests_total",
+            "code",
         ),
         lines(
             "HTTP errors by route",
@@ -112,26 +112,26 @@ def _faults() -> tuple[Panel, ...]:
                 "{{finish_reason}}",
             ),
         ),
-        lines(
+        split(
             "Faults by stage",
             "Caught by the engine; each ends a request at most, unless three passes in a row fail.",
             "ops",
-            Query(rate("engine_errors_total", "stage"), "{{stage}}"),
-            stacked=True,
+            "engine_errors_total",
+            "stage",
         ),
-        lines(
+        split(
             "Aborts by reason",
             "A client that left or cancelled, a drain, a client that reads nothing.",
             "reqps",
-            Query(rate("request_aborts_total", "reason"), "{{reason}}"),
-            stacked=True,
+            "request_aborts_total",
+            "reason",
         ),
-        lines(
+        split(
             "Refused by reason",
             "Answered with 503 or 504 before any work.",
             "reqps",
-            Query(rate("requests_rejected_total", "reason"), "{{reason}}"),
-            stacked=True,
+            "requests_rejected_total",
+            "reason",
         ),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from deploy.grafana.boards.serving import FULL
 from deploy.grafana.panels import Board, Panel, Query, Row, lines, stat
-from deploy.grafana.queries import rate, ratio, series, total
+from deploy.grafana.queries import rate, ratio, series, split, total
 
 
 def _at_a_glance() -> tuple[Panel, ...]:
@@ -75,12 +75,12 @@ def _memory() -> tuple[Panel, ...]:
             "short",
             Query(f"{_blocks('used')} / {total('num_requests_running')}", "blocks"),
         ),
-        lines(
+        split(
             "Preemptions by mode",
             "Requests that gave their K/V back, to be recomputed or swapped in again.",
             "ops",
-            Query(rate("preemptions_total", "mode"), "{{mode}}"),
-            stacked=True,
+            "preemptions_total",
+            "mode",
         ),
         lines(
             "Swapped out",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, heatmap, lines, stat
-from deploy.grafana.queries import buckets, mean, quantile, quantiles, rate, ratio, series, total
+from deploy.grafana.queries import buckets, mean, quantile, quantiles, rate, ratio, series, split, total
 
 REFUSED = rate("requests_rejected_total")
 RARE = (("green", None), ("orange", 0.01), ("red", 0.05))
@@ -69,12 +69,12 @@ def _queue() -> tuple[Panel, ...]:
             "s",
             buckets("request_queue_time_seconds"),
         ),
-        lines(
+        split(
             "Refused by reason",
             "Before any work: a full queue, too long in it, a hopeless deadline, loading, draining.",
             "reqps",
-            Query(rate("requests_rejected_total", "reason"), "{{reason}}"),
-            stacked=True,
+            "requests_rejected_total",
+            "reason",
         ),
         lines(
             "Deadlines missed",
@@ -103,12 +103,12 @@ def _steps() -> tuple[Panel, ...]:
             Query(quantile(0.5, "step_duration_seconds", "phase"), "{{phase}} P50"),
             Query(quantile(0.95, "step_duration_seconds", "phase"), "{{phase}} P95"),
         ),
-        lines(
+        split(
             "Steps by phase",
             "How often steps of each kind run.",
             "ops",
-            Query(rate("step_duration_seconds_count", "phase"), "{{phase}}"),
-            stacked=True,
+            "step_duration_seconds_count",
+            "phase",
         ),
         heatmap("Batch size", "Tokens computed in a step.", "short", buckets("step_batched_tokens")),
         lines(
@@ -122,12 +122,12 @@ def _steps() -> tuple[Panel, ...]:
             ),
             stacked=True,
         ),
-        lines(
+        split(
             "Preemptions by mode",
             "Running requests that gave their K/V back, to be recomputed or swapped in again.",
             "ops",
-            Query(rate("preemptions_total", "mode"), "{{mode}}"),
-            stacked=True,
+            "preemptions_total",
+            "mode",
         ),
         lines(
             "Preemptions of one request",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, heatmap, lines, stat
-from deploy.grafana.queries import buckets, quantile, quantiles, rate, ratio, series, total
+from deploy.grafana.queries import buckets, quantile, quantiles, rate, ratio, series, split, total
 
 FULL = (("green", None), ("orange", 0.9), ("red", 0.98))
 
@@ -104,12 +104,12 @@ def _requests() -> tuple[Panel, ...]:
             "short",
             buckets("request_generation_tokens"),
         ),
-        lines(
+        split(
             "Finish reason",
             "Why requests ended: stop and length are as asked, abort is the caller's wish.",
             "reqps",
-            Query(rate("requests_total", "finish_reason"), "{{finish_reason}}"),
-            stacked=True,
+            "requests_total",
+            "finish_reason",
         ),
         lines(
             "Queue time",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, bars, lines, stat
-from deploy.grafana.queries import CHOSEN, mean, quantile, rate, ratio, series
+from deploy.grafana.queries import CHOSEN, mean, quantile, rate, ratio, series, split
 
 DRAFTED = "spec_decode_num_draft_tokens_total"
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
@@ -90,19 +90,19 @@ def _gain() -> tuple[Panel, ...]:
             Query(f"1 + {ratio(ACCEPTED, ROUNDS)}", "brought"),
             Query(f"1 + {ratio(DRAFTED, ROUNDS)}", "verified"),
         ),
-        lines(
+        split(
             "Drafted tokens by method",
             "Drafted tokens that the target verified.",
             "count:tok/s",
-            Query(rate(DRAFTED, "method"), "{{method}}"),
-            stacked=True,
+            DRAFTED,
+            "method",
         ),
-        lines(
+        split(
             "Accepted tokens by method",
             "Drafted tokens that were right: time saved.",
             "count:tok/s",
-            Query(rate(ACCEPTED, "method"), "{{method}}"),
-            stacked=True,
+            ACCEPTED,
+            "method",
         ),
         bars(
             "Acceptance by position",
@@ -122,19 +122,19 @@ def _gain() -> tuple[Panel, ...]:
 
 def _cost() -> tuple[Panel, ...]:
     return (
-        lines(
+        split(
             "Dropped drafts",
             "Drafted in vain: stale (the text went another way), late, cancelled, or a drafter's error.",
             "count:tok/s",
-            Query(rate(DROPPED, "reason"), "{{reason}}"),
-            stacked=True,
+            DROPPED,
+            "reason",
         ),
-        lines(
+        split(
             "Run-ahead",
             "Rounds after which the drafter had already gone on in the right way (hit), or not (miss).",
             "ops",
-            Query(rate(RUN_AHEAD, "result"), "{{result}}"),
-            stacked=True,
+            RUN_AHEAD,
+            "result",
         ),
         lines(
             "One micro-step of a drafter",
