@@ -70,7 +70,7 @@ def _gain() -> tuple[Panel, ...]:
         lines(
             "Speed by drafts",
             "Tokens in a step's time over those without drafts. Below 1 drafting costs more than it brings; "
-            "the controller then shortens drafts down to none.",
+            "the controller then shortens drafts down to none. Other work on the machine makes it read low.",
             "short",
             Query(series("speculation_speedup_ratio"), "{{instance}}"),
             steps=PAYS,
