@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 
 from config import Settings
 from engine.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
+from engine.cpu_limit import usable_cores
 from engine.engine_parts import EngineInfo, EngineParts
 from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
@@ -75,9 +75,7 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
 
 def use_compute_threads() -> None:
     """Give the calling thread's tensor operations every core this process may use."""
-    torch.set_num_threads(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    torch.set_num_threads(usable_cores())
 
 
 def read_chat_template(settings: Settings) -> str | None:
