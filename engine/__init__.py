@@ -21,6 +21,7 @@ from engine.errors import (
     RequestRejected,
     StartRefused,
     UnsupportedModel,
+    frames_of,
 )
 from engine.histogram import Histogram
 from engine.host_tuning import prepare_process, settle_memory
@@ -119,6 +120,7 @@ __all__ = [
     "UnsupportedModel",
     "build_engine",
     "diagnose",
+    "frames_of",
     "prepare_process",
     "settle_memory",
     "thread_stacks",

@@ -18,6 +18,7 @@ from engine.errors import (
     EngineError,
     Overloaded,
     RequestFailed,
+    frames_of,
 )
 from engine.intake import make_detokenizer, make_record
 from engine.open_requests import OpenRequests
@@ -121,6 +122,8 @@ class Engine:
 
     def _end_all(self) -> None:
         error = Overloaded("The server is shutting down.", code="draining")
+        if len(self._requests):
+            log.warning("%d requests are cut short by the end of the server", len(self._requests))
         for request in self._requests.all():
             assert self._loop is not None
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
@@ -375,7 +378,7 @@ class Engine:
         if failure is None:
             self.cancel(request_id, abort="disconnect")
         else:
-            log.error("%s", failure, exc_info=failure.__cause__)
+            log.error("%s", failure, extra=frames_of(failure.__cause__ or failure))
             self.metrics.engine_errors[failure.stage] += 1
             self._end(request_id, Ending(FinishReason.ERROR, failure))
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from engine.batch_metrics import BatchMetrics
 from engine.engine_parts import EngineParts, Executors
-from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed
+from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of
+from engine.held_frames import let_go
 from engine.open_requests import OpenRequests
 from engine.outputs import BatchDecision, PromptRows, SampledRows, StepInputs, StepResult
 from engine.request import FinishReason, Request
@@ -225,6 +226,7 @@ class EngineLoop:
             result = await flying
         except Exception as error:
             log.exception("a forward pass failed")
+            let_go(error)
             self._metrics.engine_errors["forward"] += 1
             self._failed_passes += 1
             if self._failed_passes >= MAX_FAILED_PASSES:
@@ -272,8 +274,8 @@ class EngineLoop:
             num_delivered += 1
             try:
                 stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
-            except Exception:
-                log.exception("the output of a request could not be decoded")
+            except Exception as error:
+                log.error("the output of a request could not be decoded", extra=frames_of(error))
                 self._fail(token.request, "detokenizer", "the output could not be decoded")
                 continue
             if stop is not None or token.finish_reason is not None:

@@ -16,6 +16,7 @@ EngineError
 
 from __future__ import annotations
 
+import traceback
 from enum import Enum
 
 
@@ -105,3 +106,12 @@ class EngineDead(EngineError):
     def __init__(self, message: str, code: str = "engine_dead") -> None:
         super().__init__(message)
         self.code = code
+
+
+def frames_of(error: BaseException) -> dict[str, str]:
+    """For a log record's `extra`: where `error` came from and what it is, without its words.
+
+    For code that works on text: what a library has to say of an error may be a client's text.
+    """
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return {"stack": f"{frames}{type(error).__name__}"}

@@ -10,7 +10,7 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from engine.batch_metrics import BatchMetrics
-from engine.errors import EngineError, RequestFailed
+from engine.errors import EngineError, RequestFailed, frames_of
 
 log = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
@@ -34,6 +34,6 @@ class TextThread:
         except (EngineError, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            log.exception("the %s failed on the text of a request", stage)
+            log.error("the %s failed on the text of a request", stage, extra=frames_of(error))
             self._metrics.engine_errors[stage] += 1
             raise RequestFailed(f"the {stage} failed ({type(error).__name__})", stage) from error

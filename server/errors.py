@@ -6,7 +6,6 @@ No text made here holds a path, a repr or more than `MAX_ECHO` characters of wha
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from engine import (
     InvalidRequest,
     Overloaded,
     RequestFailed,
+    frames_of,
 )
 from server.json_reply import json_response
 
@@ -128,9 +128,7 @@ def error_reply(error: Exception) -> ErrorReply:
             return ErrorReply(500, SERVER, message, code=f"{error.stage}_failed")
         case HTTPException():
             return _http_reply(error)
-    # Its frames and no words of its own, which may be the client's.
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    log.error("unexpected %s in a request", type(error).__name__, extra={"stack": frames})
+    log.error("unexpected %s in a request", type(error).__name__, extra=frames_of(error))
     return ErrorReply(500, SERVER, "The server had an error while processing the request.")
 
 

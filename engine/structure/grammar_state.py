@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from engine.errors import frames_of
 from engine.structured_output import TokenMask
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class GrammarState:
             return question()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of the library, which is in Rust, is no Exception
-            log.exception("a grammar's matcher failed")
+        except BaseException as error:  # a panic of the library, which is in Rust, is no Exception
+            log.error("a grammar's matcher failed", extra=frames_of(error))
             self._is_broken = True
             self._on_failure()
             return None

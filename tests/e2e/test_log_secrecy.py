@@ -12,11 +12,14 @@ import pytest
 
 from config import load_settings
 from engine import build_engine
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
 from server import cli
 from tests import tool_templates
 from tests.captured_log import CapturedLog, captured_log
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
+from tests.engines import running_engine
 from tests.fake_engine import FakeEngine
 from tests.speculated import single_threaded
 from tests.tiny_models import save_tiny_model
@@ -127,6 +130,25 @@ async def test_a_fault_is_logged_with_its_frames_and_without_its_words(log: Capt
         assert MARK not in reply.body.decode()
     assert "unexpected KeyError in a request" in log.text
     assert "in encode" in log.text
+    assert MARK not in log.text
+
+
+async def test_nor_does_an_engine_whose_text_fails(log: CapturedLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choke(*_: object, **__: object) -> None:
+        raise ValueError(f"cannot read or write {MARK}")
+
+    monkeypatch.setattr(Tokenizer, "encode", choke)
+    monkeypatch.setattr(Detokenizer, "push", choke)
+    monkeypatch.setattr(Detokenizer, "decode", choke)
+    async with running_engine() as harness, server_url(harness.engine) as url:
+        for prompt in (MARK, [5, 6, 7]):
+            for stop in ([], [MARK]):
+                body = {"prompt": prompt, "max_tokens": 5, "stop": stop}
+                reply = await ask(url, "POST", COMPLETIONS, body)
+                assert reply.status == 500
+                assert MARK not in reply.body.decode()
+    assert log.text.count("in choke") == 4
+    assert log.text.count("ValueError") >= 4
     assert MARK not in log.text
 
 
