@@ -30,18 +30,23 @@ def completion(body: bytes = b'{"prompt":"abc","max_tokens":3,"temperature":0}')
 async def say(url: str, *parts: bytes, within_s: float = 10) -> bytes:
     """Send the parts, then read until the server closes; TimeoutError when it does not."""
     wire = await Wire.connect(url)
-    received = b""
     try:
         async with asyncio.timeout(within_s):
             with suppress(ConnectionError):
                 for part in parts:
                     wire.writer.write(part)
                     await wire.writer.drain()
-            with suppress(ConnectionError):
-                while some := await wire.reader.read(65536):
-                    received += some
+            return await read_all(wire)
     finally:
         await wire.close()
+
+
+async def read_all(wire: Wire) -> bytes:
+    """What comes until the server closes, in whatever way it does."""
+    received = b""
+    with suppress(ConnectionError):
+        while some := await wire.reader.read(65536):
+            received += some
     return received
 
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.http_server import server_url
-from tests.e2e.raw_peer import HOST, JSON, completion, flood, request, say, statuses
+from tests.e2e.raw_peer import HOST, JSON, completion, flood, read_all, request, say, statuses
 from tests.e2e.wire import Wire, ask
 from tests.fake_engine import FakeEngine
 
@@ -185,7 +185,7 @@ async def test_the_same_byte_by_byte(url: str, engine: FakeEngine, case: str) ->
         wire.writer.write(bytes((byte,)))
         await asyncio.sleep(0)
     async with asyncio.timeout(10):
-        received = await wire.reader.read()
+        received = await read_all(wire)
     await wire.close()
     assert [status // 100 for status in statuses(received)] == [4]
     assert engine.requests == []
