@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from pydantic_core import from_json
+
 R = TypeVar("R", bound=Hashable)
 
 FIRST_CUT = 128  # characters; a shorter common prefix saves too little to bend the load for
@@ -26,14 +28,14 @@ def prompt_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
     a prompt.
     """
     try:
-        fields = json.loads(body) if body else None
-    except ValueError:  # the replica says what is wrong with it
+        fields = from_json(body)
+        if not isinstance(fields, dict):
+            return ()
+        session = session or fields.get("prompt_cache_key")
+        named = (_digest("session", str(session)),) if session else ()
+        return named + _prefix_keys(fields)
+    except ValueError:  # not JSON, or numbers too long to be written: the replica says what is wrong
         return ()
-    if not isinstance(fields, dict):
-        return ()
-    session = session or fields.get("prompt_cache_key")
-    named = (_digest("session", str(session)),) if session else ()
-    return named + _prefix_keys(fields)
 
 
 def _prefix_keys(fields: Mapping[str, Any]) -> tuple[bytes, ...]:

@@ -73,8 +73,17 @@ class TestPromptKeys:
     def test_whatever_holds_no_long_prompt_has_none(self, body: bytes) -> None:
         assert prompt_keys(body) == ()
 
-    def test_lone_surrogates_are_somebody_elses_matter(self) -> None:
-        assert prompt_keys(b'{"prompt_cache_key": "\\ud800", "prompt": "x"}')
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"prompt":' + b"[" * 100_000,
+            b'{"prompt":[' + b"9" * 10_000 + b"]}",
+            b'{"prompt":"x","prompt_cache_key":' + b"9" * 10_000 + b"}",
+            b'{"prompt":"x","prompt_cache_key":"\\ud800"}',
+        ],
+    )
+    def test_no_body_is_too_strange(self, body: bytes) -> None:
+        assert prompt_keys(body) == ()
 
 
 class TestAffinity:
