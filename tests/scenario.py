@@ -43,6 +43,7 @@ FAULTS = (
     PlannedFault("draft_raise", at=2),
     PlannedFault("draft_out_of_vocab", at=3),
 )
+MODES = ("swap", "recompute")
 FAULTY_STAGES = ("tokenizer", "forward", "sampler", "detokenizer", "drafter")
 MAX_TRIES = 20  # of an act whose outcome hangs on what runs beside what
 
@@ -95,13 +96,11 @@ class Scenario:
         async def ask_for_trouble() -> None:
             assert (await self._post(prompt="read me", max_tokens=30)).status in (200, 500)
 
-        await _until(
-            lambda: (
-                all(metrics.engine_errors[stage] for stage in FAULTY_STAGES)
-                and metrics.speculation.dropped["error"] > 0
-            ),
-            ask_for_trouble,
-        )
+        def to_come() -> list[str]:
+            stages = [stage for stage in FAULTY_STAGES if not metrics.engine_errors[stage]]
+            return stages if metrics.speculation.dropped["error"] else [*stages, "a draft of no use"]
+
+        await _until_none(to_come, ask_for_trouble)
 
     async def talk(self) -> None:
         """Requests that go well, of two tenants, and some that are refused for what they ask."""
@@ -132,20 +131,20 @@ class Scenario:
             wishes = [{"method": method} for method in ("ngram", "suffix", "draft-model")]
             await asyncio.gather(*(self._say(**fields, speculation=wish) for wish in wishes))
 
-        methods = ("ngram", "suffix", "prediction", "draft_model")
-        await _until(
-            lambda: (
-                all(stats.accepted[method] for method in methods)
-                and all(stats.proposed[method] > stats.accepted[method] for method in methods)
-                and bool(stats.run_ahead["hit"] and stats.run_ahead["miss"] and stats.dropped["stale"])
-            ),
-            ask_for_drafts,
-        )
+        def to_come() -> list[str]:
+            methods = ("ngram", "suffix", "prediction", "draft_model")
+            counts = {f"{method}, right": stats.accepted[method] for method in methods}
+            counts |= {f"{each}, wrong": stats.proposed[each] - stats.accepted[each] for each in methods}
+            counts |= {"hit": stats.run_ahead["hit"], "miss": stats.run_ahead["miss"]}
+            counts |= {reason: stats.dropped[reason] for reason in ("stale", "late", "cancelled")}
+            return [what for what, count in counts.items() if not count]
+
+        await _until_none(to_come, ask_for_drafts)
 
     async def press(self) -> None:
         """More requests at once than fit the memory."""
         preemptions = self.engines[0].metrics.preemptions
-        await _until(lambda: bool(preemptions["swap"] and preemptions["recompute"]), self._crowd)
+        await _until_none(lambda: [mode for mode in MODES if not preemptions[mode]], self._crowd)
 
     async def hold_up(self) -> None:
         """A step that takes long, while the queue fills up and one in it gives up."""
@@ -228,13 +227,13 @@ def _body(**fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
 
 
-async def _until(is_so: Callable[[], bool], act: Callable[[], Awaitable[None]]) -> None:
-    """Act until it is so: on threads, nobody can say how often that takes."""
+async def _until_none(to_come: Callable[[], list[str]], act: Callable[[], Awaitable[None]]) -> None:
+    """Act until nothing is left to come: on threads, nobody can say how often that takes."""
     for _ in range(MAX_TRIES):
         await act()
-        if is_so():
+        if not to_come():
             return
-    raise AssertionError(f"{act} did not come to what it is for")
+    raise AssertionError(f"after {MAX_TRIES} tries there is still no {', '.join(to_come())}")
 
 
 class StagedRunner:
