@@ -295,3 +295,36 @@ async def test_every_request_is_counted_once(url: str) -> None:
     received = await asyncio.gather(*(say(url, data) for data in closing))
     assert [len(statuses(each)) for each in received] == [1] * len(sent)
     assert await count() - before == len(sent) + 1
+
+
+KEYLESS = {
+    "empty host": get(b"/v1/models").replace(b"test", b""),
+    "no host at all": b"GET /v1/models HTTP/1.1\r\n\r\n",
+    **{
+        f"target {target!r}": get(target)
+        for target in (
+            *(b"/health/../v1/models", b"/v1/models?/health", b"//v1/models", b"/v1//models", b"/V1/models"),
+            *(
+                b"/%76%31/models",
+                b"/v1%2fmodels",
+                b"/v1/models/",
+                b"/health/%2e%2e/v1/models",
+                b"/./v1/models",
+            ),
+            *(b"http://x/health/../v1/models", b"http://health/v1/models", b"http://x/v1/models#/health"),
+            *(b"/health;/v1/models", b"/v1/models;/health", b"/health%00/../v1/models", b"/healthz"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", KEYLESS)
+async def test_no_spelling_of_a_path_or_host_does_without_the_key(locked: str, case: str) -> None:
+    received = await say(locked, KEYLESS[case].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert statuses(received) in ([401], [400])
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def locked() -> AsyncIterator[str]:
+    async with server_url(FakeEngine(), api_key=("secret",)) as url:
+        yield url
