@@ -22,6 +22,8 @@ from tests.e2e.server_process import ServerProcess, server_process
 from tests.e2e.wire import RawReply, Wire, ask, events_of
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # a start imports all of torch and transformers, three at a time
+
 PATH = "/v1/completions"
 FLAGS = ("--speculative-method", "none", "--kv-cache-memory", "64MiB")
 SLOWLY = [{"point": "forward_sleep", "count": -1, "seconds": 0.05}]  # 20 tokens a second
@@ -105,7 +107,7 @@ async def test_sigterm_finishes_what_it_can_and_turns_the_rest_away(
     idle = await Wire.connect(url)
     await idle.send("GET", "/health")
     await idle.reply()
-    short, long = await asyncio.gather(open_stream(url, 40), open_stream(url, 240))
+    short, long = await asyncio.gather(open_stream(url, 20), open_stream(url, 240))
     long_json = asyncio.create_task(ask(url, "POST", PATH, body_of(240)))
     unread = await open_stream(url, 240)
     children = server.children()
@@ -151,7 +153,7 @@ async def test_a_hung_step_ends_every_stream_and_the_process(servers: dict[str, 
     assert await count_of(url, "engine_errors_total{", 'stage="watchdog"') == 1
     assert await count_of(url, 'requests_total{finish_reason="error"') == 3
     assert time.monotonic() - detected < 3
-    assert "2 s" in record["event"] and "3 requests open" in record["event"]
+    assert "no progress for 2" in record["event"] and "3 requests open" in record["event"]
     assert "thread target" in record["stack"] and "sleep" in record["stack"]
     assert record["num_seqs"] == 2
     assert await server.exit_code(EXIT_S) == 1
