@@ -40,7 +40,7 @@ from server.sampling import (
 )
 from server.speculation import read_prediction, speculation_options
 from server.structure import read_structure
-from server.time_limit import allowed_s
+from server.time_limit import allowed_s, in_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +256,12 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     with engine.admit(num_requests):
         try:
             speculation = speculation_options(body, engine.info)
-            prompts = await order.prepare(engine)
-            speculation = replace(speculation, prediction=await read_prediction(body, engine))
-            bad_words = await read_bad_words(body.bad_words or (), engine)
-            grammar = None if structure is None else await engine.compile_grammar(structure)
+            limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
+            async with in_time(limit_s, order.exchange.age_s, engine.metrics):
+                prompts = await order.prepare(engine)
+                speculation = replace(speculation, prediction=await read_prediction(body, engine))
+                bad_words = await read_bad_words(body.bad_words or (), engine)
+                grammar = None if structure is None else await engine.compile_grammar(structure)
             wanted = Wanted(prompts, speculation, bad_words, grammar)
             requests = _make_requests(order, wanted, context)
             choices = _submit(engine, requests)

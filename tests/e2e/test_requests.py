@@ -15,6 +15,7 @@ from engine.outputs import StepInputs
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
 from tests.engines import EngineShape, running_engine
+from tests.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 PROMPT = [5, 6, 7, 8, 9]
@@ -180,6 +181,31 @@ async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -
     assert reply.headers["x-should-retry"] == "false"
     assert 'slipstream_requests_total{finish_reason="deadline",model_name="test-model"} 1.0' in page
     assert 'slipstream_deadline_missed_total{model_name="test-model"} 1.0' in page
+
+
+@pytest.mark.parametrize("server", [{}, {"request_timeout": 0.2}])
+async def test_a_deadline_while_the_prompt_is_read_is_504_then_and_not_later(
+    server: dict[str, float],
+) -> None:
+    engine = FakeEngine()
+    gone = asyncio.Event()
+
+    async def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            gone.set()
+        return []
+
+    engine.encode = encode  # type: ignore[method-assign]
+    fields = {} if server else {"deadline_ms": 200}
+    async with server_url(engine, **server) as url:
+        reply = await asyncio.wait_for(ask(url, "POST", "/v1/completions", {"prompt": "abc", **fields}), 10)
+    assert error_of(reply) == (504, "timeout_error", "deadline_exceeded")
+    assert "0.2 s" in reply.json()["error"]["message"]
+    assert gone.is_set()
+    assert engine.requests == []
+    assert (engine.metrics.deadlines_missed, engine.metrics.requests_rejected["deadline_exceeded"]) == (1, 1)
 
 
 async def test_a_deadline_after_the_first_byte_is_an_event() -> None:
