@@ -124,7 +124,7 @@ def test_serve_help_gives_each_setting_one_line_under_its_section(
         "  --kv-cache-memory SIZE            memory for K/V on a CPU (default: 1GiB)",
         "  --[no-]prefix-caching             keep and reuse the K/V of shared prefixes (default: on)",
         "  --compile WORD                    torch.compile the model: auto|on*|off (default: auto)",
-        "  --max-connections N               open connections * (default: 2048)",
+        "  --max-connections N               open connections (default: 2048)",
         "  --revision NAME                   branch, tag or commit of the Hugging Face repo",
     ],
 )
