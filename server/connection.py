@@ -150,8 +150,12 @@ class Connection(HttpToolsProtocol):
     def _start_reading(self) -> None:
         """Give the request that is awaited its time, if it has none yet."""
         if self._read_timer is None and not self._is_deaf:
-            time_s = LOBBY_S if self._seat is Seat.LOBBY else self._limits.read_timeout_s
-            self._read_timer = self.loop.call_later(time_s, self._on_read_timeout)
+            self._read_timer = self.loop.call_later(self._read_time_s, self._on_read_timeout)
+
+    @property
+    def _read_time_s(self) -> float:
+        time_s = self._limits.read_timeout_s
+        return min(LOBBY_S, time_s) if self._seat is Seat.LOBBY else time_s
 
     def _stop_reading(self) -> None:
         if self._read_timer is not None:
@@ -163,7 +167,7 @@ class Connection(HttpToolsProtocol):
         if self.flow.read_paused:  # it was us who did not read: the reply before takes its time
             self._start_reading()
         elif self._in_message:
-            message = f"The request did not arrive within {self._limits.read_timeout_s:g} s."
+            message = f"The request did not arrive within {self._read_time_s:g} s."
             self._refuse(ErrorReply(408, TIMEOUT, message, code="read_timeout"))
         else:
             self.transport.close()
@@ -232,7 +236,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.get_http_version() not in _VERSIONS or _is_ambiguous(self.headers, self.parser):
             raise ApiError(_MALFORMED)
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ApiError(_MALFORMED)  # never sent: the replies before it come first, then the end
+            raise ApiError(_MALFORMED)  # never sent: the replies before its own are the last
         super().on_headers_complete()
         self.flow.resume_reading()  # paused, a request in the queue would hide that its client has left
         self._in_body = True

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from engine.engine_parts import EngineLimits
 from server.connection_gate import LOBBY
 from tests.e2e.http_server import server_url
 from tests.e2e.raw_peer import completion, narrow_wire, read_all, request, say, statuses
@@ -19,6 +21,7 @@ from tests.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 SHORT_S, LONG_S = 0.2, 30.0
+NUM_MIXED = 180
 LENGTH_100 = b"Content-Type: application/json\r\nContent-Length: 100\r\n"
 
 
@@ -221,6 +224,31 @@ async def test_a_thousand_idle_connections_and_fifty_streams() -> None:
         replies = await asyncio.gather(*(ask(url, "POST", PATH, body) for _ in range(50)))
         assert [reply.status for reply in replies] == [200] * 50
         assert all(reply.body.endswith(b"data: [DONE]\n\n") for reply in replies)
+
+
+async def test_whatever_is_sent_is_answered_refused_or_given_up_and_counted() -> None:
+    async def outcome(number: int) -> str:
+        wire = await Wire.connect(url)
+        try:
+            body = {"prompt": [5, 6, 7], "max_tokens": 30, "temperature": 0, "stream": number % 2 == 0}
+            await wire.send("POST", PATH, b"nonsense" if number % 7 == 0 else json.dumps(body).encode())
+            if number % 5 == 0:
+                await asyncio.sleep(0.02)
+                return "left"
+            return str((await wire.reply()).status)
+        finally:
+            await wire.close()
+
+    limits = EngineLimits(max_queued_requests=16)
+    async with (
+        running_engine(limits=limits) as harness,
+        server_url(harness.engine, max_connections=150) as url,
+    ):
+        found = Counter(await asyncio.gather(*(outcome(number) for number in range(NUM_MIXED))))
+        metrics = harness.engine.metrics
+        await until(lambda: metrics.requests_started == sum(metrics.requests_finished.values()))
+    assert set(found) == {"200", "400", "503", "left"}
+    assert sum(found.values()) == NUM_MIXED
 
 
 async def test_the_end_of_a_keep_alive_client_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
