@@ -142,7 +142,7 @@ class Engine:
         assert loop is not None
         self.metrics.engine_errors["watchdog"] += 1
         log.error(
-            "a step hangs: no progress for %.3g s with %d requests open",
+            "a step hangs: no progress for %.1f s with %d requests open",
             seconds,
             len(self._requests),
             extra={**loop.describe_step(), "stack": thread_stacks("target", "draft")},

@@ -18,9 +18,14 @@ class LoopGuard:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout_s: float, on_stuck: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+        on_stuck: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = loop
+        self._clock = clock
         self._leg_s = timeout_s / _LEGS
         self._on_stuck = on_stuck
         self._stopped = Event()
@@ -41,6 +46,8 @@ class LoopGuard:
     def _watch(self) -> None:
         while not self._stopped.wait(self._leg_s):
             self._turned.clear()
+            if self._stopped.is_set():  # since we looked; from here on `stop` wakes us
+                return
             try:
                 self._loop.call_soon_threadsafe(self._turned.set)
             except RuntimeError:  # it is closed
@@ -52,9 +59,9 @@ class LoopGuard:
     def _has_turned(self) -> bool:
         legs = 0
         while legs < _LEGS:
-            began = time.monotonic()
+            began = self._clock()
             if self._turned.wait(self._leg_s):
                 return True
-            if time.monotonic() - began < 2 * self._leg_s:  # else we were stopped as well
+            if self._clock() - began < 2 * self._leg_s:  # else we were stopped as well
                 legs += 1
         return False
