@@ -18,6 +18,7 @@ from tests.e2e.raw_peer import completion, narrow_wire, read_all, request, say, 
 from tests.e2e.wire import RawReply, Wire, ask
 from tests.engines import EngineShape, running_engine
 from tests.fake_engine import FakeEngine
+from tests.sse_reader import room_for_sockets
 
 PATH = "/v1/completions"
 SHORT_S, LONG_S = 0.2, 30.0
@@ -215,7 +216,9 @@ async def test_far_over_the_cap_a_client_is_closed_and_the_lobby_empties(
 
 async def test_a_thousand_idle_connections_and_fifty_streams() -> None:
     engine = FakeEngine()
-    async with server_url(engine, read_timeout=LONG_S) as url, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(room_for_sockets(4000))
+        url = await stack.enter_async_context(server_url(engine, read_timeout=LONG_S))
         for _ in range(20):
             some = await asyncio.gather(*(Wire.connect(url) for _ in range(50)))
             for wire in some:
