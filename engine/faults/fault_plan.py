@@ -54,7 +54,10 @@ class FaultPlan:
         return self._numbers.get(request_id)
 
     def hit(self, point: FaultPoint, number: int | None = None) -> PlannedFault | None:
-        """Count a hit, by the request of that number if there is one; the fault that is due, or None."""
+        """Count a hit, by the request of that number if there is one; the fault that is due, or None.
+
+        Of several that are due it is the one that takes longest.
+        """
         return self.hit_by_all(point, (number,))
 
     def hit_by_all(self, point: FaultPoint, numbers: Sequence[int | None]) -> PlannedFault | None:
@@ -64,7 +67,9 @@ class FaultPlan:
             for number in {None, *self._named.intersection(numbers)}:
                 self._hits[point, number] += 1
                 hits[number] = self._hits[point, number]
-        for fault in self._faults:
-            if fault.point == point and fault.request in hits and fault.comes_at(hits[fault.request]):
-                return fault
-        return None
+        due = [
+            fault
+            for fault in self._faults
+            if fault.point == point and fault.request in hits and fault.comes_at(hits[fault.request])
+        ]
+        return max(due, key=lambda fault: fault.seconds, default=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -384,6 +385,52 @@ async def test_drafts_that_go_wrong_cost_speed_only(case: str, model: Path, text
         if case == "garbage":
             assert await server.figure("spec_decode_num_drafts_total") > 3
         await assert_unharmed(server, texts, outcomes)
+
+
+# All of it.
+
+CHAOS: tuple[dict[str, Any], ...] = (
+    {"point": "forward_raise", "at": 200},
+    {"point": "forward_oom", "at": 13, "every": 37},
+    {"point": "logits_nan", "at": 50, "every": 701},
+    {"point": "sampler_raise", "at": 60, "every": 901},
+    {"point": "detokenize_raise", "at": 70, "every": 1103},
+    {"point": "tokenize_raise", "at": 9, "every": 17},
+    {"point": "draft_raise", "at": 7, "every": 11},
+    {"point": "draft_out_of_vocab", "at": 5, "every": 29},
+    {"point": "draft_too_many", "at": 3, "every": 31},
+    {"point": "draft_garbage", "every": 5},
+)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_whatever_goes_wrong_beside_it_a_text_is_right_or_an_error(
+    model: Path, texts: tuple[str, ...]
+) -> None:
+    flags = ("--num-kv-blocks", "70", "--max-num-seqs", "6", "--max-num-batched-tokens", "24")
+    order = random.Random(5).choices(range(len(BODIES)), k=48)
+    queue = iter(order)
+    outcomes: list[tuple[int, Outcome]] = []
+
+    async def client() -> None:
+        for index in queue:
+            read = stream if len(outcomes) % 3 else whole
+            outcomes.append((index, await read(server.url, BODIES[index])))
+
+    async with serving(model, *CHAOS, flags=flags) as server:
+        await asyncio.wait_for(asyncio.gather(*(client() for _ in range(8))), 90)
+        errors = await server.errors()
+        assert await server.used_blocks() == 0
+        for index, outcome in outcomes:
+            assert outcome.error is not None or outcome.text == texts[index]
+            assert texts[index].startswith(outcome.text)
+        num_failed = sum(outcome.error is not None for _, outcome in outcomes)
+        assert 0 < num_failed < len(order) / 2
+        assert set(errors) == {"forward", "sampler", "detokenizer", "tokenizer", "drafter"}
+        ended = await server.figure("requests_total", 'finish_reason="error"')
+        late = errors["detokenizer"]  # some of these, maybe: their requests had ended well by then
+        assert ended <= num_failed - errors["tokenizer"] <= ended + late
+        server.engine._loaded.batcher.kv.check_integrity()
 
 
 # Leaks.

@@ -44,10 +44,12 @@ def test_with_a_request_only_its_own_hits_count() -> None:
     assert due(plan, 3, 3, 3, None) == [1], "twice in one pass is one hit"
 
 
-def test_the_first_fault_that_is_due_counts() -> None:
-    plan = FaultPlan([PlannedFault(RAISE, at=1, seconds=1), PlannedFault(RAISE, count=2, seconds=2)])
-    found = [plan.hit(RAISE) for _ in range(3)]
-    assert [fault and fault.seconds for fault in found] == [1, 2, None]
+def test_of_several_faults_that_are_due_it_is_the_longest() -> None:
+    faults = [PlannedFault(RAISE, count=3, seconds=1), PlannedFault(RAISE, at=2, seconds=2)]
+    for order in (faults, faults[::-1]):
+        plan = FaultPlan(order)
+        found = [plan.hit(RAISE) for _ in range(4)]
+        assert [fault and fault.seconds for fault in found] == [1, 2, 1, None]
 
 
 def test_choices_of_a_reply_are_one_arrival() -> None:
