@@ -171,6 +171,7 @@ async def test_three_failed_passes_end_the_process(servers: dict[str, ServerProc
     assert codes == [(500, "forward_failed")] + 4 * [(503, "engine_dead")]
     assert await code_of(url, "/health") == (503, "engine_dead")
     assert await count_of(url, 'requests_total{finish_reason="error"') == 6
+    server.signal()  # cuts its farewell short, and is no excuse
     assert await server.exit_code(EXIT_S) == 1
 
 
