@@ -16,6 +16,7 @@ from tests.deploy.pip_configuration import PipConfiguration
 
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"
+CHECK_EVERY_S = 0.5  # each check is a process of its own, on the cores that the server starts on
 BUILD_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S = 1800, 300, 120
 
 
@@ -97,6 +98,7 @@ class Container:
             except RuntimeError as error:
                 if time.monotonic() - start > START_TIMEOUT_S or not self._state()["Running"]:
                     raise RuntimeError(f"not ready: {self.logs()}") from error
+                time.sleep(CHECK_EVERY_S)
 
     def stop(self) -> int:
         """Send the image's stop signal and return the exit code."""
