@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config import ServerSettings
+from server.body_room import BodyRoom
 from server.errors import INVALID, ApiError, ErrorReply
 from server.peer import peer_of
 
@@ -28,6 +29,7 @@ class ClientMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
         self._settings = settings
+        self._room = BodyRoom(settings.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ClientGone when the client left before the end."""
@@ -38,7 +40,7 @@ class ClientMiddleware:
         try:
             peer.check()
             check_head(scope, self._settings)
-            body = await read_body(receive, self._settings.max_body_bytes)
+            body = await read_body(receive, self._settings.max_body_bytes, self._room)
             peer.check()  # its fault may have ended the body
         except ApiError as error:
             await error.reply.send(scope, receive, send)
@@ -83,19 +85,28 @@ def _body_too_large(limit: int) -> ApiError:
     return ApiError(ErrorReply(413, INVALID, message, code="body_too_large"))
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body; never holds more than `limit` and one network read. Raises ApiError or ClientGone."""
+async def read_body(receive: Receive, limit: int, room: BodyRoom) -> bytes:
+    """The whole body; never holds more than `limit`, what `room` has, and one network read.
+
+    Raises ApiError or ClientGone.
+    """
     body = bytearray()
+    held = 0
     more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise _body_too_large(limit)
-        more = message.get("more_body", False)
-    return bytes(body)
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise _body_too_large(limit)
+            room.grow(held, len(body))
+            held = len(body)
+            more = message.get("more_body", False)
+        return bytes(body)
+    finally:
+        room.grow(held, 0)
 
 
 @dataclass(slots=True)
