@@ -17,7 +17,10 @@ from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.model_source import resolve_model
+from engine.model.native.install import with_kernels
+from engine.model.packed_forward import PackedForward
 from engine.model.recurrent_runner import RecurrentRunner
+from engine.model.self_check import check_forward
 from engine.model.slot_states import state_bytes
 from engine.part_kinds import PLAIN_PARTS, PartKinds
 from engine.scheduling.batch_config import BatchConfig
@@ -42,6 +45,8 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
         for source in load_sources(settings, loaded, directory, num_blocks * block_bytes)
     )
     if loaded.rewindable:
+        check_forward(PackedForward(loaded))
+        loaded = with_kernels(loaded, settings.model, settings.home)
         for_drafts = ForDrafts(
             verification=settings.speculation.draft_verification,
             keeps_features=any(source.drafter.reads_features for source in sources),
@@ -51,7 +56,7 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
         )
     else:
         runner = RecurrentRunner(loaded, num_blocks, block_size, settings.scheduler.max_num_seqs, sampler)
-    runner.self_check()
+        runner.self_check()
     runner.warm_up()
     info = EngineInfo(
         max_model_len=loaded.max_model_len,

@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,9 @@ from engine.model.model_files import check_model_files, first_line, read_json, w
 from engine.model.progress_bars import no_progress_bars
 from engine.model.slot_states import LayerState
 from engine.model.support import exact_context_limit, read_architecture
+
+if TYPE_CHECKING:
+    from engine.model.native.kernels import NativeKernels
 
 log = logging.getLogger("slipstream.model")
 
@@ -49,6 +52,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     layers: tuple[LayerKv, ...]
     states: tuple[LayerState, ...] = ()
+    kernels: NativeKernels | None = None  # that its modules were replaced for; None for none
 
     @property
     def rewindable(self) -> bool:

@@ -25,7 +25,7 @@ class PackedForward:
         register()
         loaded.model.set_attn_implementation(ATTENTION_NAME)
         self.loaded = loaded
-        self.backend = choose_backend(loaded.device)
+        self.backend = choose_backend(loaded.device, loaded.kernels)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     def make_kv(self, num_blocks: int, block_size: int) -> KvTensors:

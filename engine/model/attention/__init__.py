@@ -12,6 +12,7 @@ from engine.model.attention.context import AttentionContext
 from engine.model.attention.cpu import CpuAttention
 from engine.model.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
 from engine.model.attention.reference import ReferenceAttention
+from engine.model.attention.single_rows import RowAttention, SingleRows
 
 __all__ = [
     "ATTENTION_NAME",
@@ -21,12 +22,14 @@ __all__ = [
     "CpuAttention",
     "LayerCall",
     "ReferenceAttention",
+    "RowAttention",
+    "SingleRows",
     "StepAttention",
     "choose_backend",
     "register",
 ]
 
 
-def choose_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend there is for `device`."""
-    return CpuAttention() if device.type == "cpu" else ReferenceAttention()
+def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:
+    """The fastest backend there is for `device`; `rows` computes single tokens on a CPU, if there is such."""
+    return CpuAttention(rows) if device.type == "cpu" else ReferenceAttention()

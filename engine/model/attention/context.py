@@ -14,7 +14,7 @@ class AttentionContext:
 
     def __init__(self, inputs: StepInputs, kv: KvTensors, backend: AttentionBackend) -> None:
         self.kv = kv
-        self._slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
+        self.slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
         self._rows: dict[int, torch.Tensor] = {}  # by number of KV heads
         self._step = backend.plan(inputs, kv)
 
@@ -28,6 +28,10 @@ class AttentionContext:
         num_kv_heads = key.shape[1]
         rows = self._rows.get(num_kv_heads)
         if rows is None:
-            rows = self._rows[num_kv_heads] = self.kv.rows_of(self._slots, num_kv_heads)
+            rows = self._rows[num_kv_heads] = self.kv.rows_of(self.slots, num_kv_heads)
         self.kv.write(call.layer, rows, key, value)
+        return self.attend_written(query, call)
+
+    def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """As `attend`, for who has put the keys and values of the step's `slots` in their places already."""
         return self._step.attend(query, call)

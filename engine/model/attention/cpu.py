@@ -11,31 +11,49 @@ import torch.nn.functional as F
 
 from engine.model.attention.backend import LayerCall
 from engine.model.attention.query_groups import QueryGroup, Tile, group_sequences
+from engine.model.attention.single_rows import RowAttention, SingleRows, split_single
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
 
 class CpuAttention:
-    """The CPU backend."""
+    """The CPU backend. With `rows`, sequences of few tokens attend token by token, which costs no padding."""
+
+    def __init__(self, rows: RowAttention | None = None) -> None:
+        self._rows = rows
 
     def plan(self, inputs: StepInputs, kv: KvTensors) -> CpuStep:
-        """Sequences grouped by query length and context."""
-        return CpuStep(kv, group_sequences(inputs, kv))
+        """Sequences of few tokens apart, the others grouped by query length and context."""
+        if self._rows is None:
+            return CpuStep(kv, group_sequences(inputs, kv))
+        single, others = split_single(inputs)
+        return CpuStep(kv, group_sequences(inputs, kv, others) if len(others) else [], single, self._rows)
 
 
 class CpuStep:
     """One step of the CPU backend."""
 
-    def __init__(self, kv: KvTensors, groups: list[QueryGroup]) -> None:
+    def __init__(
+        self,
+        kv: KvTensors,
+        groups: list[QueryGroup],
+        single: SingleRows | None = None,
+        rows: RowAttention | None = None,
+    ) -> None:
         self._kv = kv
         self._groups = groups
+        self._single = single
+        self._rows = rows
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
-        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
+        if self._single is None and len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._attend_group(self._groups[0], query, call)
         num_tokens, num_heads, _ = query.shape  # and a row behind them for what padding gives
         output = query.new_empty(num_tokens + 1, num_heads, self._kv.layers[call.layer].value_dim)
+        if self._single is not None and self._rows is not None:
+            pages = self._kv.keys[call.layer], self._kv.values[call.layer]
+            self._rows.attend(query, pages, self._single, output, call)
         for group in self._groups:
             if isinstance(group.rows, slice):
                 output[group.rows] = self._attend_group(group, query[group.rows], call)

@@ -137,14 +137,15 @@ class QueryGroup:
         return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, :, None]
 
 
-def group_sequences(inputs: StepInputs, kv: KvTensors) -> list[QueryGroup]:
-    """Every sequence in exactly one group; padding is bounded by what a group of its own would cost."""
+def group_sequences(inputs: StepInputs, kv: KvTensors, members: Indices | None = None) -> list[QueryGroup]:
+    """Every sequence of `members` (None: all) in exactly one group; padding is bounded by a group's cost."""
+    everyone = np.arange(len(inputs.query_lens)) if members is None else members
     starts = np.cumsum(inputs.query_lens, dtype=np.intp) - inputs.query_lens
     trees = draft_trees(inputs)
     layer = kv.layers[0]
     token_bytes = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * kv.dtype.itemsize
     groups = []
-    for members in _similar(inputs, _GROUP_COST_BYTES // token_bytes):
+    for members in _similar(inputs, everyone, _GROUP_COST_BYTES // token_bytes):
         longest = int(inputs.kv_lens[members].max())
         query_len = int(inputs.query_lens[members].max())
         size = max(1, min(_MAX_GROUP_TOKENS // query_len, _MAX_GROUP_BYTES // (token_bytes * longest)))
@@ -153,9 +154,8 @@ def group_sequences(inputs: StepInputs, kv: KvTensors) -> list[QueryGroup]:
     return groups
 
 
-def _similar(inputs: StepInputs, cost: int) -> Iterator[Indices]:
+def _similar(inputs: StepInputs, everyone: Indices, cost: int) -> Iterator[Indices]:
     """The sequences by query length and context, where a group costs as much as reading `cost` tokens."""
-    everyone = np.arange(len(inputs.query_lens))
     for members in _split(everyone, inputs.query_lens, inputs.kv_lens, cost * _ATTENDED_FOR_A_READ):
         yield from _split(members, inputs.kv_lens, np.ones_like(inputs.kv_lens), cost)
 

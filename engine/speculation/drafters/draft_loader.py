@@ -13,6 +13,7 @@ from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_files import first_line
 from engine.model.model_source import resolve_model
+from engine.model.native.install import with_kernels
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import check_forward
 from engine.model.support import exact_context_limit, read_architecture
@@ -48,6 +49,7 @@ def load_draft_model(
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
     check_forward(PackedForward(loaded))
+    loaded = with_kernels(loaded, settings.model, settings.home)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,

@@ -1,0 +1,166 @@
+"""NativeKernels: kernels.cpp with tensors for arguments. What is wrong for a kernel is refused here."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.model.attention import LayerCall, SingleRows
+from engine.model.native.compiler import NativeUnavailable
+
+PANEL = 32  # columns of packed weights that lie together
+VECTOR = 16
+MAX_GROUP = 64  # query heads a KV head
+MAX_HEAD_DIM = 512
+
+_Pointer, _Index, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
+        *((name, _Pointer) for name in ("query", "keys", "values", "slots")),
+        *((name, _Index) for name in ("n", "heads", "kv_heads", "dim", "block_size")),
+        ("eps", _Float),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("query", "keys", "values", "rows", "sequences", "lengths")),
+        *((name, _Pointer) for name in ("tables", "output")),
+        *((name, _Index) for name in ("n", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
+        *((name, _Index) for name in ("longest", "window")),
+        ("scale", _Float),
+        ("softcap", _Float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [dim] of the norms of each query and key head, as Qwen3 has them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class NativeKernels:
+    """The loaded library. Every tensor is bfloat16 and contiguous on the CPU; results are new tensors.
+
+    Uses as many threads as torch does on the calling thread. Raises NativeUnavailable if it cannot be loaded.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
+        self._pack = loaded.slip_pack
+        self._pack.argtypes = [_Pointer, _Pointer, _Index, _Index]
+        self._linear = loaded.slip_linear
+        self._linear.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Index, _Index, _Index]
+        self._rms_norm = loaded.slip_rms_norm
+        self._rms_norm.argtypes = [_Pointer, _Pointer, _Pointer, _Index, _Index, _Float]
+        self._silu_mul = loaded.slip_silu_mul
+        self._silu_mul.argtypes = [_Pointer, _Pointer, _Index, _Index]
+        self._rotate = loaded.slip_rotate_and_write
+        self._rotate.argtypes = [ctypes.POINTER(_Rotation)]
+        self._attend = loaded.slip_attend
+        self._attend.argtypes = [ctypes.POINTER(_Attention)]
+        for function in (
+            self._pack,
+            self._linear,
+            self._rms_norm,
+            self._silu_mul,
+            self._rotate,
+            self._attend,
+        ):
+            function.restype = None
+
+    @staticmethod
+    def packs(weight: torch.Tensor) -> bool:
+        """True for weights [out, in] that `pack` takes."""
+        return weight.dtype is torch.bfloat16 and weight.shape[0] % PANEL == 0 and weight.shape[1] % 2 == 0
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Weights [out, in] in the order that `linear` reads them in, as many numbers."""
+        weight = weight.contiguous()
+        packed = torch.empty_like(weight)
+        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
+        return packed
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [n, in] times the weights that were packed, plus `bias` [out]: [n, out]."""
+        y = x.new_empty(x.shape[0], packed.shape[0])
+        address = None if bias is None else bias.data_ptr()
+        self._linear(x.data_ptr(), packed.data_ptr(), address, y.data_ptr(), x.shape[0], *packed.shape)
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Each row of x [n, width] over its root mean square, times `weight`; width a multiple of 16."""
+        y = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1], eps)
+        return y
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16."""
+        n, width = x.shape[0], x.shape[1] // 2
+        y = x.new_empty(n, width)
+        self._silu_mul(x.data_ptr(), y.data_ptr(), n, width)
+        return y
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: HeadNorms | None,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
+
+        `qkv` is [n, (heads + 2 * kv_heads) * dim], `rotation` cos and sin [n, dim], `pages` a layer's keys
+        and values [blocks, kv_heads, block_size, dim], `slots` int64 [n]; dim a multiple of 32, at most 512.
+        """
+        keys, values = pages
+        _, kv_heads, block_size, dim = keys.shape
+        n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+        query = qkv.new_empty(n, heads, dim)
+        self._rotate(
+            _Rotation(
+                qkv.data_ptr(),
+                rotation[0].data_ptr(),
+                rotation[1].data_ptr(),
+                None if norms is None else norms.query.data_ptr(),
+                None if norms is None else norms.key.data_ptr(),
+                *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
+                *(n, heads, kv_heads, dim, block_size),
+                0.0 if norms is None else norms.eps,
+            )
+        )
+        return query
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        rows: SingleRows,
+        output: torch.Tensor,
+        call: LayerCall,
+    ) -> None:
+        """See RowAttention."""
+        keys, values = pages
+        _, kv_heads, block_size, dim = keys.shape
+        self._attend(
+            _Attention(
+                *(tensor.data_ptr() for tensor in (query, keys, values)),
+                *(tensor.data_ptr() for tensor in (rows.rows, rows.sequences, rows.lengths, rows.tables)),
+                output.data_ptr(),
+                *(len(rows.rows), rows.tables.shape[1], query.shape[1], kv_heads, dim, block_size),
+                *(rows.longest, call.window or 0, call.scaling, call.softcap or 0.0),
+            )
+        )
