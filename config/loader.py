@@ -16,7 +16,6 @@ from config.environment import is_service_link, read_environment
 from config.errors import SettingsError, shown
 from config.fault_plan import GivenFaults, read_fault_plan
 from config.flags import read_flags
-from config.not_yet import refuse_not_yet
 from config.schema import Settings
 from config.setting import BY_KEY, SETTINGS, Given
 from config.speculative_config import is_json_object, read_speculative_config
@@ -62,7 +61,6 @@ def load_with_origins(argv: Sequence[str] = (), environ: Mapping[str, str] | Non
     from_environment = read_environment(os.environ if environ is None else environ)
     given = _spread_json({**from_file, **from_environment, **flags.given})
     settings = _validate(given)
-    refuse_not_yet(settings, given)
     origins = {setting.key: "default" for setting in SETTINGS}
     return LoadedSettings(settings, origins | {key: origin for key, (_, origin) in given.items()})
 

@@ -108,7 +108,9 @@ class ModelSettings(Section):
     )
     revision: TextOrNone = Field(None, description="branch, tag or commit of the Hugging Face repo")
     chat_template: FileOrNone = Field(None, description="Jinja chat template in place of the model's own")
-    compile: Switch = Field("auto", description="torch.compile the model")
+    compile: Switch = Field(
+        "auto", description="kernels compiled for this CPU; auto = where that is possible"
+    )
 
     @property
     def served_names(self) -> tuple[str, ...]:

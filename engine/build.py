@@ -46,7 +46,9 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     )
     if loaded.rewindable:
         check_forward(PackedForward(loaded))
-        loaded = with_kernels(loaded, settings.model, settings.home)
+        loaded = with_kernels(
+            loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
+        )
         for_drafts = ForDrafts(
             verification=settings.speculation.draft_verification,
             keeps_features=any(source.drafter.reads_features for source in sources),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from config import Settings
-from config.not_yet import is_missing
 from config.setting import SECTIONS, SETTINGS, Setting
 
 _COLUMN: Final = 36
@@ -43,8 +42,6 @@ options:
 """
 
 _SERVE_TAIL: Final = """
-* not available yet: asking for it stops the start.
-
 Each setting has one name in three forms; a flag overrides the environment, which overrides the file:
   flag         --max-num-seqs 32
   environment  SLIPSTREAM_SCHEDULER__MAX_NUM_SEQS=32   (short: SLIPSTREAM_HOST, _PORT, _API_KEY, _MODEL)
@@ -89,9 +86,7 @@ def _line(setting: Setting) -> str:
     flag = f"--[no-]{setting.word}" if setting.is_switch else f"--{setting.word} {_metavar(setting)}"
     text = setting.field.description or ""
     if setting.choices:
-        text += f": {'|'.join(word + '*' * is_missing(setting.key, word) for word in setting.choices)}"
-    elif is_missing(setting.key, object()) or is_missing(setting.key, True):
-        text += " *"
+        text += f": {'|'.join(setting.choices)}"
     default = setting.spell(setting.field.default)
     return f"  {flag:<{_COLUMN - 4}}  {text}{f' (default: {default})' if default else ''}\n"
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from engine.model.attention import AttentionBackend
 from engine.model.kv_tensors import KvTensors
@@ -23,11 +24,15 @@ Step = Sequence[tuple[int, int]]
 @cache
 def load_tiny(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """The tiny model of `family` as the loader would give it; shared between tests."""
-    model = tiny_model(family, dtype=dtype)
+    return as_loaded(tiny_model(family, dtype=dtype))
+
+
+def as_loaded(model: PreTrainedModel) -> LoadedModel:
+    """A tiny model as the loader would give it."""
     return LoadedModel(
         model=model,
         config=model.config,
-        dtype=dtype,
+        dtype=model.dtype,
         device=torch.device("cpu"),
         max_model_len=MAX_POSITIONS,
         vocab_size=VOCAB_SIZE,

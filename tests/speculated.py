@@ -79,10 +79,11 @@ def by_turns(seed: int) -> Executors:
 
 @asynccontextmanager
 async def engine_of(
-    directory: Path, *flags: str, executors: Executors | None = None
+    directory: Path, *flags: str, executors: Executors | None = None, home: Path | None = None
 ) -> AsyncIterator[Engine]:
     """A ready engine; on leaving, nothing is left in it and nothing went wrong."""
-    settings = load_settings([str(directory), *_COMMON, *flags], environ={})
+    environ = {} if home is None else {"SLIPSTREAM_HOME": str(home)}
+    settings = load_settings([str(directory), *_COMMON, *flags], environ)
     engine = Engine(lambda: load_parts(settings), EngineLimits(), executors=executors)
     await engine.start()
     try:

@@ -146,19 +146,28 @@ FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
 RECURRENT_FAMILIES: tuple[str, ...] = tuple(_RECURRENT_CONFIGS)  # some or all carry a state instead
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
-    """A fresh configuration of `family`: hidden 64, head size 16, 512 ids, 256 places if they are limited."""
-    return (_CONFIGS | _RECURRENT_CONFIGS)[family]()
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A fresh configuration of `family`: hidden 64, head size 16, 512 ids, 256 places if they are limited.
+
+    `changes` are set in it afterwards.
+    """
+    config = (_CONFIGS | _RECURRENT_CONFIGS)[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
-def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """A random model of `family` in evaluation mode on the CPU; equal arguments give equal weights.
 
     The caller's random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
+        config = tiny_config(family, **changes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start at one and zero, which would hide errors in them
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)

@@ -15,7 +15,7 @@ import torch
 from engine.errors import EngineError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-BUNDLED = Path("share", "slipstream", "native")  # below sys.prefix: what an image without a compiler brings
+BUNDLED = Path("share", "slipstream", "native")  # below a prefix: what an image without a compiler brings
 _COMPILERS = ("c++", "g++", "clang++")
 # By name and not -march=native, so that one library serves every machine that has these.
 _FLAGS = (
@@ -32,38 +32,78 @@ class NativeUnavailable(EngineError):
 def library(home: Path, prefix: Path | None = None) -> Path:
     """The compiled kernels: those installed below `prefix` (None: this Python's), else from below `home`.
 
-    Compiled where they are not there yet, for this source and these flags. Raises NativeUnavailable.
+    Compiled where they are not there whole, for this source and these flags. Raises NativeUnavailable.
     """
+    check_cpu()
+    found = find_library(home, prefix)
+    if found is None:
+        found = home / "native" / _file_name()
+        compile_into(found)
+    return found
+
+
+def find_library(home: Path, prefix: Path | None = None) -> Path | None:
+    """Where `library` finds the kernels without compiling anything; None where it would have to."""
+    places = bundled_library(Path(sys.prefix if prefix is None else prefix)), home / "native" / _file_name()
+    return next(filter(_is_whole, places), None)
+
+
+def bundled_library(prefix: Path) -> Path:
+    """Where an installation under `prefix` has the kernels of this source, if at all."""
+    return prefix / BUNDLED / _file_name()
+
+
+def check_cpu() -> None:
+    """Raise NativeUnavailable unless this CPU has the instructions that the kernels are made of."""
     if not torch.cpu._is_avx512_bf16_supported():
         raise NativeUnavailable("the CPU has no AVX-512 BF16")
-    name = f"kernels-{_digest()}.so"
-    bundled = Path(sys.prefix if prefix is None else prefix) / BUNDLED / name
-    if bundled.is_file():
-        return bundled
-    target = home / "native" / name
-    if not target.is_file():
-        compile_into(target)
-    return target
+
+
+def find_compiler() -> str:
+    """The C++ compiler that would be used. Raises NativeUnavailable if there is none."""
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        raise NativeUnavailable(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
+    return found
 
 
 def compile_into(target: Path) -> None:
-    """Compile to `target`, which is complete or not there at all. Raises NativeUnavailable."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise NativeUnavailable(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
+    """Compile to `target`, which is complete or as it was before. Raises NativeUnavailable."""
+    compiler = find_compiler()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, target.name)
             command = [compiler, *_FLAGS, "-o", str(made), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)
+            with made.open("ab") as file:
+                file.write(_seal(made.read_bytes()))
             os.replace(made, target)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise NativeUnavailable(f"{compiler} failed: {lines[0][:200]}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"the kernels could not be compiled ({type(error).__name__})") from error
+        told = next((line for line in lines if "error" in line), lines[0])
+        raise NativeUnavailable(f"{compiler} failed: {told[:200]}") from None
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(f"{compiler} took more than {_TIME_LIMIT_S} s") from None
+    except OSError as error:
+        raise NativeUnavailable(f"{target.parent} cannot be written to ({error.strerror})") from error
 
 
-def _digest() -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+def _is_whole(file: Path) -> bool:
+    """Whether this is what `compile_into` wrote: a library that was cut short would kill whoever loads it."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    size = len(_seal(b""))
+    return len(content) > size and content[-size:] == _seal(content[:-size])
+
+
+def _seal(content: bytes) -> bytes:
+    """What stands behind a whole library's content; loaders do not read so far."""
+    return hashlib.sha256(content).digest()
+
+
+def _file_name() -> str:
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()
+    return f"kernels-{digest[:16]}.so"

@@ -7,112 +7,118 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from config import ModelSettings
 from engine.errors import StartRefused
 from engine.model.loader import LoadedModel
-from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, find_library, library
+from engine.model.native.families import is_known
 from engine.model.native.kernels import NativeKernels
-from engine.model.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.model.native.observation import observe
+from engine.model.native.places import Place, find_places
+from engine.model.native.replacement import make_equal
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import packed_difference, packed_sample
 
 log = logging.getLogger("slipstream.model")
 
-# Of outputs' spread: bfloat16 rounds at 0.004, and sums are taken in another order.
-_MODULE_TOLERANCE = 0.02
-_CHECK_ROWS = 3
+
+class LogitsChanged(Exception):
+    """Modules that each answer alike make a model that does not; the message says by how much."""
 
 
-def with_kernels(loaded: LoadedModel, settings: ModelSettings, home: Path) -> LoadedModel:
+def with_kernels(
+    loaded: LoadedModel, settings: ModelSettings, home: Path, reload: Callable[[], LoadedModel]
+) -> LoadedModel:
     """The model with our modules in it, as `--compile` asks; the log says what became of it.
 
-    `loaded` itself is changed: use what is returned. Raises StartRefused if `on` cannot be had.
+    `loaded` itself is changed: use what is returned. `reload` gives it anew, for when the changed one turns
+    out to be of no use. Raises StartRefused if `on` cannot be had.
     """
     if settings.compile == "off":
         return loaded
     try:
-        return install(loaded, _kernels_for(loaded, home))
+        check_usable(loaded)
+        return install(loaded, NativeKernels(library(home)))
     except NativeUnavailable as reason:
         if settings.compile == "on":
             raise StartRefused(f"--compile on: {reason}. Leave it out to do without.") from reason
         log.info("compiled kernels are not used: %s", reason)
         return loaded
+    except LogitsChanged as reason:
+        if settings.compile == "on":
+            raise StartRefused(
+                f"--compile on: the kernels change the logits {reason}. Leave it out to do without."
+            ) from reason
+        log.warning("compiled kernels are not used: they change the logits %s", reason)
+        return reload()
 
 
-def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
-    """Replace module after module, freeing the weights of each, then compare the logits with those before.
-
-    Raises NativeUnavailable when nothing could be replaced, StartRefused when the logits changed.
-    """
-    before = packed_sample(PackedForward(loaded))
-    count = _replace_all(loaded.model, kernels)
-    if not count:
-        raise NativeUnavailable(f"{type(loaded.model).__name__} has no module that they could compute")
-    changed = replace(loaded, kernels=kernels)
-    difference = packed_difference(packed_sample(PackedForward(changed)), before, loaded.dtype)
-    if difference is not None:
-        raise StartRefused(f"Compiled kernels change this model's logits {difference}: use --compile off.")
-    log.info("compiled kernels compute %s", ", ".join(f"{n} {name}" for name, n in sorted(count.items())))
-    return changed
-
-
-def _kernels_for(loaded: LoadedModel, home: Path) -> NativeKernels:
+def check_usable(loaded: LoadedModel) -> None:
+    """Raise NativeUnavailable unless a model like this can run on the kernels; its weights are not needed."""
     if loaded.device.type != "cpu":
         raise NativeUnavailable(f"they are for CPUs, the model is on {loaded.device}")
     if loaded.dtype is not torch.bfloat16:
         raise NativeUnavailable(f"they compute in bfloat16, the model in {str(loaded.dtype).split('.')[-1]}")
     if not loaded.rewindable:
         raise NativeUnavailable("the model keeps recurrent states")
-    return NativeKernels(library(home))
+    if not is_known(loaded.model):
+        raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")
+    check_cpu()
 
 
-def _replace_all(model: nn.Module, kernels: NativeKernels) -> Counter[str]:
-    """Replace what can be, attention first so that its projections stay together; how many of each kind."""
+def foresee(outline: LoadedModel, home: Path) -> str:
+    """What a start would use the kernels for, in words. Compiles nothing. Raises NativeUnavailable."""
+    check_usable(outline)
+    is_ready = find_library(home) is not None
+    if not is_ready:
+        find_compiler()
+    count = Counter(place.name_of_kind for place in find_places(outline.model))
+    if not count:
+        raise _nothing_to_do(outline)
+    return _listed(count) + ("" if is_ready else "; the first start compiles them, in about a second")
+
+
+def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
+    """Replace each module that answers alike, freeing its weights, then compare the logits with those before.
+
+    Raises NativeUnavailable when nothing was replaced and LogitsChanged when the model is of no use any more.
+    """
+    places = find_places(loaded.model)
+    before = packed_sample(PackedForward(loaded))
+    count = _replace_all(loaded, places, kernels)
+    if not count:
+        raise _nothing_to_do(loaded)
+    if count[Place.ATTENTION] == len(loaded.layers):
+        loaded = replace(loaded, kernels=kernels)
+    difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype)
+    if difference is not None:
+        raise LogitsChanged(difference)
+    log.info("compiled kernels compute %s", _listed(count))
+    return loaded
+
+
+@torch.inference_mode()
+def _replace_all(loaded: LoadedModel, places: list[Place], kernels: NativeKernels) -> Counter[str]:
+    """How many of each kind were replaced. What answers otherwise stays, and the log says so."""
     count: Counter[str] = Counter()
-    for kind, name, is_equal in _KINDS:
-        for parent in list(model.modules()):
-            for child_name, child in list(parent.named_children()):
-                if kind.fits(child):
-                    made = kind(kernels, child)
-                    if is_equal(child, made):
-                        setattr(parent, child_name, made)
-                        count[name] += 1
+    observation = observe(loaded, [place.name for place in places])
+    context = observation.context(kernels)
+    for place in places:
+        made = make_equal(loaded.model.get_submodule(place.name), place, observation, context, kernels)
+        if made is None:
+            log.info("%s answers otherwise than compiled kernels: it stays as it is", place.name)
+            continue
+        loaded.model.set_submodule(place.name, made)
+        count[place.name_of_kind] += 1
     return count
 
 
-def _same_output(original: nn.Module, made: nn.Module) -> bool:
-    """True if both give the same for random rows, up to rounding."""
-    width = _input_width(original)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, _CHECK_ROWS, width, generator=generator).bfloat16()
-    expected, found = original(rows).float(), made(rows).float()
-    spread = float(expected.std())
-    return bool(
-        (found - expected).abs().max() <= _MODULE_TOLERANCE * max(spread, 1e-6) + 2**-7 * expected.abs().max()
-    )
+def _nothing_to_do(loaded: LoadedModel) -> NativeUnavailable:
+    return NativeUnavailable(f"{type(loaded.model).__name__} has no module that they could compute")
 
 
-def _input_width(module: Any) -> int:
-    if isinstance(module, nn.Linear):
-        return module.in_features
-    if hasattr(module, "gate_proj"):
-        return int(module.gate_proj.in_features)
-    return int(module.weight.numel())
-
-
-def _always(_original: nn.Module, _made: nn.Module) -> bool:
-    """Attention needs a step's context: the whole model's logits tell."""
-    return True
-
-
-_KINDS: tuple[tuple[Any, str, Callable[[nn.Module, nn.Module], bool]], ...] = (
-    (NativeAttention, "attentions", _always),
-    (NativeGatedMlp, "gated MLPs", _same_output),
-    (NativeRmsNorm, "norms", _same_output),
-    (NativeLinear, "projections", _same_output),
-)
+def _listed(count: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(count.items()))

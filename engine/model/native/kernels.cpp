@@ -5,6 +5,7 @@
 // what they must be multiples of is checked by the caller (kernels.py).
 
 #include <immintrin.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,9 +36,10 @@ inline __m512 rounded(__m512 v) {
 
 inline __m512bh pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// e^x for x <= 0 within 2e-7 of its value: 2^n by the exponent, 2^f by its series on [-1/2, 1/2].
+// e^x for x <= 0 within 2e-7 of its value: 2^n by the exponent, 2^f by its series on [-1/2, 1/2]. NaN stays NaN.
 inline __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-126.f));
+  x = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  x = _mm512_max_ps(_mm512_set1_ps(-126.f), x);  // the second of the two where either is NaN
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 f = _mm512_sub_ps(x, n);
   __m512 y = _mm512_set1_ps(1.5403530e-4f);
@@ -84,7 +86,7 @@ void times_panel(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, I
                   bias ? bias + p * PANEL : nullptr, y + i * out + p * PANEL, k, out);
 }
 
-// Scores of `count` keys, PANEL-free rows of d, against one query; returns the largest.
+// Scores of `count` keys, rows of d, against one query; returns the largest.
 inline float score(const bf16* query, const bf16* keys, float* scores, Index count, Index d, float scale,
                    float softcap) {
   float largest = -INFINITY;
@@ -99,7 +101,7 @@ inline float score(const bf16* query, const bf16* keys, float* scores, Index cou
   return largest;
 }
 
-// Turns scores into weights that are not yet divided by their sum, which it returns. Room for 16 more is read.
+// Turns scores into weights that are not yet divided by their sum, which it returns.
 inline float weigh(float* scores, Index count, float largest) {
   const __m512 top = _mm512_set1_ps(largest);
   __m512 total = _mm512_setzero_ps();
@@ -115,6 +117,9 @@ inline float weigh(float* scores, Index count, float largest) {
 }  // namespace
 
 extern "C" {
+
+// How many threads a parallel loop on this thread gets.
+int64_t slip_num_threads() { return omp_get_max_threads(); }
 
 // weight [out, k] as panels of 32 outputs: [out / 32][k / 2][32][2], what one multiply takes lying together.
 void slip_pack(const bf16* weight, bf16* packed, Index out, Index k) {
@@ -222,7 +227,7 @@ struct Attention {  // of slip_attend; kernels.py mirrors it
 
 // Attention of single tokens over pages, each token and KV head by itself: softmax(q k^T * scale) v.
 void slip_attend(const Attention* a) {
-  const Index group = a->heads / a->kv_heads, dim = a->dim, size = a->block_size, room = a->longest + 16;
+  const Index group = a->heads / a->kv_heads, dim = a->dim, size = a->block_size, room = a->longest;
 #pragma omp parallel if (a->n * a->longest * a->heads > 2048)
   {
     std::vector<float> scores(group * room);

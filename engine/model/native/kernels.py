@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,8 @@ class HeadNorms:
 class NativeKernels:
     """The loaded library. Every tensor is bfloat16 and contiguous on the CPU; results are new tensors.
 
-    Uses as many threads as torch does on the calling thread. Raises NativeUnavailable if it cannot be loaded.
+    Uses as many threads as torch does on the calling thread. Raises NativeUnavailable if it cannot be loaded
+    or does not share torch's threads.
     """
 
     def __init__(self, library: Path) -> None:
@@ -59,27 +61,17 @@ class NativeKernels:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
             raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
-        self._pack = loaded.slip_pack
-        self._pack.argtypes = [_Pointer, _Pointer, _Index, _Index]
-        self._linear = loaded.slip_linear
-        self._linear.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Index, _Index, _Index]
-        self._rms_norm = loaded.slip_rms_norm
-        self._rms_norm.argtypes = [_Pointer, _Pointer, _Pointer, _Index, _Index, _Float]
-        self._silu_mul = loaded.slip_silu_mul
-        self._silu_mul.argtypes = [_Pointer, _Pointer, _Index, _Index]
-        self._rotate = loaded.slip_rotate_and_write
-        self._rotate.argtypes = [ctypes.POINTER(_Rotation)]
-        self._attend = loaded.slip_attend
-        self._attend.argtypes = [ctypes.POINTER(_Attention)]
-        for function in (
-            self._pack,
-            self._linear,
-            self._rms_norm,
-            self._silu_mul,
-            self._rotate,
-            self._attend,
-        ):
-            function.restype = None
+        self._pack = _function(loaded, "slip_pack", _Pointer, _Pointer, _Index, _Index)
+        self._linear = _function(loaded, "slip_linear", *[_Pointer] * 4, *[_Index] * 3)
+        self._rms_norm = _function(loaded, "slip_rms_norm", *[_Pointer] * 3, _Index, _Index, _Float)
+        self._silu_mul = _function(loaded, "slip_silu_mul", _Pointer, _Pointer, _Index, _Index)
+        self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(_Rotation))
+        self._attend = _function(loaded, "slip_attend", ctypes.POINTER(_Attention))
+        # Two OpenMP libraries would have two sets of threads, each waiting for work on all cores.
+        threads = _function(loaded, "slip_num_threads")
+        threads.restype = _Index
+        if threads() != torch.get_num_threads():
+            raise NativeUnavailable(f"{library.name} shares no OpenMP library with torch")
 
     @staticmethod
     def packs(weight: torch.Tensor) -> bool:
@@ -124,7 +116,8 @@ class NativeKernels:
         """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
 
         `qkv` is [n, (heads + 2 * kv_heads) * dim], `rotation` cos and sin [n, dim], `pages` a layer's keys
-        and values [blocks, kv_heads, block_size, dim], `slots` int64 [n]; dim a multiple of 32, at most 512.
+        and values [blocks, kv_heads, block_size, dim], `slots` int64 [n]; dim a multiple of
+        32, at most MAX_HEAD_DIM.
         """
         keys, values = pages
         _, kv_heads, block_size, dim = keys.shape
@@ -155,6 +148,7 @@ class NativeKernels:
         """See RowAttention."""
         keys, values = pages
         _, kv_heads, block_size, dim = keys.shape
+        query = query.contiguous()
         self._attend(
             _Attention(
                 *(tensor.data_ptr() for tensor in (query, keys, values)),
@@ -164,3 +158,9 @@ class NativeKernels:
                 *(rows.longest, call.window or 0, call.scaling, call.softcap or 0.0),
             )
         )
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    found = getattr(library, name)
+    found.argtypes, found.restype = arguments, None
+    return found

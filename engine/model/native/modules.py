@@ -5,12 +5,15 @@ They keep packed weights in place of the original's. Any leading shape is taken 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
+from engine.errors import UnsupportedModel
 from engine.model.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from engine.model.native.families import is_whole
 from engine.model.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, HeadNorms, NativeKernels
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -49,10 +52,10 @@ class NativeRmsNorm(nn.Module):
 
     @staticmethod
     def fits(norm: nn.Module) -> bool:
-        """True for what looks like one; whether it is one, its output must show."""
+        """True for one that can be computed; its output is still to be compared."""
         weight = getattr(norm, "weight", None)
         return (
-            type(norm).__name__.endswith("RMSNorm")
+            is_whole(norm, "RMSNorm")
             and isinstance(weight, torch.Tensor)
             and isinstance(getattr(norm, "variance_epsilon", None), float)
             and weight.dtype is torch.bfloat16
@@ -63,6 +66,9 @@ class NativeRmsNorm(nn.Module):
         """[..., width] to the same."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return self._kernels.rms_norm(rows, self._weight, self._eps).view(x.shape)
+
+
+_SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
 
 
 class NativeGatedMlp(nn.Module):
@@ -76,16 +82,12 @@ class NativeGatedMlp(nn.Module):
 
     @staticmethod
     def fits(mlp: Any) -> bool:
-        """True for what looks like one; whether it is one, its output must show."""
+        """True for one that can be computed; its output is still to be compared."""
         names = ("gate_proj", "up_proj", "down_proj")
-        if {name for name, _ in mlp.named_children()} - {*names, "act_fn"} or not hasattr(mlp, "act_fn"):
+        if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
             return False
-        linears = [getattr(mlp, name, None) for name in names]
-        return (
-            all(isinstance(linear, nn.Linear) for linear in linears)
-            and NativeLinear.fits(*linears)
-            and linears[0].out_features == linears[1].out_features
-        )
+        linears = _linears(mlp, names)
+        return len(linears) == len(names) and linears[0].out_features == linears[1].out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
@@ -102,28 +104,30 @@ class _SelfAttention(Protocol):
     v_proj: nn.Linear
     o_proj: nn.Linear
     head_dim: int
-    layer_idx: int
-    scaling: float
 
 
 class NativeAttention(nn.Module):
-    """Rotary self-attention over the paged K/V of the step's context. Without a context it cannot be run."""
+    """Rotary self-attention over the paged K/V of the step's context. Without a context it cannot be run.
 
-    def __init__(self, kernels: NativeKernels, original: _SelfAttention) -> None:
+    `call` is what the original asks of the attention function: scale, window and soft cap.
+    """
+
+    def __init__(self, kernels: NativeKernels, original: _SelfAttention, call: LayerCall) -> None:
         super().__init__()
         self._kernels = kernels
         self._qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
         self._output = NativeLinear(kernels, original.o_proj)
         self._norms = _head_norms(original)
-        window = getattr(original, "sliding_window", None)
-        self._call = LayerCall(original.layer_idx, float(original.scaling), window)
+        self._call = call
 
     @staticmethod
     def fits(original: Any) -> bool:
-        """True for what looks like one; whether it is one, the model's logits must show."""
-        linears = [getattr(original, f"{name}_proj", None) for name in "qkvo"]
+        """True for one that can be computed; its output is still to be compared."""
+        if not is_whole(original, "Attention"):
+            return False
+        linears = _linears(original, [f"{name}_proj" for name in "qkvo"])
         dim = getattr(original, "head_dim", 0)
-        if not all(isinstance(linear, nn.Linear) for linear in linears) or not NativeLinear.fits(*linears):
+        if len(linears) < 4:
             return False
         norms = {name for name, _ in original.named_children()} - {f"{name}_proj" for name in "qkvo"}
         return (
@@ -138,21 +142,35 @@ class NativeAttention(nn.Module):
                 for name in norms
             )
             and isinstance(getattr(original, "layer_idx", None), int)
-            and isinstance(getattr(original, "scaling", None), float)
+        )
+
+    @staticmethod
+    def rotates(original: _SelfAttention, rotation: Any) -> bool:
+        """True for angles that our kernel takes: whole heads, in the model's own number format."""
+        return isinstance(rotation, tuple) and all(
+            part.dtype is torch.bfloat16 and part.shape[-1] == original.head_dim for part in rotation
         )
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
     ) -> tuple[torch.Tensor, None]:
         """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
+        if options.get("attention_mask") is not None:
+            raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
         call = self._call
         pages = context.kv.keys[call.layer], context.kv.values[call.layer]
-        rotation = tuple(part.reshape(-1, part.shape[-1]).contiguous() for part in position_embeddings)
+        cos, sin = (part.reshape(-1, part.shape[-1]).contiguous() for part in position_embeddings)
         qkv = self._qkv(hidden_states[0])
-        query = self._kernels.rotate_and_write(qkv, rotation, self._norms, pages, context.slots)
+        query = self._kernels.rotate_and_write(qkv, (cos, sin), self._norms, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self._output(attended.flatten(1))[None], None
+
+
+def _linears(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The children of these names if all of them can be packed, else none."""
+    found = [child for name in names if isinstance(child := getattr(parent, name, None), nn.Linear)]
+    return found if len(found) == len(names) and NativeLinear.fits(*found) else []
 
 
 def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:

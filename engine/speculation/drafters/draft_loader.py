@@ -49,12 +49,14 @@ def load_draft_model(
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
     check_forward(PackedForward(loaded))
-    loaded = with_kernels(loaded, settings.model, settings.home)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
         loaded.model.num_parameters() / 1e6,
         sizes.num_blocks,
+    )
+    loaded = with_kernels(
+        loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len)
     )
     return DraftModelDrafter(loaded, sizes, settings.speculation.draft_verification)
 

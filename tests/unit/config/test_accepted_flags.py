@@ -1,30 +1,14 @@
+"""No value that a setting may have is refused for want of code."""
+
 import pytest
 
-from config import SettingsError, load_settings
-from config.not_yet import NOT_YET
-
-REFUSED = [
-    ("--compile=on", "model.compile", "on", "use auto or off"),
-]
-
-
-@pytest.mark.parametrize(("argv", "key", "value", "instead"), REFUSED)
-def test_asking_for_what_is_missing_is_refused(argv: str, key: str, value: str, instead: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load_settings([argv], {})
-    flag = argv.partition("=")[0]
-    assert str(caught.value) == f"flag {flag}: {key} = '{value}' is not available yet; {instead}"
-
-
-def test_each_line_of_the_table_is_tested() -> None:
-    assert {missing.key for missing in NOT_YET} == {key for _, key, _, _ in REFUSED}
+from config import load_settings
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        "--compile=off",
-        "--compile=auto",
+        *(f"--compile={word}" for word in ("auto", "on", "off")),
         "--swap-space=0",
         "--swap-space=2GiB",
         "--prefix-caching",
@@ -52,8 +36,3 @@ def test_each_line_of_the_table_is_tested() -> None:
 )
 def test_asking_for_what_is_there_is_fine(argv: str) -> None:
     load_settings([argv], {})
-
-
-def test_environment_is_refused_alike() -> None:
-    with pytest.raises(SettingsError, match=r"^env SLIPSTREAM_MODEL__COMPILE: .* = 'on' is not available"):
-        load_settings([], {"SLIPSTREAM_MODEL__COMPILE": "on"})

@@ -1,0 +1,410 @@
+"""Models on the compiled kernels: the plain model's logits, and the same tokens whoever sits beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from config import load_settings
+from engine import GenerationRequest, SamplingParams
+from engine.errors import StartRefused
+from engine.model.loader import LoadedModel
+from engine.model.native import compiler, install
+from engine.model.native.compiler import NativeUnavailable
+from engine.model.native.kernels import NativeKernels
+from engine.model.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.model.packed_forward import PackedForward
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import BlockCopy
+from tests.native import compiled_kernels
+from tests.packed import (
+    as_loaded,
+    plain_logits,
+    random_schedule,
+    random_tokens,
+    run_schedule,
+)
+from tests.repetitive_world import LOUD, WORDS
+from tests.speculated import engine_of, single_threaded
+from tests.tiny_models import save_tiny_model, tiny_model
+
+OURS = (NativeAttention, NativeGatedMlp, NativeRmsNorm, NativeLinear)
+# What each is, and how many of each of OURS stand in it, with those that are inside others.
+WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "llama": ({}, (2, 2, 5)),
+    "llama tied": ({"tie_word_embeddings": True}, (2, 2, 5)),
+    "qwen2": ({}, (2, 2, 5)),
+    "qwen2_window": ({}, (2, 2, 5)),
+    "qwen3": ({}, (2, 2, 5)),
+    "mistral": ({}, (2, 2, 5)),
+    "granite": ({}, (2, 2, 5)),
+    "mixtral": ({}, (2, 0, 5)),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+@pytest.fixture
+def kernels() -> NativeKernels:
+    return compiled_kernels()
+
+
+def fresh(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> LoadedModel:
+    """A model of its own with heads as wide as the kernels need them."""
+    return as_loaded(tiny_model(family.split()[0], dtype=dtype, **{"head_dim": 32, **changes}))
+
+
+def counts(model: nn.Module) -> tuple[int, ...]:
+    return tuple(sum(isinstance(module, kind) for module in model.modules()) for kind in OURS)
+
+
+def assert_within_rounding(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """No further from the truth than twice what bfloat16 makes of the plain model."""
+    ours, theirs = (found.float() - exact).norm(), (plain.float() - exact).norm()
+    assert ours <= 2 * theirs + 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: NativeKernels) -> None:
+    changes, (attentions, mlps, norms) = WHOLE[family]
+    exact, plain = fresh(family, torch.float32, **changes), fresh(family, **changes)
+    native = install.install(fresh(family, **changes), kernels)
+    assert counts(native.model)[:3] == (attentions, mlps, norms)
+    assert isinstance(native.model.get_output_embeddings(), NativeLinear)
+    assert native.kernels is kernels
+    rng = np.random.default_rng(0)
+    lengths = [53, 12, 30]
+    sequences = [random_tokens(rng, length) for length in lengths]
+    wanted = [plain_logits(plain, tokens) for tokens in sequences]
+    truth = [plain_logits(exact, tokens) for tokens in sequences]
+    schedules = {
+        16: [[(index, length)] for index, length in enumerate(lengths)],
+        7: random_schedule(rng, lengths, max_chunk=25),
+        4: [[(0, 20), (2, 16)], [(0, 33)], *[[(1, 1), (2, 1)]] * 12],
+    }
+    for block_size, steps in schedules.items():
+        packed = run_schedule(PackedForward(native), sequences, steps, block_size, rng)
+        for logits, expected, true in zip(packed, wanted, truth, strict=True):
+            assert_within_rounding(logits, expected[: len(logits)], true[: len(logits)])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {}),
+        ("gemma3", {}),
+        ("phi3", {}),
+        ("olmo2", {}),
+        ("gpt_neox", {}),
+        ("llama", {"head_dim": 16}),
+        ("qwen3", {"head_dim": 80}),
+    ],
+)
+def test_attention_that_is_not_theirs_stays(
+    family: str, changes: dict[str, Any], kernels: NativeKernels
+) -> None:
+    exact, plain = fresh(family, torch.float32, **changes), fresh(family, **changes)
+    native = install.install(fresh(family, **changes), kernels)
+    attentions, _, _, projections = counts(native.model)
+    assert attentions == 0 < projections
+    assert native.kernels is None
+    rng = np.random.default_rng(0)
+    sequences = [random_tokens(rng, length) for length in (30, 12)]
+    packed = run_schedule(
+        PackedForward(native), sequences, random_schedule(rng, [30, 12], max_chunk=20), 4, rng
+    )
+    for logits, tokens in zip(packed, sequences, strict=True):
+        assert_within_rounding(logits, plain_logits(plain, tokens), plain_logits(exact, tokens))
+
+
+def test_a_model_with_nothing_for_them_is_told(kernels: NativeKernels) -> None:
+    with pytest.raises(NativeUnavailable, match="GPT2LMHeadModel is not among the models they were made for"):
+        install.check_usable(as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)))
+    odd = fresh("llama", head_dim=18, hidden_size=63, intermediate_size=65, vocab_size=511)
+    with pytest.raises(NativeUnavailable, match="has no module that they could compute"):
+        install.install(replace(odd, vocab_size=511), kernels)
+
+
+def hook(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda _module, _args, output: output * 2)
+        layer.input_layernorm.forward = lambda x: x * 0.5
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda _module, args: (args[0] * 2,))
+
+
+def share(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def double(model: Any) -> None:
+    """As if the class did more than it did when it was read."""
+    for layer in model.model.layers:
+        theirs = type(layer.self_attn)
+        layer.self_attn.__class__ = type(
+            theirs.__name__, (theirs,), {"forward": _doubled, "__module__": theirs.__module__}
+        )
+
+
+def _doubled(self: Any, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+    return type(self).__bases__[0].forward(self, hidden_states * 1.1, *args, **options)
+
+
+@pytest.mark.parametrize(("change", "left"), [(hook, (0, 0, 3)), (share, (2, 0, 5)), (double, (0, 2, 5))])
+def test_modules_that_do_more_stay_as_they_are(
+    change: Any, left: tuple[int, ...], kernels: NativeKernels
+) -> None:
+    plain, changed = fresh("llama"), fresh("llama")
+    for loaded in (plain, changed):
+        change(loaded.model)
+    native = install.install(changed, kernels)
+    assert counts(native.model)[:3] == left
+    tokens = random_tokens(np.random.default_rng(0), 30)
+    results = [
+        run_schedule(PackedForward(loaded), [tokens], [[(0, 30)]], 4, np.random.default_rng(1))[0].float()
+        for loaded in (plain, native)
+    ]
+    assert (results[0] - results[1]).norm() < 0.05 * results[0].norm()
+
+
+# --- one token's bits ---
+
+
+@dataclass
+class Speaker:
+    """One sequence of a native model over paged memory: what it says next, greedily, and with what logits."""
+
+    loaded: LoadedModel
+    block_size: int = 4
+
+    def __post_init__(self) -> None:
+        self.forward = PackedForward(self.loaded)
+        self.kv = self.forward.make_kv(64, self.block_size)
+
+    @torch.inference_mode()
+    def compute(self, *parts: Part) -> torch.Tensor:
+        return self.forward(pack_step(parts, self.block_size, every_row=True), self.kv)
+
+
+BLOCKS = list(range(40, 5, -1))
+
+
+@pytest.fixture(scope="module")
+def native() -> LoadedModel:
+    return install.install(fresh("qwen3"), compiled_kernels())
+
+
+def decoded(native: LoadedModel, tokens: Sequence[int], first: int) -> torch.Tensor:
+    """The logits of tokens[first:], each computed alone; those before in one piece."""
+    speaker = Speaker(native)
+    speaker.compute(Part(tokens, 0, first, BLOCKS))
+    return torch.cat([speaker.compute(Part(tokens, at, at + 1, BLOCKS)) for at in range(first, len(tokens))])
+
+
+def test_drafts_in_a_chain_have_the_bits_of_tokens_alone(native: LoadedModel) -> None:
+    tokens = random_tokens(np.random.default_rng(0), 46)
+    expected = decoded(native, tokens, 30)
+    for drafts in (1, 3, 15):
+        speaker = Speaker(native)
+        speaker.compute(Part(tokens, 0, 30, BLOCKS))
+        chain = range(-1, drafts - 1)
+        found = speaker.compute(Part(tokens, 30, 31 + drafts, BLOCKS, chain), Part(tokens, 0, 9, [1, 2, 3]))
+        assert torch.equal(found[: drafts + 1], expected[: drafts + 1])
+
+
+def test_drafts_in_a_tree_are_within_rounding_of_it(native: LoadedModel) -> None:
+    tokens = random_tokens(np.random.default_rng(0), 33)
+    one, other = tokens[:31] + tokens[31:], tokens[:31] + random_tokens(np.random.default_rng(7), 2)
+    expected = [decoded(native, branch, 30) for branch in (one, other)]
+    speaker = Speaker(native)
+    speaker.compute(Part(one, 0, 30, BLOCKS))
+    both = Part([*one, *other[31:]], 30, 35, BLOCKS, (-1, 0, -1, 2))
+    found = speaker.compute(both, Part(tokens, 0, 5, [1, 2])).float()
+    wanted = torch.cat((expected[0], expected[1][1:])).float()
+    assert ((found[:5] - wanted).norm(dim=-1) < 0.05 * wanted.norm(dim=-1)).all()
+
+
+def test_moved_blocks_change_nothing(native: LoadedModel) -> None:
+    tokens = random_tokens(np.random.default_rng(0), 36)
+    expected = decoded(native, tokens, 30)
+    speaker = Speaker(native)
+    speaker.compute(Part(tokens, 0, 30, BLOCKS))
+    moved = list(range(50, 50 + 9))
+    speaker.kv.copy_blocks([BlockCopy(*pair) for pair in zip(BLOCKS, moved, strict=False)])
+    speaker.kv.scrub_blocks(BLOCKS)
+    found = torch.cat([speaker.compute(Part(tokens, at, at + 1, moved)) for at in range(30, 36)])
+    assert torch.equal(found, expected)
+
+
+async def spoken(target: Path, home: Path, seats: int, *flags: str) -> list[list[int]]:
+    """What the whole engine makes of a few prompts, so many of them at once."""
+    prompts = [[WORDS[(seed * 5 + at * at) % len(WORDS)] for at in range(3 + seed)] for seed in range(8)]
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    base = ("--dtype", "bfloat16", "--compile", "on", "--max-num-seqs", str(seats), "--no-prefix-caching")
+    async with engine_of(target, *base, *flags, home=home) as engine:
+        streams = [
+            engine.submit(GenerationRequest(str(index), prompt, sampling))
+            for index, prompt in enumerate(prompts)
+        ]
+        heard = await asyncio.gather(*(_hear(stream) for stream in streams))
+        stats = engine.metrics.speculation
+        assert (min(stats.num_accepted, stats.num_rejected) > 10) is ("none" not in flags)
+    return heard
+
+
+async def _hear(stream: Any) -> list[int]:
+    return [token for delta in [delta async for delta in stream] for token in delta.token_ids]
+
+
+async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(
+    tmp_path: Path, kernels: NativeKernels
+) -> None:
+    """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""
+    target = save_tiny_model("llama", tmp_path / "target")
+    model = tiny_model("llama", head_dim=32)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 0.15
+        layer.mlp.down_proj.weight.data *= 0.15
+    model.lm_head.weight.data *= 0.2
+    model.lm_head.weight.data[LOUD.start : LOUD.stop] *= 15.0
+    model.bfloat16().save_pretrained(target)
+    alone = await spoken(target, tmp_path, 1, "--speculative-method", "none")
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
+    always = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
+    assert await spoken(target, tmp_path, 8, "--speculative-method", "none") == alone
+    for seats in (1, 8):
+        lookup = ("--speculative-method", "ngram", "--num-speculative-tokens", "5", *always)
+        assert await spoken(target, tmp_path, seats, *lookup) == alone
+
+
+# --- --compile ---
+
+
+def with_kernels(asked: str, home: Path, loaded: LoadedModel | None = None) -> LoadedModel:
+    settings = load_settings(["m", "--compile", asked], environ={}).model
+    return install.with_kernels(loaded or fresh("llama"), settings, home, lambda: fresh("llama"))
+
+
+def test_compile_on_and_auto_use_them_and_off_does_not(tmp_path: Path, kernels: NativeKernels) -> None:
+    assert with_kernels("off", tmp_path).kernels is None
+    assert not any(tmp_path.iterdir())
+    for asked in ("on", "auto"):
+        assert with_kernels(asked, tmp_path).kernels is not None
+    assert [path.name for path in (tmp_path / "native").iterdir()] == [compiler._file_name()]
+
+
+def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | None = None) -> str:
+    """Why there are no kernels: `on` says so and stops, `auto` says the same and goes on with the model."""
+    with pytest.raises(StartRefused) as caught:
+        with_kernels("on", home, loaded)
+    reason = str(caught.value).removeprefix("--compile on: ").removesuffix(". Leave it out to do without.")
+    with caplog.at_level(logging.INFO, "slipstream.model"):
+        served = with_kernels("auto", home, loaded)
+    assert served.kernels is None and counts(served.model) == (0, 0, 0, 0)
+    assert f"compiled kernels are not used: {reason}" in caplog.messages
+    return reason
+
+
+@pytest.fixture
+def fit_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no kernel to run is tested on every machine."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+
+
+def test_a_cpu_without_the_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert refused(tmp_path, caplog) == "the CPU has no AVX-512 BF16"
+
+
+@pytest.mark.usefixtures("fit_cpu")
+def test_another_number_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wide = fresh("llama", torch.float32)
+    assert refused(tmp_path, caplog, wide) == "they compute in bfloat16, the model in float32"
+
+
+@pytest.mark.usefixtures("fit_cpu")
+def test_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
+    assert refused(tmp_path, caplog) == "there is no C++ compiler (no-such-compiler)"
+
+
+@pytest.mark.usefixtures("fit_cpu")
+def test_a_compiler_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = tmp_path / "failing"
+    failing.write_text(
+        "#!/bin/sh\necho In file included from here >&2\necho error: no such flag >&2\nexit 1\n"
+    )
+    failing.chmod(0o755)
+    monkeypatch.setattr(compiler, "_COMPILERS", (str(failing),))
+    assert refused(tmp_path / "home", caplog) == f"{failing} failed: error: no such flag"
+    assert not any((tmp_path / "home" / "native").iterdir())
+
+
+@pytest.mark.usefixtures("fit_cpu")
+def test_a_home_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "_COMPILERS", ("true",))
+    (tmp_path / "file").touch()
+    told = refused(tmp_path / "file", caplog)
+    assert told == f"{tmp_path / 'file' / 'native'} cannot be written to (Not a directory)"
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, kernels: NativeKernels) -> None:
+    made = compiler.library(tmp_path)
+    whole = made.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:9000] + b"x" + whole[9001:], whole[:20_000]):
+        made.unlink()
+        made.write_bytes(damaged)
+        assert compiler.find_library(tmp_path) is None
+    assert compiler.library(tmp_path) == made
+    NativeKernels(made)
+    assert compiler.find_library(tmp_path) == made
+
+
+def test_an_installation_brings_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: NativeKernels
+) -> None:
+    bundled = compiler.bundled_library(tmp_path / "prefix")
+    compiler.compile_into(bundled)
+    monkeypatch.setattr(compiler, "_COMPILERS", ())
+    assert compiler.library(tmp_path / "home", tmp_path / "prefix") == bundled
+    assert not (tmp_path / "home").exists()
+
+
+def test_what_is_no_library_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"#!/bin/sh")
+    with pytest.raises(NativeUnavailable, match=r"kernels.so cannot be loaded"):
+        NativeKernels(tmp_path / "kernels.so")
+
+
+def test_changed_logits_bring_the_model_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: NativeKernels
+) -> None:
+    """No module is replaced that answers otherwise; should they together, nobody is left without a server."""
+    monkeypatch.setattr(install, "packed_difference", lambda *_: "by 3 of their spread (limit 0.1)")
+    with pytest.raises(StartRefused, match="the kernels change the logits by 3 of their spread"):
+        with_kernels("on", tmp_path)
+    assert counts(with_kernels("auto", tmp_path).model) == (0, 0, 0, 0)
+    assert (
+        "compiled kernels are not used: they change the logits by 3 of their spread (limit 0.1)"
+        in caplog.messages
+    )

@@ -1,0 +1,249 @@
+"""Each kernel against the same in float32, over shapes that are odd where they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from engine.model.attention import LayerCall, SingleRows
+from engine.model.native.kernels import HeadNorms, NativeKernels
+from tests.native import compiled_kernels
+
+# Half a unit in the last place of bfloat16, and as much for what is rounded on the way.
+ROUNDING = 2**-8
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return compiled_kernels()
+
+
+@pytest.fixture(autouse=True, params=[1, 3], ids=["one thread", "three threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1.0) -> None:
+    """Within rounding of each number, and of the rows' size where terms cancel."""
+    torch.testing.assert_close(found.float(), expected.float(), rtol=ROUNDING * slack, atol=2e-3 * slack)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 11, 12, 13, 95, 96, 97, 200])
+@pytest.mark.parametrize(("width", "out"), [(2, 32), (34, 32), (576, 96), (64, 224)])
+def test_linear(kernels: NativeKernels, n: int, width: int, out: int) -> None:
+    weight, bias, x = noise(out, width), noise(out, seed=1), noise(n, width, seed=2) / width**0.5
+    packed = kernels.pack(weight)
+    for added in (None, bias):
+        expected = x.float() @ weight.float().T + (0 if added is None else added.float())
+        assert_close(kernels.linear(x, packed, added), expected)
+
+
+def test_what_can_be_packed() -> None:
+    for out, width, fits in [(32, 2, True), (33, 2, False), (31, 2, False), (32, 3, False), (64, 34, True)]:
+        assert NativeKernels.packs(torch.zeros(out, width, dtype=torch.bfloat16)) is fits
+    assert not NativeKernels.packs(torch.zeros(32, 2))
+
+
+def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
+    weight = noise(64, 96)
+    sideways = weight.T.contiguous().T
+    assert not sideways.is_contiguous()
+    assert torch.equal(kernels.pack(sideways), kernels.pack(weight))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 130])
+@pytest.mark.parametrize("width", [16, 48, 576])
+def test_rms_norm(kernels: NativeKernels, n: int, width: int) -> None:
+    x, weight = 3 * noise(n, width), noise(width, seed=1)
+    expected = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
+    assert_close(kernels.rms_norm(x, weight, 1e-5), expected, slack=2)
+    nothing = torch.zeros(1, width, dtype=torch.bfloat16)
+    assert torch.equal(kernels.rms_norm(nothing, weight, 1e-5), nothing)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 40])
+@pytest.mark.parametrize("width", [16, 96, 1536])
+def test_silu_mul(kernels: NativeKernels, n: int, width: int) -> None:
+    x = 4 * noise(n, 2 * width)
+    gate, up = x.float().chunk(2, dim=-1)
+    assert_close(kernels.silu_mul(x), torch.nn.functional.silu(gate) * up, slack=2)
+
+
+def test_silu_mul_far_out(kernels: NativeKernels) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 80.0, -80.0, 300.0, -300.0] * 2).bfloat16()
+    found = kernels.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])
+    assert_close(found[0], torch.nn.functional.silu(gate.float()))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (9, 3)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotate_and_write(
+    kernels: NativeKernels, dim: int, heads: int, kv_heads: int, with_norms: bool
+) -> None:
+    n, blocks, block_size = 5, 4, 3
+    qkv = noise(n, (heads + 2 * kv_heads) * dim)
+    angles = torch.rand(n, dim // 2).repeat(1, 2) * 6
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    norms = HeadNorms(noise(dim, seed=1), noise(dim, seed=2), 1e-6) if with_norms else None
+    pages = (noise(blocks, kv_heads, block_size, dim), noise(blocks, kv_heads, block_size, dim, seed=3))
+    before = tuple(page.clone() for page in pages)
+    slots = torch.tensor([11, 0, 4, 7, 8])
+    found = kernels.rotate_and_write(qkv, (cos, sin), norms, pages, slots)
+
+    query, key, value = (
+        part.unflatten(-1, (-1, dim)).float()
+        for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+    )
+    if norms is not None:
+        query, key = (
+            head * torch.rsqrt(head.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+            for head, weight in ((query, norms.query), (key, norms.key))
+        )
+    # Two products are rounded before they are added: up to four times the rounding of one.
+    assert_close(found, rotated(query, cos, sin), slack=8)
+    written = torch.zeros(blocks * block_size, dtype=torch.bool)
+    written[slots] = True
+    by_slot = [page.transpose(1, 2).flatten(0, 1) for page in (*pages, *before)]  # [slots, kv_heads, dim]
+    assert_close(by_slot[0][slots], rotated(key, cos, sin), slack=8)
+    assert torch.equal(by_slot[1][slots].float(), value)
+    for page, old in zip(by_slot[:2], by_slot[2:], strict=True):
+        assert torch.equal(page[~written], old[~written])
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = heads.chunk(2, dim=-1)
+    turned = torch.cat((-right, left), dim=-1)
+    return heads * cos.float()[:, None] + turned * sin.float()[:, None]
+
+
+class Pages:
+    """K/V of a few sequences in scattered blocks; every slot that none of them owns is NaN."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, dim: int, block_size: int) -> None:
+        counts = [-(-length // block_size) for length in lengths]
+        free = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)).tolist()
+        shape = (len(free), kv_heads, block_size, dim)
+        self.keys = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        self.values = self.keys.clone()
+        self.tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
+        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            key = noise(length, kv_heads, dim, seed=2 * index)
+            value = noise(length, kv_heads, dim, seed=2 * index + 1)
+            self.own.append((key, value))
+            for at in range(count):
+                block = free.pop()
+                self.tables[index, at] = block
+                part = slice(at * block_size, (at + 1) * block_size)
+                size = len(key[part])
+                self.keys[block, :, :size] = key[part].transpose(0, 1)
+                self.values[block, :, :size] = value[part].transpose(0, 1)
+
+    def rows(self, sequences: list[int], lengths: list[int], rows: list[int]) -> SingleRows:
+        return SingleRows(
+            torch.tensor(rows), torch.tensor(sequences), torch.tensor(lengths), self.tables, max(lengths)
+        )
+
+
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, call: LayerCall
+) -> torch.Tensor:
+    """[heads, dim] of one token in float32, over the newest of `length` positions."""
+    first = 0 if call.window is None else max(0, length - call.window)
+    group = query.shape[0] // key.shape[1]
+    keys, values = (
+        part[first:length].float().repeat_interleave(group, dim=1).transpose(0, 1) for part in (key, value)
+    )
+    scores = (keys @ query.float()[:, :, None])[..., 0] * call.scaling  # [heads, positions]
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    return (scores.softmax(-1)[:, None] @ values)[:, 0]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (64, 1)])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_attention(kernels: NativeKernels, dim: int, heads: int, kv_heads: int, block_size: int) -> None:
+    lengths = [1, 40, 23]
+    pages = Pages(lengths, kv_heads, dim, block_size)
+    asked = [(0, 1), (1, 40), (1, 38), (2, 17), (2, 23)]
+    rows = [4, 0, 2, 6, 5]
+    query = noise(7, heads, dim, seed=9)
+    for window, softcap in product((None, 1, 9, 100), (None, 4.0)):
+        call = LayerCall(0, 0.3, window, softcap)
+        output = torch.full((7, heads, dim), 77.0, dtype=torch.bfloat16)
+        single = pages.rows([s for s, _ in asked], [length for _, length in asked], rows)
+        kernels.attend(query, (pages.keys, pages.values), single, output, call)
+        for row, (sequence, length) in zip(rows, asked, strict=True):
+            assert_close(output[row], attended(query[row], *pages.own[sequence], length, call), slack=2)
+        assert (output[[1, 3]] == 77).all()
+
+
+def test_attention_takes_queries_in_any_layout(kernels: NativeKernels) -> None:
+    pages = Pages([20], 2, 32, 4)
+    query = noise(4, 1, 32)
+    sideways = query.transpose(0, 1).contiguous().transpose(0, 1)
+    results = []
+    for given in (query, noise(1, 4, 32).transpose(0, 1).clone(), sideways):
+        output = torch.zeros(1, 4, 32, dtype=torch.bfloat16)
+        given = given.transpose(0, 1)  # [1, 4, 32]
+        kernels.attend(
+            given, (pages.keys, pages.values), pages.rows([0], [20], [0]), output, LayerCall(0, 0.2)
+        )
+        results.append(output)
+    assert torch.equal(results[0], results[2])
+
+
+def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
+    """A row must show that its numbers are broken, and its neighbours must not."""
+    pages = Pages([20, 20], 1, 32, 4)
+    for value in (float("nan"), float("inf")):
+        pages.keys[pages.tables[0, 2], 0, 1, :] = value
+        output = torch.zeros(3, 2, 32, dtype=torch.bfloat16)
+        query = noise(3, 2, 32).abs()
+        query[2] = float("nan")
+        single = pages.rows([0, 1, 1], [20, 20, 20], [0, 1, 2])
+        kernels.attend(query, (pages.keys, pages.values), single, output, LayerCall(0, 0.2))
+        assert not output[0].isfinite().any()
+        assert output[1].isfinite().all()
+        assert not output[2].isfinite().any()
+    broken = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
+    assert kernels.silu_mul(broken).isnan().all()
+    assert kernels.rms_norm(broken, noise(64), 1e-5).isnan().all()
+    assert kernels.linear(broken, kernels.pack(noise(32, 64)), None).isnan().all()
+
+
+def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
+    x, packed, bias = noise(210, 576), kernels.pack(noise(192, 576, seed=1)), noise(192, seed=2)
+    together = kernels.linear(x, packed, bias)
+    for n in (1, 2, 5, 12, 13, 96, 97):
+        for first in (0, 100):
+            alone = kernels.linear(x[first : first + n].contiguous(), packed, bias)
+            assert torch.equal(alone, together[first : first + n])
+    weight = noise(576, seed=3)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5)[7:8], kernels.rms_norm(x[7:8], weight, 1e-5))
+    assert torch.equal(kernels.silu_mul(x)[9:10], kernels.silu_mul(x[9:10]))
+    pages = Pages([40, 23, 31], 3, 64, 16)
+    query = noise(8, 9, 64)
+    asked = [(0, 40), (1, 23), (2, 31), (0, 39), (0, 38), (2, 30), (1, 5), (2, 1)]
+    every = torch.zeros_like(query)
+    call = LayerCall(0, 0.125, 17)
+    single = pages.rows([s for s, _ in asked], [length for _, length in asked], list(range(8)))
+    kernels.attend(query, (pages.keys, pages.values), single, every, call)
+    for row, (sequence, length) in enumerate(asked):
+        output = torch.zeros_like(query)
+        kernels.attend(
+            query, (pages.keys, pages.values), pages.rows([sequence], [length], [row]), output, call
+        )
+        assert torch.equal(output[row], every[row])
