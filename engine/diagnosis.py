@@ -28,7 +28,10 @@ class DeviceFacts:
 
 @dataclass(slots=True)
 class ModelFacts:
-    """What is served. `pending` is what a start does before it loads; None of the rest was not found out."""
+    """What is served. `pending` is what a start does before it loads; None of the rest was not found out.
+
+    `compiled` is what the compiled kernels will be used for, or why for nothing.
+    """
 
     name: str
     how: str
@@ -42,6 +45,7 @@ class ModelFacts:
     max_model_len: int | None = None
     vocab_size: int | None = None
     has_chat_template: bool | None = None
+    compiled: str | None = None
 
 
 @dataclass(slots=True)

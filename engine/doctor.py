@@ -25,6 +25,8 @@ from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, choose_device
 from engine.model.locate import FoundModel, find_model
 from engine.model.model_files import read_json
+from engine.model.native.compiler import NativeUnavailable
+from engine.model.native.install import foresee, missing_kernels
 from engine.model.outline import NoOutline, outline_model, read_stored, weight_bytes
 from engine.model.slot_states import state_bytes
 from engine.model.support import Architecture
@@ -99,6 +101,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> 
     outline = _outline(found, settings, architecture, dtype)
     if outline is not None:
         _describe_model(model, outline, dtype, settings.model.dtype)
+        model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
         _warn_of_slow_dtype(found, outline)
         _examine_cache(found, settings, outline)
         _examine_drafts(found, settings, outline, directory)
@@ -129,6 +132,18 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.weight_bytes = weight_bytes(outline.model)
     model.max_model_len = outline.max_model_len
     model.vocab_size = outline.vocab_size
+
+
+def _foresee_kernels(settings: Settings, outline: LoadedModel) -> str:
+    """Raises StartRefused as loading would."""
+    if settings.model.compile == "off":
+        return "not used: --compile off"
+    try:
+        return foresee(outline, settings.home)
+    except NativeUnavailable as reason:
+        if settings.model.compile == "on":
+            raise missing_kernels(reason) from reason
+        return f"not used: {reason}"
 
 
 def _warn_of_slow_dtype(found: Diagnosis, outline: LoadedModel) -> None:

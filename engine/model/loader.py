@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,9 +24,6 @@ from engine.model.progress_bars import no_progress_bars
 from engine.model.slot_states import LayerState
 from engine.model.support import exact_context_limit, read_architecture
 
-if TYPE_CHECKING:
-    from engine.model.native.kernels import NativeKernels
-
 log = logging.getLogger("slipstream.model")
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -40,7 +37,7 @@ class LoadedModel:
     `config` is the text model's own copy. `vocab_size` is the width of the logits, which may exceed the
     tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
     that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
-    either may be empty.
+    either may be empty. `kernels` attend for all layers where these were replaced to use them.
     """
 
     model: PreTrainedModel
@@ -52,7 +49,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     layers: tuple[LayerKv, ...]
     states: tuple[LayerState, ...] = ()
-    kernels: NativeKernels | None = None  # that its modules were replaced for; None for none
+    kernels: attention.RowAttention | None = None
 
     @property
     def rewindable(self) -> bool:

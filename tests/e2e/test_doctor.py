@@ -42,6 +42,7 @@ def test_a_start_that_would_work_is_code_0(model: str, capsys: pytest.CaptureFix
     assert any(re.fullmatch(r"class LlamaForCausalLM, .* parameters", line) for line in lines)
     assert any(re.fullmatch(r"K/V 1 MiB by --kv-cache-memory: .*", line) for line in lines)
     assert "address 127.0.0.1, any free port" in lines
+    assert "compiled not used: they compute in bfloat16, the model in float32" in " ".join(lines)
     assert lines[-1] == "serve would start, as far as can be told without loading the model."
     assert max(map(len, out.splitlines())) <= 80
 

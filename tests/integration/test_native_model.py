@@ -159,7 +159,8 @@ def double(model: Any) -> None:
 
 
 def _doubled(self: Any, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-    return type(self).__bases__[0].forward(self, hidden_states * 1.1, *args, **options)
+    theirs: Any = type(self).__bases__[0]
+    return theirs.forward(self, hidden_states * 1.1, *args, **options)
 
 
 @pytest.mark.parametrize(("change", "left"), [(hook, (0, 0, 3)), (share, (2, 0, 5)), (double, (0, 2, 5))])

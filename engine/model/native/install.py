@@ -44,16 +44,19 @@ def with_kernels(
         return install(loaded, NativeKernels(library(home)))
     except NativeUnavailable as reason:
         if settings.compile == "on":
-            raise StartRefused(f"--compile on: {reason}. Leave it out to do without.") from reason
+            raise missing_kernels(reason) from reason
         log.info("compiled kernels are not used: %s", reason)
         return loaded
     except LogitsChanged as reason:
         if settings.compile == "on":
-            raise StartRefused(
-                f"--compile on: the kernels change the logits {reason}. Leave it out to do without."
-            ) from reason
+            raise missing_kernels(f"the kernels change the logits {reason}") from reason
         log.warning("compiled kernels are not used: they change the logits %s", reason)
         return reload()
+
+
+def missing_kernels(reason: object) -> StartRefused:
+    """What to raise where kernels are asked for and cannot be had."""
+    return StartRefused(f"--compile on: {reason}. Leave it out to do without.")
 
 
 def check_usable(loaded: LoadedModel) -> None:

@@ -15,6 +15,7 @@ from engine.doctor import diagnose
 from engine.errors import StartRefused
 from engine.model.loader import load_model
 from engine.model.locate import find_model
+from engine.model.native import compiler
 from engine.model.outline import outline_model, read_stored, weight_bytes
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import FAMILIES, MAX_POSITIONS, RECURRENT_FAMILIES, save_tiny_model
@@ -67,6 +68,7 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
         ("--max-model-len", "100000"),
         ("--revision", "main"),
         ("--draft-model", "./no/such/dir"),
+        ("--compile", "on"),
         ("--medusa-heads", "./no/such/dir"),
     ],
 )
@@ -171,3 +173,26 @@ def test_a_device_that_is_not_there_is_a_problem(model: Path) -> None:
     found = diagnose(settings_for(model, "--device", "cuda"))
     assert set(found.problems) == {"--device cuda: no CUDA device is available; use auto or cpu."}
     assert found.device is None and found.model is not None
+
+
+def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(compiler, "_COMPILERS", ("true",))
+    model, home = save_tiny_model("llama", tmp_path / "model"), tmp_path / "home"
+
+    def told(*flags: str) -> str | None:
+        found = diagnose(settings_for(model, "--dtype", "bfloat16", *flags, home=home))
+        assert found.model is not None and found.problems == []
+        return found.model.compiled
+
+    # Heads of 16 are too narrow for attention.
+    modules = "2 gated MLPs, 5 norms, 9 projections"
+    assert told() == f"{modules}; the first start compiles them, in about a second"
+    monkeypatch.setattr("engine.model.native.install.find_library", lambda home: home)
+    assert told("--compile", "on") == modules
+    assert told("--compile", "off") == "not used: --compile off"
+    assert told("--dtype", "float32") == "not used: they compute in bfloat16, the model in float32"
+    monkeypatch.setattr("engine.model.native.install.find_library", lambda home: None)
+    monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
+    assert told() == "not used: there is no C++ compiler (no-such-compiler)"
+    assert not home.exists(), "looking changes nothing"

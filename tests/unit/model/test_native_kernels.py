@@ -21,10 +21,11 @@ def kernels() -> NativeKernels:
     return compiled_kernels()
 
 
-@pytest.fixture(autouse=True, params=[1, 3], ids=["one thread", "three threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """More than one, for every loop to be shared out."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -101,10 +102,9 @@ def test_rotate_and_write(
     slots = torch.tensor([11, 0, 4, 7, 8])
     found = kernels.rotate_and_write(qkv, (cos, sin), norms, pages, slots)
 
-    query, key, value = (
-        part.unflatten(-1, (-1, dim)).float()
-        for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
-    )
+    heads_of = qkv.float().view(n, -1, dim)
+    query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
+    value = heads_of[:, heads + kv_heads :]
     if norms is not None:
         query, key = (
             head * torch.rsqrt(head.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
@@ -171,9 +171,9 @@ def attended(
     return (scores.softmax(-1)[:, None] @ values)[:, 0]
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (64, 1)])
-@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("block_size", [1, 7])
 def test_attention(kernels: NativeKernels, dim: int, heads: int, kv_heads: int, block_size: int) -> None:
     lengths = [1, 40, 23]
     pages = Pages(lengths, kv_heads, dim, block_size)
@@ -192,17 +192,14 @@ def test_attention(kernels: NativeKernels, dim: int, heads: int, kv_heads: int, 
 
 def test_attention_takes_queries_in_any_layout(kernels: NativeKernels) -> None:
     pages = Pages([20], 2, 32, 4)
-    query = noise(4, 1, 32)
-    sideways = query.transpose(0, 1).contiguous().transpose(0, 1)
-    results = []
-    for given in (query, noise(1, 4, 32).transpose(0, 1).clone(), sideways):
-        output = torch.zeros(1, 4, 32, dtype=torch.bfloat16)
-        given = given.transpose(0, 1)  # [1, 4, 32]
-        kernels.attend(
-            given, (pages.keys, pages.values), pages.rows([0], [20], [0]), output, LayerCall(0, 0.2)
-        )
-        results.append(output)
-    assert torch.equal(results[0], results[2])
+    query = noise(3, 4, 32)
+    sideways = query.transpose(0, 1).contiguous().transpose(0, 1)  # as transformers hands it on
+    outputs = [torch.zeros_like(query), torch.zeros_like(query)]
+    for given, output in zip((query, sideways), outputs, strict=True):
+        rows = pages.rows([0, 0, 0], [18, 19, 20], [0, 1, 2])
+        kernels.attend(given, (pages.keys, pages.values), rows, output, LayerCall(0, 0.2))
+    assert not sideways.is_contiguous()
+    assert torch.equal(*outputs)
 
 
 def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
@@ -225,6 +222,12 @@ def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
 
 
 def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        check_company(kernels)
+
+
+def check_company(kernels: NativeKernels) -> None:
     x, packed, bias = noise(210, 576), kernels.pack(noise(192, 576, seed=1)), noise(192, seed=2)
     together = kernels.linear(x, packed, bias)
     for n in (1, 2, 5, 12, 13, 96, 97):
