@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,9 +31,12 @@ WORDS = LOUD[1:]
 KINDS = ("greedy", "T 0.7", "T 1.2")  # the last with all filters, penalties and biases
 
 
-def repetitive_model(noise: float = 0.0) -> PreTrainedModel:
-    """A tiny Llama whose context matters less than its last token; `noise` makes another one like it."""
-    model = tiny_model("llama")
+def repetitive_model(noise: float = 0.0, **changes: Any) -> PreTrainedModel:
+    """A tiny Llama whose context matters less than its last token; `noise` makes another one like it.
+
+    `changes` are set in its configuration.
+    """
+    model = tiny_model("llama", **changes)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.15
         layer.mlp.down_proj.weight.data *= 0.15

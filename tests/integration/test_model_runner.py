@@ -15,6 +15,7 @@ from engine.model.attention.query_groups import QueryGroup
 from engine.model.loader import LoadedModel
 from engine.model.model_runner import ModelRunner
 from engine.model.rehearsal import Part, pack_step, plain_sampling
+from engine.model.self_check import check_forward
 from engine.outputs import BlockCopy
 from engine.sampling.sampler import Sampler
 from tests.packed import load_tiny, plain_logits, random_tokens
@@ -130,7 +131,7 @@ def test_an_error_of_the_pass_comes_through_and_the_next_step_runs(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_warm_up_and_the_check_touch_no_block(family: str) -> None:
     runner = make_runner(family)
-    runner.self_check()
+    check_forward(runner._forward)
     runner.warm_up()
     assert not any(tensor.any() for tensor in (*runner.kv.keys, *runner.kv.values))
 
@@ -201,7 +202,7 @@ def test_a_copied_block_may_be_scrubbed_first_and_its_source_swapped_out() -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:
     runner = make_runner(family, dtype)
-    runner.self_check()
+    check_forward(runner._forward)
     assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
 
 
@@ -209,7 +210,7 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
 def test_the_check_keeps_to_the_models_context(max_model_len: int) -> None:
     loaded = replace(load_tiny("gpt2"), max_model_len=max_model_len)
     runner = ModelRunner(loaded, 8, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
-    runner.self_check()
+    check_forward(runner._forward)
     runner.warm_up()
 
 
@@ -250,14 +251,14 @@ def test_a_broken_attention_is_refused_at_start(
     runner = make_runner(family, dtype)
     monkeypatch.setattr(AttentionContext, "attend", mutant(AttentionContext.attend))
     with pytest.raises(UnsupportedModel, match=type(load_tiny(family).model).__name__):
-        runner.self_check()
+        check_forward(runner._forward)
     assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
 
 
 def test_a_lost_mask_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryGroup, "_mask", lambda *_: None)
     with pytest.raises(UnsupportedModel):
-        make_runner("llama").self_check()
+        check_forward(make_runner("llama")._forward)
 
 
 def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,4 +267,4 @@ def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(AttentionContext, "attend", poisoned)
     with pytest.raises(UnsupportedModel, match="nan"):
-        make_runner("llama").self_check()
+        check_forward(make_runner("llama")._forward)

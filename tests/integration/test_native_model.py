@@ -33,7 +33,7 @@ from tests.packed import (
     random_tokens,
     run_schedule,
 )
-from tests.repetitive_world import LOUD, WORDS
+from tests.repetitive_world import WORDS, repetitive_model
 from tests.speculated import engine_of, single_threaded
 from tests.tiny_models import save_tiny_model, tiny_model
 
@@ -274,13 +274,7 @@ async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(
 ) -> None:
     """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""
     target = save_tiny_model("llama", tmp_path / "target")
-    model = tiny_model("llama", head_dim=32)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data *= 0.15
-        layer.mlp.down_proj.weight.data *= 0.15
-    model.lm_head.weight.data *= 0.2
-    model.lm_head.weight.data[LOUD.start : LOUD.stop] *= 15.0
-    model.bfloat16().save_pretrained(target)
+    repetitive_model(head_dim=32).bfloat16().save_pretrained(target)
     alone = await spoken(target, tmp_path, 1, "--speculative-method", "none")
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
     always = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")

@@ -38,10 +38,10 @@ class Seen:
     output: Any
 
     @property
-    def given(self) -> torch.Tensor:
-        """What the module computes from."""
-        given: torch.Tensor = self.args[0] if self.args else self.options["hidden_states"]
-        return given
+    def given(self) -> torch.Tensor | None:
+        """What the module computes from; None for one that is called in an unusual way."""
+        given = self.args[0] if self.args else self.options.get("hidden_states")
+        return given if isinstance(given, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,13 @@ def make_equal(
     `context` is the observed step's, over tensors of its own, which attentions fill.
     """
     seen = observation.seen.get(place.name)
-    if seen is None or seen.given.dtype is not torch.bfloat16:
+    given = None if seen is None else seen.given
+    if seen is None or given is None or given.dtype is not torch.bfloat16:
         return None
     if place.name_of_kind == Place.ATTENTION:
         return _equal_attention(original, seen, observation, context, kernels)
     made = _SIMPLE[place.name_of_kind](kernels, original)
-    return made if _is_close(made(seen.given), seen.output) else None
+    return made if _is_close(made(given), seen.output) else None
 
 
 _SIMPLE: dict[str, Any] = {
