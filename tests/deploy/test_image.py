@@ -149,7 +149,7 @@ def test_another_model_is_kept_in_the_volume(engine: ContainerEngine, image: str
 
 def test_nothing_of_the_building_is_left(engine: ContainerEngine, image: str) -> None:
     with engine.running(image, "--entrypoint=sleep", "--user=0", flags=["60"]) as container:
-        for tool in ("gcc", "cc", "pip", "pip3", "make", "git"):
+        for tool in ("gcc", "g++", "cc", "pip", "pip3", "make", "git"):
             with pytest.raises(RuntimeError):
                 container.run("sh", "-c", f"command -v {tool}")
         assert container.run("sh", "-c", "find / -xdev -name pip.conf -o -xdev -path '*/.cache/pip'") == ""
