@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards chart test-helm check bench sim sim-spec clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -15,7 +15,9 @@ help:
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
+	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
+	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
@@ -53,8 +55,16 @@ test-image: $(STAMP)
 test-prometheus: $(STAMP)
 	@$(BIN)/python -m pytest -m prometheus $(ARGS)
 
+test-helm: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk kubernetes-validate
+	@$(BIN)/python -m pytest -m helm $(ARGS)
+
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
+
+chart: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk
+	@$(BIN)/python -m deploy.kubernetes.build
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .
