@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,20 @@ from jsonschema import Draft7Validator, ValidationError
 
 from config import SettingsError, load_settings
 from config.setting import BY_KEY, SETTINGS
-from deploy.kubernetes.build import CHART, FOLDER, MANIFEST, SCHEMA, schema_text
+from deploy.kubernetes.build import CHART, FOLDER, SCHEMA, schema_text
 from deploy.kubernetes.settings_schema import OF_THE_CHART
 from server import health
 from server.http_server import GRACE_S
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
+from tests.deploy.pod import read_manifest, server_container
 from tests.deploy.promql import label_values
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text()))
 TEMPLATES = "".join(path.read_text() for path in sorted(CHART.glob("templates/**/*.*")))
-OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(MANIFEST.read_text()))
-KINDS = {each["kind"]: each for each in OBJECTS}
+KINDS = read_manifest()
 POD = KINDS["Deployment"]["spec"]["template"]["spec"]
-CONTAINER = POD["containers"][0]
+CONTAINER = server_container(KINDS)
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -86,7 +87,7 @@ def test_a_setting_is_known_unless_the_chart_or_the_image_sets_it(setting: Any) 
 )
 def test_what_the_server_takes_the_schema_takes(line: str, tmp_path: Path) -> None:
     read_by_the_server(line, tmp_path)
-    assert refusal(_parsed(line)) == ""
+    assert refusal(tomllib.loads(line)) == ""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_what_the_server_takes_the_schema_takes(line: str, tmp_path: Path) -> No
     ],
 )
 def test_what_the_server_refuses_the_schema_refuses(line: str, tmp_path: Path) -> None:
-    assert refusal(_parsed(line)).startswith("config")
+    assert refusal(tomllib.loads(line)).startswith("config")
     if "'64'" not in line:  # a text with a number in it is read as the number
         with pytest.raises(SettingsError):
             read_by_the_server(line, tmp_path)
@@ -221,9 +222,3 @@ def test_pages_name_metrics_and_values_that_exist(page: Path) -> None:
                 break
             assert name in value, path
             value = value[name]
-
-
-def _parsed(toml: str) -> dict[str, Any]:
-    import tomllib
-
-    return tomllib.loads(toml)

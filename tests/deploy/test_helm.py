@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import tarfile
 import tomllib
 from itertools import combinations
@@ -18,6 +20,8 @@ from deploy.kubernetes.build import CHART, MANIFEST, manifest_text
 from tests.deploy.helm import NAMESPACE, Object, Values, container, objects, of_kind, render
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
 from tests.deploy.promql import metric_names
+from tests.e2e.http_server import server_url
+from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.helm
 
@@ -365,6 +369,26 @@ def test_notes_tell_who_is_let_in() -> None:
     assert "No key is asked for" in notes({})
     assert "No key" not in notes(PARTS["keys"]) and "$KEY" in notes(PARTS["keys"])
     assert "see to it that the pods are scraped" in notes(PARTS["hpa"])
+
+
+async def test_the_test_pods_script_asks_with_the_first_key(tmp_path: Path) -> None:
+    [one] = of_kind(objects(PARTS["keys"]), "Pod")["spec"]["containers"]
+    assert {each["name"]: each["value"] for each in one["env"]} == {
+        "URL": "http://slipstream:8000/v1/completions",
+        "KEY_FILE": "/etc/slipstream/keys/keys.txt",
+    }
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    async with server_url(FakeEngine(), api_key_file=keys) as url:
+        for key_file, code in ((str(keys), 0), ("", 1)):
+            environ = {"URL": f"{url}/v1/completions", "KEY_FILE": key_file}
+            run = await asyncio.create_subprocess_exec(
+                *(sys.executable, *one["command"][1:], *one["args"]),
+                env=environ,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await asyncio.wait_for(run.communicate(), 30)
+            assert run.returncode == code, errors
 
 
 def test_the_test_pod_is_none_of_the_servers() -> None:
