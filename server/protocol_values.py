@@ -115,9 +115,14 @@ def _part_text(part: object) -> str:
 
 def check_num_values(schema: object) -> None:
     """Refuse a schema of more values than the text of the longest one could hold, without writing it out."""
-    for num_values, _ in enumerate(depths_of(schema), 1):
-        if num_values > MAX_SCHEMA_CHARS:
-            refuse(f"has more than {MAX_SCHEMA_CHARS} characters")
+    num_values, pending = 1, [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_SCHEMA_CHARS:
+                refuse(f"has more than {MAX_SCHEMA_CHARS} characters")
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def depths_of(value: object) -> Iterator[int]:
