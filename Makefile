@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards chart test-helm check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards chart test-helm check bench sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -22,6 +22,10 @@ help:
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
+	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
+	@echo "make soak-control  the soak of a server that leaks by plan: it must be found out"
+	@echo "make saturate  more load than the default model can serve, for five minutes, with healthy answers"
+	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -80,6 +84,18 @@ sim: $(STAMP)
 
 sim-spec: $(STAMP)
 	@$(BIN)/python -m tests.bench.sim_spec $(ARGS)
+
+soak: $(STAMP)
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(ARGS)
+
+soak-control: $(STAMP)
+	@$(BIN)/python -m tests.soak --leak --minutes $(or $(MINUTES),1) $(ARGS)
+
+saturate: $(STAMP)
+	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m pytest -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info
