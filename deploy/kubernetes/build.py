@@ -5,6 +5,7 @@ The settings in values.schema.json, and manifests/slipstream.yaml for people wit
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -14,7 +15,9 @@ FOLDER = Path(__file__).parent
 CHART = FOLDER / "slipstream"
 SCHEMA = CHART / "values.schema.json"
 MANIFEST = FOLDER / "manifests" / "slipstream.yaml"
-_HEAD = "# What the chart makes of its defaults, for people without Helm. Written by `make chart`.\n"
+_HEAD = """# What the chart makes of its defaults, for people without Helm. Written by `make chart`.
+# From sources whose digest is {digest}.
+"""
 _MARKS = ("namespace: default", "app.kubernetes.io/managed-by:", "helm.sh/chart:")
 
 
@@ -32,7 +35,16 @@ def manifest_text() -> str:
     with Chart.load(CHART) as chart:
         rendered = chart.render({}, name="slipstream", namespace="default")
     parts = [f"---\n{_plain(text)}\n" for path, text in sorted(rendered.items()) if _is_applied(path, text)]
-    return _HEAD + "".join(parts)
+    return _HEAD.format(digest=sources_digest()) + "".join(parts)
+
+
+def sources_digest() -> str:
+    """A digest of all that the manifest is made of, by which one that is out of date is told without Helm."""
+    sources = [CHART / "Chart.yaml", CHART / "values.yaml", *sorted(CHART.glob("templates/**/*.*"))]
+    whole = hashlib.sha256()
+    for path in sources:
+        whole.update(f"{path.relative_to(CHART).as_posix()}\n".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def _is_applied(path: str, text: str) -> bool:

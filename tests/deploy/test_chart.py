@@ -14,13 +14,13 @@ from jsonschema import Draft7Validator, ValidationError
 
 from config import SettingsError, load_settings
 from config.setting import BY_KEY, SETTINGS
-from deploy.kubernetes.build import CHART, FOLDER, SCHEMA, schema_text
+from deploy.kubernetes.build import CHART, FOLDER, MANIFEST, SCHEMA, schema_text, sources_digest
 from deploy.kubernetes.settings_schema import OF_THE_CHART
 from server import health
 from server.http_server import GRACE_S
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
 from tests.deploy.pod import read_manifest, server_container
-from tests.deploy.promql import label_values
+from tests.metrics_golden import GOLDEN
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text()))
@@ -50,6 +50,10 @@ def read_by_the_server(toml: str, folder: Path) -> Any:
 def test_the_schema_knows_todays_settings() -> None:
     assert SCHEMA.read_text() == schema_text(), "run make chart"
     Draft7Validator.check_schema(VALIDATOR.schema)
+
+
+def test_the_manifest_is_made_of_todays_chart() -> None:
+    assert f"digest is {sources_digest()}." in MANIFEST.read_text(), "run make chart"
 
 
 def test_the_defaults_are_allowed_and_every_value_has_one() -> None:
@@ -209,16 +213,59 @@ def test_autoscalers_read_metrics_that_exist() -> None:
     assert set(scaled_by) <= exposed().keys()
 
 
-@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda path: path.name)
-def test_pages_name_metrics_and_values_that_exist(page: Path) -> None:
-    text = page.read_text()
-    known = {*exposed(), *(name.rpartition("_")[0] for name in exposed() if name.endswith("_bucket"))}
-    assert set(re.findall(r"\bslipstream_\w+", text)) <= known
-    assert {label for _, label, _ in label_values(text)} <= {"namespace", "service", "pod"}
-    for path in re.findall(r"--set(?:-string)? ([\w.-]+)=", text):
+@pytest.mark.parametrize("page", ["README.md", "gateway.md"])
+def test_pages_name_metrics_and_values_that_exist(page: str) -> None:
+    text = (FOLDER / page).read_text()
+    assert set(re.findall(r"\bslipstream_\w+", text)) <= exposed().keys()
+    for path in re.findall(r"--set(?:-string)? '?([\w.-]+)=", text):
         value: Any = VALUES
         for name in path.split("."):
+            assert name in value, path
             if name == "config":
                 break
-            assert name in value, path
             value = value[name]
+
+
+def test_the_pages_example_is_allowed() -> None:
+    [example] = re.findall(
+        r"<<'YAML'\n(.*?)^YAML$", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    VALIDATOR.validate(VALUES | yaml.safe_load(example))
+
+
+def test_the_gateways_picker_reads_gauges_that_exist() -> None:
+    [found] = _each(_gateway_examples(), "engineConfigs")
+    [engine] = found
+    assert engine["name"] == "slipstream"
+    gauges = {engine[f"{what}Spec"] for what in ("queuedRequests", "runningRequests", "kvUsage", "cacheInfo")}
+    kinds = {line.split(" ")[0]: line.split(" ")[1] for line in GOLDEN.read_text().splitlines()[1:]}
+    assert {kinds[name] for name in gauges} == {"gauge"}
+    assert {"block_size", "num_gpu_blocks"} <= exposed()[engine["cacheInfoSpec"]].labels
+
+
+def test_the_gateways_pool_finds_the_charts_pods() -> None:
+    examples = _gateway_examples()
+    [pool] = [each for each in examples if each.get("kind") == "InferencePool"]
+    labels = KINDS["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["spec"]["targetPorts"] == [{"number": CONTAINER["ports"][0]["containerPort"]}]
+    [route] = [each for each in examples if each.get("kind") == "HTTPRoute"]
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
+
+
+def _gateway_examples() -> list[dict[str, Any]]:
+    """What stands in gateway.md as YAML, and the YAML that stands in it as text."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (FOLDER / "gateway.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [each for block in blocks for each in yaml.safe_load_all(block)]
+
+
+def _each(value: Any, key: str) -> list[Any]:
+    """Every value that stands under `key`, however deep; texts with several lines are read as YAML."""
+    if isinstance(value, str) and "\n" in value:
+        value = yaml.safe_load(value)
+    if isinstance(value, list):
+        return [found for part in value for found in _each(part, key)]
+    if not isinstance(value, dict):
+        return []
+    here = [value[key]] if key in value else []
+    return here + [found for part in value.values() for found in _each(part, key)]

@@ -293,6 +293,14 @@ def test_a_gpu_brings_its_image_its_device_and_its_limit() -> None:
     assert "nvidia.com/gpu" not in container(objects({}))["resources"]["limits"]
 
 
+def test_a_default_can_be_taken_away() -> None:
+    pod = of_kind(objects({"podSecurityContext": {"fsGroup": None}}), "Deployment")["spec"]["template"][
+        "spec"
+    ]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert "fsGroup" not in pod["securityContext"]
+
+
 def test_a_volume_of_one_node_is_never_wanted_by_two_pods() -> None:
     found = objects(PARTS["cache"])
     assert of_kind(found, "Deployment")["spec"]["strategy"] == {"type": "Recreate"}
