@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from deploy.kubernetes.build import CHART
+from tests.deploy.chart_values import Values
 
 Object = dict[str, Any]
-Values = dict[str, Any]
 
 RELEASE, NAMESPACE = "slipstream", "models"
 
