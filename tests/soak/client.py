@@ -22,9 +22,13 @@ _names = count()
 
 
 class SoakClient:
-    """One client; everything it sees goes to the tally that it shares with the others."""
+    """One client; everything it sees goes to the tally that it shares with the others.
+
+    `was_refused` says whether the last errand found no room: to be tried again later, not at once.
+    """
 
     def __init__(self, url: str, tally: Tally) -> None:
+        self.was_refused = False
         self._url = url
         self._tally = tally
         self._wire: Wire | None = None
@@ -32,6 +36,7 @@ class SoakClient:
     async def run(self, errand: Errand) -> None:
         """Send the request and do with it what the errand says; never raises for what the server does."""
         name = f"soak-{next(_names)}"
+        self.was_refused = False
         aside = asyncio.create_task(self._aside(errand, name))
         try:
             async with asyncio.timeout(PATIENCE_S if errand.leave_s is None else errand.leave_s):
@@ -39,12 +44,12 @@ class SoakClient:
         except TimeoutError:
             await self.close()
             if errand.leave_s is None:
-                self._tally.surprise(f"no end within {PATIENCE_S:.0f} s: {errand.body[:200]!r}")
+                self._tally.surprise(f"no end within {PATIENCE_S:.0f} s of {errand}")
             else:
                 self._tally.endings["left"] += 1
         except (OSError, EOFError, ValueError) as error:
             await self.close()
-            self._tally.surprise(f"{type(error).__name__} {error}: {errand.body[:200]!r}")
+            self._tally.surprise(f"{type(error).__name__} {error}: {errand}")
         finally:
             aside.cancel()
             with suppress(asyncio.CancelledError):
@@ -98,6 +103,7 @@ class SoakClient:
         reply = json.loads(body)
         if status == 503 and reply["error"]["code"] == "queue_full":
             tally.endings["queue_full"] += 1
+            self.was_refused = True
         elif errand.is_bad and status in _REFUSALS:
             tally.endings["refused"] += 1
         elif status == 200 and not errand.is_bad:
@@ -105,14 +111,14 @@ class SoakClient:
         elif status == 504 and errand.may_be_late:
             tally.endings["deadline_exceeded"] += 1
         else:
-            tally.surprise(f"{status} {body[:300]!r} for {errand.body[:200]!r}")
+            tally.surprise(f"{status} {body[:300]!r} for {errand}")
 
     def _note_error(self, errand: Errand, chunk: bytes) -> None:
         found = _CODE.search(chunk)
         if errand.may_be_late and found is not None and found[1] == b"deadline_exceeded":
             self._tally.endings["deadline_exceeded"] += 1
         else:
-            self._tally.surprise(f"{chunk[:300]!r} for {errand.body[:200]!r}")
+            self._tally.surprise(f"{chunk[:300]!r} for {errand}")
 
     async def _aside(self, errand: Errand, name: str) -> None:
         """What happens beside the reading: a look, a change, a cancel."""

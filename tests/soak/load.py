@@ -14,6 +14,7 @@ from tests.soak.errands import COMPLETIONS, Errand, Mix
 from tests.soak.tally import Tally
 
 THINK_S = 0.1  # mean, between two errands of a client
+RETRY_S = 1.0  # the least that a refusal asks for
 CANARY_GAP_S = 1.0
 _GETS = ("/", "/v1/models", "/version", "/load", "/server_info", "/health/ready", "/tokenizer_info")
 _SONGS: tuple[dict[str, Any], ...] = (
@@ -32,7 +33,7 @@ async def crowd(url: str, tally: Tally, num_clients: int, seconds: float, seed: 
         try:
             while time.monotonic() < until:
                 await client.run(mix.errand())
-                await asyncio.sleep(think.expovariate(1 / THINK_S))
+                await asyncio.sleep(think.expovariate(1 / THINK_S) + RETRY_S * client.was_refused)
         finally:
             await client.close()
 

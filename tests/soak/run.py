@@ -24,6 +24,7 @@ LEAK = ({"point": "block_leak", "count": -1},)
 _TIGHT = (
     *("--max-num-seqs", "24", "--swap-space", "2MiB"),
     *("--max-queued-requests", "56", "--max-num-batched-tokens", "512"),
+    *("--priority-aging-seconds", "2"),  # so that the last class, too, has its turn under constant load
 )
 _BLOCKS = 66
 _BLOCKS_TO_LOSE = 4096  # so that the server outlives its leak: without any block left it could only end

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_EXAMPLES = 10
+MAX_CHARS = 600  # of an example
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class Tally:
         """Count one; the first few are kept in words."""
         self.num_surprises += 1
         if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(what)
+            self.examples.append(what[:MAX_CHARS])
 
     def note_first_token(self, seconds: float) -> None:
         """A stream's first event came after so long."""

@@ -68,7 +68,9 @@ def _resources(found: Findings) -> Iterator[Verdict]:
     yield Verdict(_most(HELD, 0, "", after.blocks_used))
     yield Verdict(_most("requests open at rest", 0, "", after.num_running + after.num_waiting))
     yield Verdict(_most("files open at rest, more than before", 0, "", after.num_fds - before.num_fds))
-    yield Verdict(_most("threads at rest, more than before", 0, "", after.num_threads - before.num_threads))
+    # A pool fills up with time; but not for ever.
+    early = max((each.num_threads for each in found.seen[: len(found.seen) // 2]), default=0)
+    yield Verdict(_most("threads at rest, more than in the first half", 0, "", after.num_threads - early))
     yield Verdict(_most("child processes, more than before", 0, "", after.num_children - before.num_children))
     yield Verdict(_most("exit code after SIGTERM, off 0", 0, "", abs(found.exit_code)))
 
