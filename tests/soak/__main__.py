@@ -26,7 +26,7 @@ from tests.soak.run import SoakPlan, soak
 from tests.soak.verdict import HELD, Verdict, details, judge, section_of
 
 WIDTH = 120
-PER_S = 20.0  # arrivals, of --saturate
+PER_S = 40.0  # arrivals, of --saturate: 2560 tokens a second
 
 
 def read_arguments() -> argparse.Namespace:

@@ -27,9 +27,10 @@ class SoakClient:
     `was_refused` says whether the last errand found no room: to be tried again later, not at once.
     """
 
-    def __init__(self, url: str, tally: Tally) -> None:
+    def __init__(self, url: str, tally: Tally, patience_s: float = PATIENCE_S) -> None:
         self.was_refused = False
         self._url = url
+        self._patience_s = patience_s
         self._tally = tally
         self._wire: Wire | None = None
 
@@ -39,12 +40,12 @@ class SoakClient:
         self.was_refused = False
         aside = asyncio.create_task(self._aside(errand, name))
         try:
-            async with asyncio.timeout(PATIENCE_S if errand.leave_s is None else errand.leave_s):
+            async with asyncio.timeout(self._patience_s if errand.leave_s is None else errand.leave_s):
                 await self._exchange(errand, name)
         except TimeoutError:
             await self.close()
             if errand.leave_s is None:
-                self._tally.surprise(f"no end within {PATIENCE_S:.0f} s of {errand}")
+                self._tally.surprise(f"no end within {self._patience_s:.0f} s of {errand}")
             else:
                 self._tally.endings["left"] += 1
         except (OSError, EOFError, ValueError) as error:

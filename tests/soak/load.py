@@ -16,6 +16,7 @@ from tests.soak.tally import Tally
 THINK_S = 0.1  # mean, between two errands of a client
 RETRY_S = 1.0  # the least that a refusal asks for
 CANARY_GAP_S = 1.0
+QUEUE_S = 600.0  # the longest that anybody may wait in a full queue
 _GETS = ("/", "/v1/models", "/version", "/load", "/server_info", "/health/ready", "/tokenizer_info")
 _SONGS: tuple[dict[str, Any], ...] = (
     {"prompt": "The quick brown fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True},
@@ -43,13 +44,13 @@ async def crowd(url: str, tally: Tally, num_clients: int, seconds: float, seed: 
 
 
 async def arrivals(url: str, tally: Tally, per_s: float, seconds: float) -> None:
-    """Streams that begin at this rate, whether earlier ones have ended or not."""
+    """Streams that begin at this rate, whether earlier ones have ended or not; returns when all have."""
     body = {"max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
     began = time.monotonic()
 
     async def visit(number: int) -> None:
         prompt = f"{number} times: write about the weather of that day."
-        client = SoakClient(url, tally)
+        client = SoakClient(url, tally, QUEUE_S)
         try:
             await client.run(
                 Errand(COMPLETIONS, json.dumps({**body, "prompt": prompt}).encode(), is_stream=True)

@@ -111,7 +111,7 @@ async def _observe(
         probes=Probes(**probing.result()),
         errors_logged=[line for line in server.stderr_lines() if '"level":"error"' in line],
         exit_code=server.process.returncode,
-        is_saturating=plan.arrivals_per_s is not None,
+        saturated_s=None if plan.arrivals_per_s is None else plan.seconds,
     )
 
 

@@ -58,7 +58,7 @@ def sound() -> Findings:
         probes=Probes([5.0] * 100, []),
         errors_logged=[],
         exit_code=0,
-        is_saturating=False,
+        saturated_s=None,
     )
 
 
@@ -124,6 +124,13 @@ def test_requests_end_once(num_finished: int) -> None:
     assert without_outcome(100, page) == max(0, 87 - num_finished)
     twice = page_of({200: 87, 400: 3, 499: 10}, {"stop": 99}, {"queue_full": 0})
     assert without_outcome(100, twice) == 2
+
+
+def test_a_queue_is_wanted_while_more_arrives_than_can_be_served() -> None:
+    found = replace(sound(), saturated_s=50.0)
+    assert "share of looks that saw a queue" in missed(found)
+    busy = [replace(each, num_waiting=int(2 < each.at < 50)) for each in found.seen]
+    assert missed(replace(found, seen=busy)) == []
 
 
 def test_growth_is_that_of_the_second_half() -> None:

@@ -31,7 +31,10 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All of one soak. `seen` is under load; `before` and `after` it the server rests, `page` is the last."""
+    """All of one soak. `seen` is under load; `before` and `after` it the server rests, `page` is the last.
+
+    `saturated_s`: for so long there was to be a queue; None when there need not be one.
+    """
 
     tally: Tally
     seen: Sequence[Vitals]
@@ -41,7 +44,7 @@ class Findings:
     probes: Probes
     errors_logged: Sequence[str]
     exit_code: int
-    is_saturating: bool
+    saturated_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ def _times(found: Findings) -> Iterator[Verdict]:
     yield Verdict(_most("/health, answers other than 200", 0, "", len(found.probes.bad)))
     health = percentile(taken_ms, 99) if taken_ms else None
     yield Verdict(_most("/health p99", MAX_HEALTH_MS, "ms", health), is_timed=True)
-    if found.is_saturating:
-        share = statistics.mean(vitals.num_waiting > 0 for vitals in found.seen)
+    if found.saturated_s is not None:
+        looks = [each for each in found.seen if each.at - found.seen[0].at < found.saturated_s]
+        share = statistics.mean(each.num_waiting > 0 for each in looks)
         yield Verdict(Bar("share of looks that saw a queue", MIN_SATURATED, "", share, at_least=True))
     else:
         drift = first_token_drift(found.tally.first_tokens)
