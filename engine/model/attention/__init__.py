@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from engine.model.attention.backend import AttentionBackend, LayerCall, StepAttention
+from engine.model.attention.choice import choose_backend
 from engine.model.attention.context import AttentionContext
 from engine.model.attention.cpu import CpuAttention
 from engine.model.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
@@ -25,8 +24,3 @@ __all__ = [
     "choose_backend",
     "register",
 ]
-
-
-def choose_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend there is for `device`."""
-    return CpuAttention() if device.type == "cpu" else ReferenceAttention()

@@ -14,8 +14,6 @@ class AttentionContext:
 
     def __init__(self, inputs: StepInputs, kv: KvTensors, backend: AttentionBackend) -> None:
         self.kv = kv
-        self._slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
-        self._rows: dict[int, torch.Tensor] = {}  # by number of KV heads
         self._step = backend.plan(inputs, kv)
 
     def attend(
@@ -25,9 +23,5 @@ class AttentionContext:
 
         Gives [num_tokens, num_heads, value_dim]. Everything attention costs in a layer happens in here.
         """
-        num_kv_heads = key.shape[1]
-        rows = self._rows.get(num_kv_heads)
-        if rows is None:
-            rows = self._rows[num_kv_heads] = self.kv.rows_of(self._slots, num_kv_heads)
-        self.kv.write(call.layer, rows, key, value)
+        self._step.write(call.layer, key, value)
         return self._step.attend(query, call)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.attention.backend import LayerCall
+from engine.model.attention.kv_writer import KvWriter
 from engine.model.attention.query_groups import QueryGroup, Tile, group_sequences
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
@@ -20,15 +21,20 @@ class CpuAttention:
 
     def plan(self, inputs: StepInputs, kv: KvTensors) -> CpuStep:
         """Sequences grouped by query length and context."""
-        return CpuStep(kv, group_sequences(inputs, kv))
+        return CpuStep(inputs, kv, group_sequences(inputs, kv))
 
 
 class CpuStep:
     """One step of the CPU backend."""
 
-    def __init__(self, kv: KvTensors, groups: list[QueryGroup]) -> None:
+    def __init__(self, inputs: StepInputs, kv: KvTensors, groups: list[QueryGroup]) -> None:
         self._kv = kv
+        self._writer = KvWriter(inputs, kv)
         self._groups = groups
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._writer.write(layer, key, value)
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
