@@ -40,6 +40,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--leak", action="store_true", help="have the server leak blocks, and find it out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the report (default .bench/soak/TIME.json)")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="more flags of the server, behind --")
     return parser.parse_args()
 
 
@@ -53,6 +54,7 @@ def plan_of(arguments: argparse.Namespace) -> SoakPlan:
         arrivals_per_s=arguments.per_s if saturates else None,
         leaks=arguments.leak,
         seed=arguments.seed,
+        flags=tuple(arguments.flags),
     )
 
 

@@ -45,6 +45,7 @@ class SoakPlan:
     arrivals_per_s: float | None = None
     leaks: bool = False
     seed: int = 0
+    flags: tuple[str, ...] = ()  # of the server, in addition
 
     @property
     def title(self) -> str:
@@ -116,17 +117,17 @@ async def _observe(
 
 
 def _flags(plan: SoakPlan, directory: Path) -> tuple[str, ...]:
-    log = ("--log-format", "json")
+    template = directory / "template.jinja"
+    template.write_text(HERMES)
+    common = ("--chat-template", str(template), "--log-format", "json", *plan.flags)
     if plan.model is not None:
-        return (plan.model, *log)
+        return (plan.model, *common)
     model = save_repetitive_model(directory / "model")
     config = model / "config.json"
     facts = json.loads(config.read_text()) | {"max_position_embeddings": _MAX_MODEL_LEN}
     config.write_text(json.dumps(facts))
-    template = directory / "template.jinja"
-    template.write_text(HERMES)
     blocks = str(_BLOCKS_TO_LOSE if plan.leaks else _BLOCKS)
-    return (str(model), "--chat-template", str(template), "--num-kv-blocks", blocks, *_TIGHT, *log)
+    return (str(model), "--num-kv-blocks", blocks, *_TIGHT, *common)
 
 
 async def _load(plan: SoakPlan, url: str, tally: Tally, seconds: float, seed: int) -> None:

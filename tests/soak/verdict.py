@@ -183,6 +183,11 @@ def section_of(found: Findings, verdicts: Sequence[Verdict], title: str) -> Sect
         ("preempted", page.by("preemptions_total", "mode")),
     ):
         section.notes.append(f"{what}: {counts}")
+    steps = page.by("step_duration_seconds_count", "phase")
+    took_s = page.by("step_duration_seconds_sum", "phase")
+    each_ms = {phase: round(1e3 * took_s[phase] / count, 1) for phase, count in steps.items()}
+    section.notes.append(f"generated: {page.total('generation_tokens_total'):,.0f} tokens")
+    section.notes.append(f"steps: {steps}, of {each_ms} ms")
     section.notes += [f"logged: {line[:300]}" for line in found.errors_logged[:10]]
     return section
 
