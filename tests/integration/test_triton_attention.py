@@ -189,6 +189,7 @@ def test_what_a_bucket_cannot_hold_is_refused() -> None:
         tables.fill(scattered_step([Chunk(1, 2)], 16)[0])
 
 
+@pytest.mark.timeout(600)
 def test_the_kernels_compile_for_the_gpus_they_are_meant_for() -> None:
     """In a process of its own, where nothing is interpreted; see what it runs."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.triton_compiled"]
