@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -94,6 +98,61 @@ def test_what_is_forbidden_is_found(line: str) -> None:
 )
 def test_what_only_looks_like_it_is_not(line: str) -> None:
     assert not list(forbidden(ast.parse(line)))
+
+
+PIECES = (
+    "a",
+    " ",
+    "0",
+    '"',
+    "\\",
+    "{",
+    "[",
+    "%",
+    ":",
+    "<",
+    "a ",
+    '\\"',
+    "{:",
+    "%0",
+    "[{",
+    "\n",
+    "x1",
+    "é",
+    "*",
+)
+LONG = 10_000  # characters; in quadratic time, tenths of a second or more
+# The first reads a page of ours. The second is only ever matched at the beginning.
+NOT_SEARCHED = ("server.status_page._PART", "server.tools.forced._HEAD")
+
+
+def patterns() -> dict[str, re.Pattern[Any]]:
+    """Every regular expression that a module of ours has compiled."""
+    found: dict[str, re.Pattern[Any]] = {}
+    for path in SOURCES:
+        if "re.compile" in path.read_text(encoding="utf-8"):
+            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            for name, value in vars(module).items():
+                if isinstance(value, re.Pattern):
+                    found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+def test_expressions_over_texts_of_clients_do_not_backtrack() -> None:
+    assert len(patterns()) > 10
+    slow = {}
+    for name, pattern in patterns().items():
+        if name in NOT_SEARCHED:
+            continue
+        for piece in PIECES:
+            for start in ("", "{", "%", '"', "a"):
+                text: Any = start + piece * (LONG // len(piece)) + "!"
+                text = text.encode() if isinstance(pattern.pattern, bytes) else text
+                started = time.thread_time()
+                pattern.search(text)
+                if time.thread_time() - started > 0.1:
+                    slow[name] = piece
+    assert slow == {}
 
 
 # Runs the command behind it with an ear for what the interpreter asks of the network and of other programs.
