@@ -21,7 +21,7 @@ _PREFIXES = (
     "The capital of France is Paris, and the capital of Germany is Berlin. ",
     "",
 )
-_PERSON = {
+_PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 8},
@@ -30,7 +30,8 @@ _PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _PERSON}}
+_AGE = {"type": "object", "properties": {"age": _PERSON["properties"]["age"]}, "required": ["age"]}
+_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _AGE}}
 _STRUCTURES: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
     {"structured_outputs": {"regex": "[A-Z]{2}-[0-9]{1,3}"}},
