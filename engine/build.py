@@ -22,6 +22,7 @@ from engine.model.packed_forward import PackedForward
 from engine.model.recurrent_runner import RecurrentRunner
 from engine.model.self_check import check_forward
 from engine.model.slot_states import state_bytes
+from engine.model.support import read_architecture
 from engine.part_kinds import PLAIN_PARTS, PartKinds
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
@@ -33,6 +34,7 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
     use_compute_threads()
     directory = resolve_model(settings.model, settings.home)
+    read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
     tokenizer = kinds.tokenizer(directory, read_chat_template(settings))
     loaded = load_model(directory, settings.model)
     block_size = settings.cache.kv_block_size

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.requests import Request
 
 from server.context import ServerContext, context_of, exchange_of
 from server.errors import ApiError, invalid, shown
+from server.http_metrics import MAX_NAMES
+from server.json_body import parse_json
 from server.middleware import usable_label
 from server.protocol import GenerationBody
 from server.protocol_refusals import Refusal, check_refusals
@@ -22,6 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 IGNORED_HEADER = b"x-slipstream-ignored"
 _MAX_IGNORED_SHOWN = 16
 _MAX_ERRORS_SHOWN = 5
+_SMALL_BYTES = 65_536  # read within a few milliseconds, whatever it holds
 
 
 async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
@@ -36,28 +39,33 @@ async def read_request(request: Request, kind: type[T], refusals: Mapping[str, R
 
 async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Refusal]) -> M:
     """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
-    data = parse_json(await request.body())
-    check_refusals(data, refusals)
-    try:
-        body = kind.model_validate(data)
-    except ValidationError as error:
-        raise describe(error) from None
+
+    def check(data: dict[str, Any]) -> M:
+        check_refusals(data, refusals)
+        return kind.model_validate(data)
+
+    body = await read_body(request, check)
     unknown = [name for name in body.model_extra or () if name not in refusals]
     if unknown:
         _report_unknown(request, context_of(request), unknown)
     return body
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`; strict: no NaN, no lone surrogate, no endless number or nesting."""
-    try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        # The parser's message holds a position and a reason, nothing of the text.
-        raise invalid(f"The body is not valid JSON: {shown(str(error))}.") from None
-    if not isinstance(data, dict):
-        raise invalid("The body must be a JSON object.")
-    return data
+async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M:
+    """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError."""
+    content, turn = await request.body(), context_of(request).large_bodies
+
+    def read() -> M:
+        try:
+            return check(parse_json(content))
+        except ValidationError as error:
+            raise describe(error) from None
+
+    def read_in_turn() -> M:
+        with turn:  # two at a time would keep the loop from the interpreter twice as long
+            return read()
+
+    return read() if len(content) <= _SMALL_BYTES else await asyncio.to_thread(read_in_turn)
 
 
 def describe(error: ValidationError) -> ApiError:
@@ -78,7 +86,9 @@ def field_path(loc: Sequence[int | str]) -> str:
 def _report_unknown(request: Request, context: ServerContext, names: Sequence[str]) -> None:
     if context.settings.server.strict_params:
         raise invalid(f"'{shown(names[0])}' is not a known field.", shown(names[0]))
-    labels = [shown(usable_label(name) or "?").replace("…", "~").replace(",", "_") for name in names]
-    context.http.count_ignored(labels)
+    labels = [
+        shown(usable_label(name) or "?").replace("…", "~").replace(",", "_") for name in names[:MAX_NAMES]
+    ]
+    context.http.count_ignored(len(names), labels)
     value = ",".join(labels[:_MAX_IGNORED_SHOWN]).encode("ascii")
     exchange_of(request.scope).headers.append((IGNORED_HEADER, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
@@ -24,13 +25,17 @@ EXCHANGE_KEY = "slipstream.exchange"
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it."""
+    """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it.
+
+    `large_bodies` is held by the thread that reads one.
+    """
 
     settings: Settings
     engine: Engine
     http: HttpMetrics
     created: int
     live: LiveReplies = field(default_factory=LiveReplies)
+    large_bodies: Lock = field(default_factory=Lock)
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("slipstream.server")
 
-_MAX_NAMES_LOGGED = 100
+MAX_NAMES = 100  # of unknown fields, in the log and so of a request
 # A counter that appears with its first count has no rate then: the first error would go unseen.
 _FORESEEN = tuple(
     (route, code)
@@ -34,10 +34,10 @@ class HttpMetrics:
     ignored_parameters: int = 0
     _logged: set[str] = field(default_factory=set)
 
-    def count_ignored(self, names: Sequence[str]) -> None:
-        """Count request fields nobody knows; each name is logged once, the first hundred of them."""
-        self.ignored_parameters += len(names)
+    def count_ignored(self, count: int, names: Sequence[str]) -> None:
+        """Count request fields nobody knows; each of `names` is logged once, the first hundred of them."""
+        self.ignored_parameters += count
         for name in names:
-            if name not in self._logged and len(self._logged) < _MAX_NAMES_LOGGED:
+            if name not in self._logged and len(self._logged) < MAX_NAMES:
                 self._logged.add(name)
                 log.warning("a request field is unknown and ignored: %s", name)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from server.protocol_values import Label
+from server.protocol_values import MAX_SCHEMA_CHARS, Label, check_num_values
+
+T = TypeVar("T")
+
+MAX_CHOICES = MAX_SCHEMA_CHARS // 4  # with quotes and a comma, and they are compiled as one source
+
+
+def check_schema(schema: T) -> T:
+    """A schema that is written out in no time; how long it may be the compiler says."""
+    check_num_values(schema)
+    return schema
+
+
+Schema = Annotated[dict[str, Any] | None, AfterValidator(check_schema)]
+SchemaOrText = Annotated[dict[str, Any] | str | None, AfterValidator(check_schema)]
 
 
 class JsonSchemaFormat(BaseModel):
@@ -16,7 +30,7 @@ class JsonSchemaFormat(BaseModel):
 
     name: Label
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: Schema = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -34,8 +48,8 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    schema_or_text: dict[str, Any] | str | None = Field(None, alias="json")
+    schema_or_text: SchemaOrText = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
     grammar: str | None = None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import from_json
 
-from server.protocol_values import refuse
+from server.json_body import MAX_PARTS, has_too_many_parts
+from server.protocol_values import MAX_SCHEMA_CHARS, check_num_values, depths_of, refuse
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
-MAX_SCHEMA_CHARS = 65_536
 MAX_SCHEMA_DEPTH = 64
 MAX_DESCRIPTION = 16_384
 
@@ -52,11 +51,12 @@ def check_parameters(value: object) -> dict[str, Any]:
     """A function's parameters: the JSON schema of an object, within what structured output takes."""
     if not isinstance(value, dict):
         refuse("must be a JSON schema")
+    check_num_values(value)
     if not value:
         return NO_PARAMETERS
     if value.get("type") != "object":
         refuse("must be the JSON schema of an object, with 'type': 'object'")
-    if any(depth > MAX_SCHEMA_DEPTH for depth in _depths(value)):
+    if any(depth > MAX_SCHEMA_DEPTH for depth in depths_of(value)):
         refuse(f"is nested more deeply than {MAX_SCHEMA_DEPTH} levels")
     size = len(json.dumps(value, ensure_ascii=False))
     if size > MAX_SCHEMA_CHARS:
@@ -64,22 +64,12 @@ def check_parameters(value: object) -> dict[str, Any]:
     return value
 
 
-def _depths(schema: object) -> Iterator[int]:
-    """How deep each value inside lies; no recursion."""
-    pending = [(schema, 1)]
-    while pending:
-        value, depth = pending.pop()
-        yield depth
-        if isinstance(value, dict):
-            pending += [(each, depth + 1) for each in value.values()]
-        elif isinstance(value, list):
-            pending += [(each, depth + 1) for each in value]
-
-
 def check_arguments(value: object) -> dict[str, Any]:
     """The arguments of an earlier call: the text of a JSON object; none at all is an empty one."""
     if not isinstance(value, str):
         refuse("must be a string that holds a JSON object")
+    if has_too_many_parts(value.encode("utf-8", "replace")):
+        refuse(f"holds more than {MAX_PARTS} lists, objects and keys")
     try:
         arguments = from_json(value, allow_inf_nan=False) if value.strip() else {}
     except ValueError:

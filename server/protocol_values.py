@@ -5,6 +5,7 @@ A bool or a string is never a number, and no check reads more of a list than it 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 from pydantic import Field, PlainValidator
@@ -18,6 +19,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_LABEL = 128
 MAX_SALT = 1024
+MAX_SCHEMA_CHARS = 65_536
+MAX_TOKEN_IDS = 2**20  # more than any vocabulary has, or context holds
 # Penalties multiply and divide logits: beyond these they overflow float32 and mean nothing anyway.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -110,6 +113,30 @@ def _part_text(part: object) -> str:
     return text
 
 
+def check_num_values(schema: object) -> None:
+    """Refuse a schema of more values than the text of the longest one could hold, without writing it out."""
+    num_values, pending = 1, [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_SCHEMA_CHARS:
+                refuse(f"has more than {MAX_SCHEMA_CHARS} characters")
+            pending += value.values() if isinstance(value, dict) else value
+
+
+def depths_of(value: object) -> Iterator[int]:
+    """How deep each value inside lies; no recursion."""
+    pending = [(value, 1)]
+    while pending:
+        value, depth = pending.pop()
+        yield depth
+        if isinstance(value, dict):
+            pending += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list):
+            pending += [(each, depth + 1) for each in value]
+
+
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -160,7 +187,7 @@ PredictedText = Annotated[str, PlainValidator(check_predicted_text, Any), _descr
 Count = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=MAX_INT64)]
-TokenIds = Annotated[list[Count], Field(fail_fast=True)]
+TokenIds = Annotated[list[Count], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]

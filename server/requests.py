@@ -7,12 +7,11 @@ touch it. A reply of several choices is one: what is asked for happens to all th
 from __future__ import annotations
 
 from fastapi import APIRouter
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import RequestExplanation
-from server.body import describe, parse_json
+from server.body import read_body
 from server.context import context_of, exchange_of
 from server.errors import invalid, request_not_found
 from server.json_reply import json_response
@@ -37,10 +36,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
 @router.patch("/v1/requests/{request_id:path}", openapi_extra=json_body(RequestPatch))
 async def change_request(request: Request, request_id: str) -> Response:
     """Give it another priority or deadline, from the next step on; then as GET."""
-    try:
-        patch = RequestPatch.model_validate(parse_json(await request.body()))
-    except ValidationError as error:
-        raise describe(error) from None
+    patch = await read_body(request, RequestPatch.model_validate)
     if patch.priority is None and patch.deadline_ms is None:
         raise invalid("Nothing to change: give 'priority', 'deadline_ms' or both.")
     reply, context = find_reply(request, request_id), context_of(request)

@@ -29,7 +29,7 @@ from engine.model.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.model.gguf_settings import ROPE_FACTORS, read_gguf_config
 from engine.model.model_files import first_line
 from engine.model.progress_bars import no_progress_bars
-from engine.model.support import Architecture, check_supported, find_model_class
+from engine.model.support import Architecture, check_num_layers, check_supported, find_model_class
 
 log = logging.getLogger("slipstream.model")
 
@@ -72,6 +72,7 @@ def _read_model(source: Path, file: GgufFile) -> Any:
     """The model with every parameter filled, on the CPU in bfloat16."""
     config, settings = read_gguf_config(file)
     check_supported(Architecture(config, find_model_class(config)))
+    check_num_layers(config, len(file.tensors))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
     tensors = _read_tensors(file, model, settings)

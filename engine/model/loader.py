@@ -19,10 +19,16 @@ from engine.errors import StartRefused
 from engine.model import attention
 from engine.model.layer_kv import LayerKv
 from engine.model.layer_probe import probe_layers
-from engine.model.model_files import check_model_files, first_line, read_json, weight_files
+from engine.model.model_files import (
+    check_model_files,
+    count_tensors,
+    first_line,
+    read_json,
+    weight_files,
+)
 from engine.model.progress_bars import no_progress_bars
 from engine.model.slot_states import LayerState
-from engine.model.support import exact_context_limit, read_architecture
+from engine.model.support import check_num_layers, exact_context_limit, read_architecture
 
 log = logging.getLogger("slipstream.model")
 
@@ -66,6 +72,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     check_model_files(directory)
     architecture = read_architecture(directory)
     config = architecture.text_config
+    check_num_layers(config, count_tensors(directory))
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
@@ -126,6 +133,8 @@ def choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
     chosen = own if asked is None else asked
     if chosen is None:
         raise StartRefused("The model does not say its context length: give --max-model-len.")
+    if chosen < 1:
+        raise StartRefused(f"The model's own context is {chosen} tokens (max_position_embeddings).")
     if own is not None and chosen > own:
         raise StartRefused(f"--max-model-len {chosen} is more than the model's own {own} positions.")
     if exact is not None and chosen > exact:

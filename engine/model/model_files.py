@@ -65,12 +65,26 @@ def weight_files(directory: Path) -> list[Path]:
         raise StartRefused(f"{directory} has no safetensors weights{beside}.")
     shards = read_json(directory / _INDEX).get("weight_map")
     names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+    foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if foreign:
+        raise StartRefused(
+            f"{directory} cannot be loaded: {_INDEX} names {foreign[0]!r}, which is no .safetensors file in it."
+        )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing or not names:
         raise StartRefused(
             f"{directory} is incomplete: {_INDEX} names {missing or 'no files'}, none is there."
         )
     return [directory / name for name in names]
+
+
+def count_tensors(directory: Path) -> int:
+    """How many tensors the weights hold."""
+    num_tensors = 0
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            num_tensors += len(file.keys())
+    return num_tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from engine.errors import UnsupportedModel
+from engine.errors import StartRefused, UnsupportedModel
 from engine.model.model_files import first_line
 
 FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -69,6 +69,16 @@ def check_supported(architecture: Architecture) -> None:
     """Raise UnsupportedModel, naming the class and the first reason, unless the rules here find none."""
     for reason in _reasons(architecture):
         raise UnsupportedModel(f"{architecture.model_class.__name__} cannot be served exactly: {reason}.")
+
+
+def check_num_layers(config: PreTrainedConfig, num_tensors: int) -> None:
+    """Raise StartRefused unless there may be a tensor for each layer: building absurdly many takes for ever."""
+    num_layers = config.num_hidden_layers
+    if not 1 <= num_layers <= num_tensors:
+        raise StartRefused(
+            f"The configuration asks for {num_layers} layers (num_hidden_layers), "
+            f"and there are {num_tensors} tensors to fill them."
+        )
 
 
 def exact_context_limit(config: PreTrainedConfig) -> int | None:

@@ -1,14 +1,15 @@
-"""Renders chat messages to prompt text by the model's own template, in transformers' sandbox."""
+"""Renders chat messages to prompt text by the model's own template, in a sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from engine.errors import InvalidRequest, StartRefused
+from engine.text.template_sandbox import TemplateSandbox
 
 _MAX_REASON_CHARS = 100
 _PROBE = ({"role": "user", "content": "Hello"},)
@@ -17,20 +18,25 @@ _PROBE = ({"role": "user", "content": "Hello"},)
 class ChatTemplate:
     """One Jinja template, from the model's files or from the operator, never from a request.
 
-    It runs in transformers' immutable sandbox and sees messages as plain data. Any thread may render.
+    It runs in a sandbox with limits and sees messages as plain data. Any thread may render.
     Text that spells a special token becomes that token, in a message as in the template (vLLM does so too);
     a caller that wants user text to be inert has to refuse or rewrite it.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         """Takes `template`, else the transformers tokenizer's own. Raises StartRefused when it cannot run."""
-        self._tokenizer = tokenizer
+        self._special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self._sandbox = TemplateSandbox()
+        self._compiled: dict[str, Template] = {}
         self._template = template if template is not None else _own_template(tokenizer, "default")
         self._tool_template: str | None = None
         if self._template is not None:
+            self._compile(self._template)
             self._probe()
             for_tools = self._template if template is not None else _own_template(tokenizer, "tool_use")
             self._tool_template = for_tools if for_tools is not None and _reads_tools(for_tools) else None
+            if self._tool_template is not None:
+                self._compile(self._tool_template)
 
     def __bool__(self) -> bool:
         """True when there is a template."""
@@ -75,25 +81,34 @@ class ChatTemplate:
     ) -> str:
         # Only a model with templates of both kinds has one for conversations whose tools are gone.
         calls_tools = tools or any(message.get("tool_calls") for message in messages)
-        template = self._tool_template if calls_tools and self._tool_template else self._template
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                chat_template=template,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
+        template = (calls_tools and self._tool_template) or self._template
+        assert template is not None
+        return self._sandbox.render(
+            self._compiled[template],
+            {
+                **self._special_tokens,
+                "messages": [{**message} for message in messages],
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": True,
+            },
         )
 
-    def _probe(self) -> None:
-        """Compile now, so that a broken template stops the start and the first request does not wait."""
+    def _compile(self, template: str) -> None:
+        """Now, so that a broken template stops the start and the first request does not wait."""
         try:
-            self._apply(_PROBE)
+            self._compiled[template] = self._sandbox.compiled(template)
         except TemplateSyntaxError as error:
             raise StartRefused(
                 f"the chat template is broken at line {error.lineno}: {_one_line(error)}"
             ) from error
+        except Exception as error:  # such as nesting deeper than its parser goes
+            raise StartRefused(f"the chat template cannot be compiled: {_one_line(error)}") from error
+
+    def _probe(self) -> None:
+        """Render once, so that what no request could use stops the start."""
+        try:
+            self._apply(_PROBE)
         except SecurityError as error:
             raise StartRefused(
                 f"the chat template does what its sandbox forbids: {_one_line(error)}"

@@ -66,7 +66,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             reason = f"character {error.start} of the text is a lone surrogate, which is not valid Unicode"
             raise InvalidRequest(reason, param=param) from None
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The only call of the library's that lets other threads run meanwhile: the event loop, for one.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids` alone, no prompt before them; an id without a token adds nothing."""

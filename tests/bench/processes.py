@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -38,16 +38,23 @@ class NoAnswer(BenchmarkFailed):
 class Child:
     """A process whose stderr is kept in a file that is nowhere; ended on leaving the context."""
 
-    def __init__(self, command: Sequence[str], *, piped: bool) -> None:
+    def __init__(self, command: Sequence[str], *, piped: bool, env: Mapping[str, str] | None = None) -> None:
         self._command = list(command)
         self._piped = piped
+        self._env = env  # None: this process's own
         self._stderr = TemporaryFile()  # noqa: SIM115 - open for as long as the child is
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         pipe = subprocess.PIPE if self._piped else subprocess.DEVNULL
         self._process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, start_new_session=True
+            self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+            env=self._env,
         )
         return self
 
@@ -77,6 +84,12 @@ class Child:
                 self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def stderr_lines(self) -> Iterator[str]:
+        """What it wrote to stderr, once it has ended; in the context."""
+        self._stderr.seek(0)
+        for line in self._stderr:
+            yield line.decode(errors="replace")
 
     def failed(self, what: str) -> ChildFailed:
         """An error that says `what` and shows the end of the child's stderr."""
@@ -128,10 +141,15 @@ class Server(Child):
 
     host = "127.0.0.1"
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
         self.port = free_port()
         address = ["--host", self.host, "--port", str(self.port), "--log-level", "warning"]
-        super().__init__([*slipstream_command(), "serve", *address, *flags], piped=False)
+        super().__init__([*slipstream_command(), "serve", *address, *flags], piped=False, env=env)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.host}:{self.port}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Return when /health/ready answers 200. Raises ChildFailed when it ends first or takes too long."""

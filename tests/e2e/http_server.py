@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -47,8 +48,20 @@ async def served(
     try:
         yield url_of(listener)
     finally:
-        await http.shutdown(sockets=[listener])
+        await _close(http, listener)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     if left:
         await asyncio.wait(left, timeout=1)
     assert not [task for task in left if not task.done()]
+
+
+async def _close(http: HttpServer, listener: socket.socket) -> None:
+    """Shut down as the daemon does, but for uvicorn's pause of 0.1 s when all connections end at once."""
+    for server in http.servers:
+        server.close()
+    for connection in list(http.server_state.connections):
+        connection.shutdown()
+    await asyncio.sleep(0)  # in this turn of the loop the closed ones learn of it
+    if http.server_state.connections or http.server_state.tasks:
+        await http.shutdown(sockets=[listener])
+    listener.close()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +13,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from config import load_settings
-from engine import Engine, StructuredOutput, build_engine
+from engine import StructuredOutput
 from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask, events_of
 from tests.fake_engine import FakeEngine, FakeGrammar
-from tests.speculated import single_threaded
 from tests.structures import SCHEMAS
 from tests.tiny_models import save_tiny_model
 
@@ -44,20 +41,6 @@ def json_schema(schema: Any, **further: Any) -> dict[str, Any]:
 
 def outputs(**fields: Any) -> dict[str, Any]:
     return {"structured_outputs": fields}
-
-
-@asynccontextmanager
-async def real_engine(directory: Path, *flags: str) -> AsyncIterator[Engine]:
-    """A tiny model in reach of the server; the server does not start it."""
-    common = ("--dtype", "float32", "--kv-cache-memory", "16MiB")
-    with single_threaded():
-        engine = build_engine(load_settings([str(directory), *common, *flags], environ={}))
-        await engine.start()
-        try:
-            yield engine
-            assert engine.gauges().kv_blocks_used == 0
-        finally:
-            await engine.stop()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from engine.model.attention import (
     CpuAttention,
     LayerCall,
     ReferenceAttention,
-    choose_backend,
 )
 from engine.model.attention.query_groups import group_sequences
 from engine.model.kv_tensors import KvTensors
@@ -206,8 +205,3 @@ def test_every_token_is_in_one_group_and_padding_is_bounded(chunks: list[Chunk])
         assert padding <= 1366 * (1 + np.log(len(kv_lens)))
         repeated = group.query_len - inputs.query_lens[members]
         assert int((repeated * inputs.kv_lens[members]).sum()) <= 2 * 1366 * evenness
-
-
-def test_the_cpu_gets_its_own_backend() -> None:
-    assert isinstance(choose_backend(CPU), CpuAttention)
-    assert isinstance(choose_backend(torch.device("meta")), ReferenceAttention)

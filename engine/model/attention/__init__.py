@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from engine.model.attention.backend import AttentionBackend, LayerCall, StepAttention
+from engine.model.attention.choice import choose_backend
 from engine.model.attention.context import AttentionContext
 from engine.model.attention.cpu import CpuAttention
 from engine.model.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
@@ -28,8 +27,3 @@ __all__ = [
     "choose_backend",
     "register",
 ]
-
-
-def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:
-    """The fastest backend there is for `device`; `rows` computes single tokens on a CPU, if there is such."""
-    return CpuAttention(rows) if device.type == "cpu" else ReferenceAttention()

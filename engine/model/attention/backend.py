@@ -22,6 +22,10 @@ class LayerCall(NamedTuple):
 class StepAttention(Protocol):
     """One step's attention, laid out once and called by every layer."""
 
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the step's new keys and values of `layer`, each [num_tokens, num_kv_heads, dim], packed."""
+        ...
+
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Attend from the packed `query` [num_tokens, num_heads, key_dim] to each sequence's own positions.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from engine.model.attention.backend import AttentionBackend, LayerCall
@@ -14,8 +16,7 @@ class AttentionContext:
 
     def __init__(self, inputs: StepInputs, kv: KvTensors, backend: AttentionBackend) -> None:
         self.kv = kv
-        self.slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
-        self._rows: dict[int, torch.Tensor] = {}  # by number of KV heads
+        self._inputs = inputs
         self._step = backend.plan(inputs, kv)
 
     def attend(
@@ -25,13 +26,14 @@ class AttentionContext:
 
         Gives [num_tokens, num_heads, value_dim]. Everything attention costs in a layer happens in here.
         """
-        num_kv_heads = key.shape[1]
-        rows = self._rows.get(num_kv_heads)
-        if rows is None:
-            rows = self._rows[num_kv_heads] = self.kv.rows_of(self.slots, num_kv_heads)
-        self.kv.write(call.layer, rows, key, value)
-        return self.attend_written(query, call)
+        self._step.write(call.layer, key, value)
+        return self._step.attend(query, call)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where the step's keys and values belong, for who writes them past `attend`: int64 [num_tokens]."""
+        return torch.tensor(self._inputs.slot_mapping, device=self.kv.device)
 
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """As `attend`, for who has put the keys and values of the step's `slots` in their places already."""
+        """As `attend`, for who has put keys and values into the `slots` of their pages already."""
         return self._step.attend(query, call)

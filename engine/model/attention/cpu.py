@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.attention.backend import LayerCall
+from engine.model.attention.kv_writer import KvWriter
 from engine.model.attention.query_groups import QueryGroup, Tile, group_sequences
 from engine.model.attention.single_rows import RowAttention, SingleRows, split_single
 from engine.model.kv_tensors import KvTensors
@@ -25,9 +26,10 @@ class CpuAttention:
     def plan(self, inputs: StepInputs, kv: KvTensors) -> CpuStep:
         """Sequences of few tokens apart, the others grouped by query length and context."""
         if self._rows is None:
-            return CpuStep(kv, group_sequences(inputs, kv))
+            return CpuStep(inputs, kv, group_sequences(inputs, kv))
         single, others = split_single(inputs)
-        return CpuStep(kv, group_sequences(inputs, kv, others) if len(others) else [], single, self._rows)
+        groups = group_sequences(inputs, kv, others) if len(others) else []
+        return CpuStep(inputs, kv, groups, single, self._rows)
 
 
 class CpuStep:
@@ -35,15 +37,21 @@ class CpuStep:
 
     def __init__(
         self,
+        inputs: StepInputs,
         kv: KvTensors,
         groups: list[QueryGroup],
         single: SingleRows | None = None,
         rows: RowAttention | None = None,
     ) -> None:
         self._kv = kv
+        self._writer = KvWriter(inputs, kv)
         self._groups = groups
         self._single = single
         self._rows = rows
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._writer.write(layer, key, value)
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""

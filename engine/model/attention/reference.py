@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from engine.model.attention.backend import LayerCall
 from engine.model.attention.draft_tree import DraftTree, draft_trees
+from engine.model.attention.kv_writer import KvWriter
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
@@ -28,7 +29,7 @@ class ReferenceAttention:
             num_blocks = -(-kv_len // kv.block_size)
             sequences.append(_Sequence(start, query_len, kv_len, tables[row, :num_blocks], trees.get(row)))
             start += query_len
-        return ReferenceStep(kv, sequences)
+        return ReferenceStep(inputs, kv, sequences)
 
 
 @dataclass(slots=True)
@@ -66,9 +67,14 @@ class _Sequence:
 class ReferenceStep:
     """One step of the reference backend."""
 
-    def __init__(self, kv: KvTensors, sequences: list[_Sequence]) -> None:
+    def __init__(self, inputs: StepInputs, kv: KvTensors, sequences: list[_Sequence]) -> None:
         self._kv = kv
+        self._writer = KvWriter(inputs, kv)
         self._sequences = sequences
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._writer.write(layer, key, value)
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""

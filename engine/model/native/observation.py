@@ -121,6 +121,10 @@ class _RecordingStep:
         self._step = step
         self._calls = calls
 
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._step.write(layer, key, value)
+
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
         self._calls[call.layer] = call

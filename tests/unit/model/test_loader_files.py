@@ -152,3 +152,25 @@ def test_an_adapter_is_refused(llama: Path) -> None:
     (llama / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(StartRefused, match="holds an adapter"):
         load_model(llama, FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "pytorch_model.bin", "a\0b", 3])
+def test_an_index_that_leads_anywhere_else_is_refused(llama: Path, name: object) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(StartRefused, match=r"which is no \.safetensors file in it"):
+        load_model(llama, FLOAT32)
+
+
+@pytest.mark.parametrize("num_layers", [-1, 0, 22, 2**40, 2**70])
+def test_a_number_of_layers_that_no_file_fills_is_refused_at_once(llama: Path, num_layers: int) -> None:
+    edit_json(llama / "config.json", num_hidden_layers=num_layers)
+    with pytest.raises(StartRefused, match=f"asks for {num_layers} layers .* 21 tensors"):
+        load_model(llama, FLOAT32)
+
+
+@pytest.mark.parametrize("num_positions", [-1, 0])
+def test_a_context_of_nothing_is_refused(llama: Path, num_positions: int) -> None:
+    edit_json(llama / "config.json", max_position_embeddings=num_positions)
+    with pytest.raises(StartRefused, match=f"own context is {num_positions} tokens"):
+        load_model(llama, FLOAT32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import gguf
@@ -193,3 +194,44 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, architecture
     file.values["general.architecture"] = architecture
     with pytest.raises(UnsupportedModel, match=f"architecture '{architecture}' is not known"):
         read_gguf_config(file)
+
+
+# Where in the file a number lies: so many bytes behind its name.
+HUGE, NEGATIVE = 2**63, 2**64 - 1
+HOSTILE = {
+    "tensors": (b"GGUF", 4, "<Q", HUGE),
+    "values": (b"GGUF", 12, "<Q", HUGE),
+    "length of the first name": (b"GGUF", 20, "<Q", HUGE),
+    "version": (b"GGUF", 0, "<I", 99),
+    "dimensions": (b"token_embd.weight", 0, "<I", 2**31),
+    "a dimension": (b"token_embd.weight", 4, "<Q", HUGE),
+    "an empty dimension": (b"token_embd.weight", 4, "<Q", 0),
+    "two dimensions whose product overflows": (b"token_embd.weight", 4, "<QQ", (2**32, 2**32)),
+    "a type nobody knows": (b"token_embd.weight", 20, "<I", 9999),
+    "a type of larger blocks": (b"token_embd.weight", 20, "<I", 10),
+    "an offset": (b"token_embd.weight", 24, "<Q", HUGE),
+    "an offset that is negative to some": (b"token_embd.weight", 24, "<Q", NEGATIVE),
+    "length of a list": (b"tokenizer.ggml.tokens", 8, "<Q", HUGE),
+    "a list of lists": (b"tokenizer.ggml.tokens", 4, "<I", 9),
+    "length of a text in a list": (b"tokenizer.ggml.tokens", 16, "<Q", HUGE),
+    "a list of numbers that is no longer there": (b"tokenizer.ggml.tokens", 4, "<IQ", (0, 2**40)),
+    "layers": (b"llama.block_count", 4, "<I", 2**32 - 1),
+    "no layers": (b"llama.block_count", 4, "<I", 0),
+    "width": (b"llama.embedding_length", 4, "<I", 2**32 - 1),
+    "heads": (b"llama.attention.head_count", 4, "<I", 0),
+    "an end beyond the vocabulary": (b"tokenizer.ggml.eos_token_id", 4, "<I", 2**31),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_number_that_lies_is_refused_in_one_line(tiny_gguf: Path, tmp_path: Path, what: str) -> None:
+    name, distance, layout, numbers = HOSTILE[what]
+    content = bytearray(tiny_gguf.read_bytes())
+    place = content.index(name) + len(name) + distance
+    struct.pack_into(layout, content, place, *(numbers if isinstance(numbers, tuple) else (numbers,)))
+    hostile = tmp_path / "hostile.gguf"
+    hostile.write_bytes(content)
+    with pytest.raises(StartRefused) as refused:
+        convert_gguf(hostile, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

@@ -118,7 +118,7 @@ def test_unknown_names_are_logged_once_and_not_for_ever(caplog: pytest.LogCaptur
     caplog.set_level(logging.WARNING, "slipstream.server")
     http = HttpMetrics()
     for _ in range(3):
-        http.count_ignored(["colour"])
-    http.count_ignored([f"name-{i}" for i in range(500)])
+        http.count_ignored(1, ["colour"])
+    http.count_ignored(500, [f"name-{i}" for i in range(500)])
     assert http.ignored_parameters == 503
     assert len(caplog.records) == 100

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,14 @@ def test_one_long_word_does_not_take_quadratic_time(kind: str) -> None:
 def test_the_fixture_has_a_template() -> None:
     assert load("byte_level").has_chat_template
     assert "im_start" in CHATML
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = load("byte_level")
+    with ThreadPoolExecutor(1) as executor:
+        encoding = executor.submit(tokenizer.encode, "a b " * 100_000)
+        num_turns = 0
+        while not encoding.done():
+            num_turns += 1
+            time.sleep(0)  # offers the interpreter to whoever wants it
+    assert num_turns > 100

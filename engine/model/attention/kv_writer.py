@@ -1,0 +1,25 @@
+"""KvWriter: puts a step's new keys and values where its slots say, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.kv_tensors import KvTensors
+from engine.outputs import StepInputs
+
+
+class KvWriter:
+    """Writes layer after layer of one step; what does not depend on the layer is computed once."""
+
+    def __init__(self, inputs: StepInputs, kv: KvTensors) -> None:
+        self._kv = kv
+        self._slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
+        self._rows: dict[int, torch.Tensor] = {}  # by number of KV heads
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        num_kv_heads = key.shape[1]
+        rows = self._rows.get(num_kv_heads)
+        if rows is None:
+            rows = self._rows[num_kv_heads] = self._kv.rows_of(self._slots, num_kv_heads)
+        self._kv.write(layer, rows, key, value)

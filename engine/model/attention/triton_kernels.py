@@ -1,0 +1,342 @@
+"""The device code of paged attention, in Triton: attend to a run of keys, merge such runs, store new tokens.
+
+After FlashAttention-2 (Dao 2023): a tile of queries passes once over its keys with a running softmax. After
+Flash-Decoding (Dao et al. 2023): where that would leave the device idle the keys are split into runs, each
+with a softmax of its own, which are merged. After PagedAttention (Kwon et al. 2023): keys lie in blocks.
+
+Shapes are those of KvTensors and StepTables; a TritonTile holds the constants. Scores are kept in base 2, so
+`scale` carries the factor log2(e), or `cap` where there is one. Nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ITEM_COLUMNS = tl.constexpr(5)
+MERGE_COLUMNS = tl.constexpr(4)
+
+
+@triton.jit
+def _load_rows(tensor, rows, wanted, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of a tensor in which they lie densely: [rows, PADDED], zeros where one is not wanted."""
+    dims = tl.arange(0, PADDED)[None, :]
+    pointers = tensor + rows[:, None] * DIM + dims
+    if MASKED:
+        mask = wanted[:, None]
+        if DIM != PADDED:
+            mask = mask & (dims < DIM)
+        return tl.load(pointers, mask=mask, other=0.0)
+    if DIM != PADDED:
+        return tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _visible(key, wanted, rows, sequence, window, TILE: tl.constexpr):
+    """Which of the `wanted` places `key` in the sequence each row sees: [rows, keys]."""
+    slot, position, tree_row = rows
+    context, positions, tree_bits, tree_words = sequence
+    visible = wanted[None, :] & (key[None, :] <= slot[:, None])
+    place = key - context
+    if TILE.has_trees:  # a row's bits say which of its sequence's drafts it follows
+        among_drafts = visible & (place >= 0)[None, :] & (tree_row >= 0)[:, None]
+        words = tree_bits + tree_row[:, None] * tree_words + (place // 32)[None, :]
+        bits = tl.load(words, mask=among_drafts, other=-1) >> (place % 32)[None, :]
+        visible = visible & ((bits & 1) != 0)
+    if TILE.has_window:
+        if TILE.has_trees:  # the window counts depth, as positions do
+            is_new = wanted & (place >= 0)
+            key = tl.load(positions + place, mask=is_new, other=0) + tl.where(is_new, 0, key)
+        visible = visible & (key[None, :] > position[:, None] - window)
+    return visible
+
+
+@triton.jit
+def _sweep(
+    state,
+    first,
+    stop,
+    readable,
+    query,
+    cache,
+    scaling,
+    rows,
+    sequence,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the keys [first, stop) into the running (sum of values, highest score, weight) of each row.
+
+    With MASKED, keys outside `readable` are not even loaded: what lies there may be no number.
+    """
+    total, highest, weight = state
+    readable_first, readable_stop = readable
+    keys, values, table, kv_head = cache
+    scale, cap, window = scaling
+    # Loading ahead pays in long sweeps; of a few keys' tree bits it would only fill registers.
+    STAGES: tl.constexpr = 1 if MASKED and TILE.has_trees else None
+    for start in tl.range(first, stop, TILE.keys, num_stages=STAGES):
+        key = start + tl.arange(0, TILE.keys)
+        wanted = (key >= readable_first) & (key < readable_stop)
+        if MASKED:
+            block = tl.load(table + key // TILE.block_size, mask=wanted, other=0)
+        else:
+            block = tl.load(table + key // TILE.block_size)
+        slots = (block.to(tl.int64) * TILE.num_kv_heads + kv_head) * TILE.block_size + key % TILE.block_size
+        key_tile = _load_rows(keys, slots, wanted, TILE.key_dim, TILE.padded_key_dim, MASKED)
+        scores = tl.dot(query, tl.trans(key_tile), input_precision="tf32x3") * scale
+        if TILE.has_cap:
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # the hyperbolic tangent
+        if MASKED:
+            scores = tl.where(_visible(key, wanted, rows, sequence, window, TILE), scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet: no inf - inf
+        shrink = tl.exp2(highest - base)
+        weights = tl.exp2(scores - base[:, None])
+        weight = weight * shrink + tl.sum(weights, 1)
+        value_tile = _load_rows(values, slots, wanted, TILE.value_dim, TILE.padded_value_dim, MASKED)
+        total = total * shrink[:, None]
+        total = tl.dot(weights.to(value_tile.dtype), value_tile, total, input_precision="tf32x3")
+        highest = new_highest
+    return total, highest, weight
+
+
+@triton.jit
+def _plain_keys(first_key, stop_key, oldest, newest, window, TILE: tl.constexpr):
+    """The keys of an item that every row sees and none needs a mask for, in whole steps: (first, stop).
+
+    They are those up to the `oldest` query, less what the window of the `newest` one hides.
+    """
+    first = first_key
+    if TILE.has_window:
+        first = tl.maximum(newest - window + TILE.keys, first_key) // TILE.keys * TILE.keys
+        first = tl.minimum(first, stop_key)
+    stop = tl.minimum(oldest + 1, stop_key) // TILE.keys * TILE.keys
+    return first, tl.maximum(stop, first)
+
+
+@triton.jit
+def _store_result(targets, state, first_partial, token, head, is_row, in_tile, TILE: tl.constexpr):
+    """Store the finished rows of a tile, or what a merge will finish."""
+    COLUMNS: tl.constexpr = TILE.padded_value_dim
+    output, partial_sums, partial_weights = targets
+    total, highest, weight = state
+    columns = tl.arange(0, COLUMNS)[None, :]
+    mask = is_row[:, None] & (columns < TILE.value_dim)
+    num_heads = TILE.num_kv_heads * TILE.group
+    if first_partial < 0:
+        rows = token * num_heads + head
+        finished = (total / weight[:, None]).to(output.dtype.element_ty)
+        tl.store(output + rows[:, None] * TILE.value_dim + columns, finished, mask=mask)
+    else:
+        rows = (first_partial + in_tile).to(tl.int64) * num_heads + head
+        tl.store(partial_sums + rows[:, None] * TILE.value_dim + columns, total, mask=mask)
+        tl.store(partial_weights + rows * 2, highest, mask=is_row)
+        tl.store(partial_weights + rows * 2 + 1, weight, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "tree_words"])
+def attend_kernel(
+    query,
+    keys,
+    values,
+    output,
+    partial_sums,
+    partial_weights,
+    items,
+    block_tables,
+    query_starts,
+    kv_lens,
+    positions,
+    tree_rows,
+    tree_bits,
+    scale,
+    cap,
+    window,
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    tree_words,
+    TILE: tl.constexpr,
+):
+    """One work item for the heads of one tile; grid (num_kv_heads * head_tiles, items).
+
+    Writes `output` [N, heads, value_dim], or the item's unfinished softmax to `partial_sums` [P, heads,
+    value_dim] and `partial_weights` [P, heads, 2] as (highest, weight). Sequence -1 is no item.
+    """
+    item = items + tl.program_id(1) * ITEM_COLUMNS
+    row_of_tables = tl.load(item)
+    if row_of_tables < 0:
+        return
+    first_query, first_key, stop_key = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    first_partial = tl.load(item + 4)
+    query_start = tl.load(query_starts + row_of_tables)
+    query_len = tl.load(query_starts + row_of_tables + 1) - query_start
+    context = tl.load(kv_lens + row_of_tables) - query_len
+
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.padded_value_dim
+    kv_head = tl.program_id(0) // TILE.head_tiles
+    row = tl.arange(0, ROWS)
+    in_group = tl.program_id(0) % TILE.head_tiles * TILE.heads + row % TILE.heads
+    in_tile = row // TILE.heads
+    place = first_query + in_tile
+    is_row = (in_tile < TILE.queries) & (place < query_len) & (in_group < TILE.group)
+    token = (query_start + place).to(tl.int64)
+    head = kv_head * TILE.group + in_group
+    dims = tl.arange(0, TILE.padded_key_dim)[None, :]
+    query_rows = query + token * query_token_stride + head.to(tl.int64) * query_head_stride
+    query_tile = tl.load(query_rows[:, None] + dims, mask=is_row[:, None] & (dims < TILE.key_dim), other=0.0)
+
+    slot = context + place
+    position = slot
+    tree_row = tl.full([ROWS], -1, tl.int32)
+    oldest = context + first_query
+    if TILE.has_trees:
+        first_tree_row = tl.load(tree_rows + row_of_tables)
+        position = tl.load(positions + token, mask=is_row, other=0)
+        tree_row = tl.where(is_row & (first_tree_row >= 0), first_tree_row + place, -1)
+        oldest = tl.where(first_tree_row >= 0, context, oldest)
+
+    newest = context + tl.minimum(first_query + TILE.queries, query_len) - 1
+    plain_first, plain_stop = _plain_keys(first_key, stop_key, oldest, newest, window, TILE)
+    readable_first = first_key
+    if TILE.has_window:
+        readable_first = tl.maximum(oldest - window + 1, first_key)
+    readable = (readable_first, stop_key)
+    cache = (keys, values, block_tables + row_of_tables.to(tl.int64) * table_stride, kv_head)
+    scaling = (scale, cap, window)
+    rows = (slot, position, tree_row)
+    sequence = (context, positions + query_start, tree_bits, tree_words)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    state = (total, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+    if TILE.has_window:
+        state = _sweep(
+            state, first_key, plain_first, readable, query_tile, cache, scaling, rows, sequence, TILE, True
+        )
+    state = _sweep(
+        state, plain_first, plain_stop, readable, query_tile, cache, scaling, rows, sequence, TILE, False
+    )
+    state = _sweep(
+        state, plain_stop, stop_key, readable, query_tile, cache, scaling, rows, sequence, TILE, True
+    )
+    targets = (output, partial_sums, partial_weights)
+    _store_result(targets, state, first_partial, token, head, is_row, in_tile, TILE)
+
+
+@triton.jit
+def merge_kernel(
+    partial_sums,
+    partial_weights,
+    output,
+    merges,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Put the runs of one token and head together, in the order of their keys; grid (heads, merges).
+
+    Token -1 is no merge.
+    """
+    merge = merges + tl.program_id(1) * MERGE_COLUMNS
+    token = tl.load(merge)
+    if token < 0:
+        return
+    first, stride, count = tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+    head = tl.program_id(0)
+    dims = tl.arange(0, PADDED)
+    total = tl.zeros([PADDED], tl.float32)
+    highest = float("-inf")
+    weight = 0.0
+    for start in range(0, count, AT_ONCE):
+        run = start + tl.arange(0, AT_ONCE)
+        partial = (first + run * stride).to(tl.int64) * NUM_HEADS + head
+        maxima = tl.load(partial_weights + partial * 2, mask=run < count, other=float("-inf"))
+        weights = tl.load(partial_weights + partial * 2 + 1, mask=run < count, other=0.0)
+        mask = (run < count)[:, None] & (dims < DIM)[None, :]
+        sums = tl.load(partial_sums + partial[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        new_highest = tl.maximum(highest, tl.max(maxima, 0))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = tl.exp2(highest - base)
+        share = tl.exp2(maxima - base)
+        total = total * shrink + tl.sum(sums * share[:, None], 0)
+        weight = weight * shrink + tl.sum(weights * share, 0)
+        highest = new_highest
+    target = (token.to(tl.int64) * NUM_HEADS + head) * DIM + dims
+    tl.store(output + target, (total / weight).to(output.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _store_token(
+    new,
+    token_stride,
+    head_stride,
+    tensor,
+    token,
+    slot,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM]."""
+    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED)[None, :]
+    mask = (heads < NUM_KV_HEADS) & (dims < DIM)
+    rows = tl.load(new + token * token_stride + heads.to(tl.int64) * head_stride + dims, mask=mask)
+    target = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+    tl.store(tensor + target * DIM + dims, rows, mask=mask)
+
+
+@triton.jit
+def store_kernel(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    _store_token(
+        key,
+        key_token_stride,
+        key_head_stride,
+        keys,
+        token,
+        slot,
+        NUM_KV_HEADS,
+        KEY_DIM,
+        PADDED_KEY_DIM,
+        BLOCK_SIZE,
+        HEADS,
+    )
+    _store_token(
+        value,
+        value_token_stride,
+        value_head_stride,
+        values,
+        token,
+        slot,
+        NUM_KV_HEADS,
+        VALUE_DIM,
+        PADDED_VALUE_DIM,
+        BLOCK_SIZE,
+        HEADS,
+    )

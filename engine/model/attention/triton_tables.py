@@ -1,0 +1,161 @@
+"""StepTables: what the Triton kernels read about a step, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.model.attention.device_ints import DeviceInts
+from engine.model.attention.draft_tree import DraftTree, draft_trees
+from engine.model.attention.triton_work import (
+    HeadShape,
+    StepLengths,
+    Work,
+    Workforce,
+    cut_work,
+    max_items,
+)
+from engine.outputs import Int32, StepInputs
+
+
+class Bucket(NamedTuple):
+    """The most a step may have to be laid out in the same place as others: for work that is recorded once.
+
+    Of one sequence, `max_query_len` counts the new tokens and `max_places` those of a draft tree;
+    `max_tree_tokens` counts the tokens of all trees.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    max_blocks: int  # of one sequence
+    max_query_len: int = 1
+    max_tree_tokens: int = 0
+    max_places: int = 1
+
+
+class DeviceWork(NamedTuple):
+    """One shape's Work on the device; items and merges behind the last have -1 in their first column."""
+
+    items: tuple[torch.Tensor, ...]  # of each kind [W, 5]
+    merges: torch.Tensor  # [T, 4]
+    num_partials: int
+
+
+class StepTables:
+    """A step on the device: its blocks, lengths and trees, and the work of every shape of heads.
+
+    `arrays` holds `block_tables` [S, blocks], `query_starts` [S + 1], `kv_lens` [S], `slots` and `positions`
+    [N], `tree_rows` [S] and `tree_bits` [tokens of trees, words]: a sequence's row of `tree_bits` is -1
+    where its drafts are a chain; bit p of a token's words says that it follows the token at place p. -1
+    marks what is not used.
+
+    Without a bucket it is made for one step, and a shape's work is laid out when a layer first asks. With one
+    it can be refilled at the same addresses, and holds exactly the shapes given.
+    """
+
+    def __init__(self, device: torch.device, workforce: Workforce, bucket: Bucket | None = None) -> None:
+        self._device = device
+        self._workforce = workforce
+        self._bucket = bucket
+        self._works: dict[HeadShape, tuple[DeviceInts, DeviceWork]] = {}
+        self._lengths: StepLengths | None = None
+        self.has_trees = bucket is not None and bucket.max_tree_tokens > 0
+        if bucket is not None:
+            self.arrays = DeviceInts(_bucket_shapes(bucket), device)
+
+    def reserve(self, shapes: Iterable[HeadShape]) -> None:
+        """Make room for the work of `shapes` in the bucket, before it is filled."""
+        assert self._bucket is not None
+        bucket, (processors, kinds) = self._bucket, self._workforce
+        for shape in shapes:
+            room, fewest = {}, 0
+            for kind in kinds:
+                items = max_items(kind, bucket.max_sequences, bucket.max_tokens, shape, processors)
+                room[kind.name] = (items if fewest < bucket.max_query_len else 0, 5)
+                fewest = kind.max_queries
+            num_partials = sum(room[kind.name][0] * kind.queries for kind in kinds)
+            ints = DeviceInts({**room, "merges": (bucket.max_tokens, 4)}, self._device)
+            self._works[shape] = ints, self._device_work(ints, num_partials)
+
+    def fill(self, inputs: StepInputs) -> None:
+        """Lay out `inputs`; for every shape of a bucket. Raises ValueError where it is too large."""
+        trees = draft_trees(inputs)
+        arrays = _arrays(inputs, trees)
+        has_tree = np.zeros(len(inputs.query_lens), dtype=np.bool_)
+        has_tree[list(trees)] = True
+        self._lengths = StepLengths(
+            inputs.query_lens.astype(np.intp), inputs.kv_lens.astype(np.intp), has_tree
+        )
+        if self._bucket is None:
+            self.has_trees = bool(trees)
+            self.arrays = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
+        self.arrays.put(arrays)
+        for shape, (ints, _) in self._works.items():
+            ints.put(self._arrays_of(cut_work(self._lengths, shape, self._workforce)))
+
+    def work(self, shape: HeadShape) -> DeviceWork:
+        """What the layers of `shape` have to do; laid out now if no bucket reserved it."""
+        found = self._works.get(shape)
+        if found is None:
+            assert self._lengths is not None and self._bucket is None
+            work = cut_work(self._lengths, shape, self._workforce)
+            arrays = self._arrays_of(work)
+            ints = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
+            ints.put(arrays)
+            found = self._works[shape] = ints, self._device_work(ints, work.num_partials)
+        return found[1]
+
+    def _arrays_of(self, work: Work) -> dict[str, Int32]:
+        named = zip(self._workforce.kinds, work.items, strict=True)
+        return {**{kind.name: items for kind, items in named}, "merges": work.merges}
+
+    def _device_work(self, ints: DeviceInts, num_partials: int) -> DeviceWork:
+        items = tuple(ints[kind.name] for kind in self._workforce.kinds)
+        return DeviceWork(items, ints["merges"], num_partials)
+
+
+def _bucket_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+    return {
+        "block_tables": (bucket.max_sequences, bucket.max_blocks),
+        "query_starts": (bucket.max_sequences + 1,),
+        "kv_lens": (bucket.max_sequences,),
+        "slots": (bucket.max_tokens,),
+        "positions": (bucket.max_tokens,),
+        "tree_rows": (bucket.max_sequences,),
+        "tree_bits": (bucket.max_tree_tokens, -(-bucket.max_places // 32)),
+    }
+
+
+def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int32]:
+    tree_rows = np.full(len(inputs.query_lens), -1, dtype=np.int32)
+    bits = []
+    num_rows = 0
+    for sequence, tree in trees.items():
+        tree_rows[sequence] = num_rows
+        bits.append(_tree_bits(tree, int(inputs.query_lens[sequence])))
+        num_rows += len(bits[-1])
+    words = max((rows.shape[1] for rows in bits), default=1)
+    return {
+        "block_tables": inputs.block_tables,
+        "query_starts": np.concatenate(([0], np.cumsum(inputs.query_lens))).astype(np.int32),
+        "kv_lens": inputs.kv_lens,
+        "slots": inputs.slot_mapping.astype(np.int32),
+        "positions": inputs.positions.astype(np.int32),
+        "tree_rows": tree_rows,
+        "tree_bits": np.concatenate(
+            [np.zeros((0, words), dtype=np.int32)]
+            + [np.pad(rows, ((0, 0), (0, words - rows.shape[1]))) for rows in bits]
+        ),
+    }
+
+
+def _tree_bits(tree: DraftTree, num_places: int) -> Int32:
+    """Bit p % 32 of word p // 32 says whether a token sees place p: [places, words]."""
+    places = np.arange(num_places)
+    seen = np.zeros((num_places, -(-num_places // 32) * 32), dtype=np.bool_)
+    seen[:, :num_places] = tree.sees(places, places, None)
+    packed = np.packbits(seen, axis=1, bitorder="little")
+    return packed.view("<i4").astype(np.int32)

@@ -1,0 +1,73 @@
+"""What one compiled attention kernel is made for: the shapes that its code contains as constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# Steps of keys that are on their way while one is worked on, itself included; more do not pay.
+_MOST_STAGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTile:
+    """`queries` tokens of a sequence by `heads` that share a K/V head, against `keys` positions at a time.
+
+    `group` heads share a K/V head in the whole model, in `head_tiles` tiles. What is `padded` is the next
+    power of two that a matrix product takes.
+    """
+
+    queries: int
+    heads: int
+    keys: int
+    group: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    has_cap: bool = False
+    has_window: bool = False
+    has_trees: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile, (query, head) pairs with the heads fastest, padded."""
+        return padded(self.queries * self.heads)
+
+    @property
+    def padded_key_dim(self) -> int:
+        """Columns of its queries and keys."""
+        return padded(self.key_dim)
+
+    @property
+    def padded_value_dim(self) -> int:
+        """Columns of its values and results."""
+        return padded(self.value_dim)
+
+    @property
+    def head_tiles(self) -> int:
+        """How many tiles the heads of one K/V head take."""
+        return -(-self.group // self.heads)
+
+    @property
+    def num_warps(self) -> int:
+        """Groups of 32 threads that work on it."""
+        return 8 if self.rows >= 128 else 4
+
+    def stages(self, itemsize: int, shared_memory: int) -> int:
+        """How many steps of keys and values fit beside the queries; 0 for none."""
+        itemsize *= 1 if itemsize <= 2 else 2  # a float32 is multiplied in two parts
+        queries = self.rows * self.padded_key_dim * itemsize
+        step = self.keys * (self.padded_key_dim + self.padded_value_dim) * itemsize
+        return max(0, min(_MOST_STAGES, (shared_memory - queries) // step))
+
+    def fitted(self, itemsize: int, shared_memory: int) -> TritonTile:
+        """This tile with as many keys, a power of two, as leave room for two steps of them."""
+        keys = self.keys
+        while keys > 16 and replace(self, keys=keys).stages(itemsize, shared_memory) < 2:
+            keys //= 2
+        return replace(self, keys=keys)
+
+
+def padded(size: int) -> int:
+    """The least power of two of 16 or more that is not below `size`."""
+    return max(16, 1 << (size - 1).bit_length())

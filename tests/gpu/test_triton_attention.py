@@ -1,0 +1,129 @@
+"""The CUDA backend on a GPU against the reference: the same cases, larger, and what only a GPU shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.attention import AttentionContext, LayerCall, ReferenceAttention, choose_backend
+from engine.model.kv_tensors import KvTensors
+from engine.model.layer_kv import LayerKv
+from tests.attention_cases import assert_close, matrix, mixed
+from tests.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.model.attention.triton_tables import Bucket, StepTables  # noqa: E402
+from engine.model.attention.triton_work import HeadShape  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+LLAMA_8B = LayerKv(8, 128, 128)
+GEMMA = LayerKv(4, 256, 256, 1024)
+
+
+def backend() -> TritonAttention:
+    return TritonAttention(Gpu.of(CUDA))
+
+
+def check(noise: Noise) -> None:
+    """Ours, with NaN in every slot that it must not read, against the reference in float32."""
+    ours = attend(noise, backend(), CUDA, noise.dtype, poisoned=True)
+    expected = attend(noise, ReferenceAttention(), CUDA, torch.float32)
+    assert_close(ours, expected, noise.dtype)
+
+
+def test_it_is_chosen() -> None:
+    assert isinstance(choose_backend(CUDA), TritonAttention)
+
+
+@pytest.mark.parametrize("name", matrix(20))
+def test_a_step_is_attended_as_by_the_reference(name: str) -> None:
+    check(matrix(20)[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("layer", "heads_of_each"), [(LLAMA_8B, 4), (GEMMA, 2), (LayerKv(3, 64, 64), 3)])
+def test_models_as_they_are(layer: LayerKv, heads_of_each: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    chunks = [
+        *[Chunk(int(length)) for length in rng.integers(0, 9000, 24)],
+        Chunk(0, 2000),
+        Chunk(8192, 512),
+        Chunk(3000, 33),
+        *[Chunk(int(length), 5) for length in rng.integers(0, 4000, 8)],
+        random_tree(rng, 5000, 63),
+    ]
+    softcap = 50.0 if layer is GEMMA else None
+    check(Noise(chunks, layer, heads_of_each, dtype=dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("length", [1, 1000, 40_000])
+def test_one_decode(length: int) -> None:
+    check(Noise([Chunk(length)], LLAMA_8B, 4, dtype=torch.bfloat16))
+
+
+def test_many_decodes() -> None:
+    check(Noise([Chunk(1000 + row) for row in range(128)], LLAMA_8B, 4, dtype=torch.bfloat16))
+
+
+def test_equal_steps_give_equal_bits() -> None:
+    noise = Noise(mixed(40), LLAMA_8B, 4, dtype=torch.bfloat16)
+    first, *others = (attend(noise, backend(), CUDA, noise.dtype) for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """From the plan to the last layer of a step, once the kernels are compiled."""
+    inputs, num_blocks = scattered_step(mixed(40), 16)
+    layers = (LLAMA_8B, LayerKv(8, 128, 128, 512))
+    kv = KvTensors(layers, num_blocks, 16, torch.bfloat16, CUDA)
+    new = torch.randn(len(inputs.token_ids), 8, 128, dtype=kv.dtype, device=CUDA)
+    query = torch.randn(len(inputs.token_ids), 32, 128, dtype=kv.dtype, device=CUDA)
+
+    def run() -> None:
+        context = AttentionContext(inputs, kv, attention)
+        for index, layer in enumerate(layers):
+            context.attend(query, new, new, LayerCall(index, 0.1, layer.window))
+
+    attention = backend()
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_recorded_step_is_replayed_over_refilled_tables() -> None:
+    """One CUDA graph serves every step that fits its bucket."""
+    shape, call = HeadShape(32, 8, None), LayerCall(0, 0.1)
+    attention = backend()
+    kv = KvTensors((LLAMA_8B,), 2048, 16, torch.bfloat16, CUDA)
+    tables = StepTables(CUDA, attention.workforce(kv), Bucket(32, 64, 512, max_query_len=5))
+    tables.reserve([shape])
+    step = attention.step(tables, kv)
+    query = torch.zeros(64, 32, 128, dtype=kv.dtype, device=CUDA)
+    key, value = (torch.zeros(64, 8, 128, dtype=kv.dtype, device=CUDA) for _ in range(2))
+    tables.fill(scattered_step([Chunk(100), Chunk(50, 5)], 16)[0])
+    step.write(0, key, value)
+    step.attend(query, call)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.write(0, key, value)
+        output = step.attend(query, call)
+    for chunks in ([Chunk(7000)], [Chunk(900)] * 30, [Chunk(40, 5), Chunk(3000, 5), Chunk(0)]):
+        inputs, _ = scattered_step(chunks, 16)
+        count = len(inputs.token_ids)
+        for tensor in (*kv.tensors, query, key, value):
+            tensor.normal_()
+        tables.fill(inputs)
+        graph.replay()
+        ours = output[:count].float().cpu()
+        context = AttentionContext(inputs, kv, ReferenceAttention())
+        expected = context.attend(query[:count], key[:count], value[:count], call)
+        assert_close(ours, expected.float().cpu(), kv.dtype)

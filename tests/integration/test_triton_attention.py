@@ -1,0 +1,198 @@
+"""The CUDA backend on the CPU, through Triton's interpreter, against the reference; `make test-triton`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.attention import AttentionContext, LayerCall, ReferenceAttention
+from engine.model.kv_tensors import KvTensors
+from engine.model.layer_kv import LayerKv
+from tests.attention_cases import assert_close, decodes, matrix, mixed
+from tests.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from tests.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from triton.runtime import interpreter  # noqa: E402
+
+from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.model.attention.triton_tables import Bucket, StepTables  # noqa: E402
+from engine.model.attention.triton_work import HeadShape  # noqa: E402
+
+pytestmark = [
+    pytest.mark.triton,
+    # What numpy remarks where a GPU is silent: rows of padding end as 0 / 0, and are not stored.
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
+]
+
+CPU = torch.device("cpu")
+SHARED_MEMORY = 200_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as its bits and would multiply those."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, interpreter.tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def backend(processors: int = 4) -> TritonAttention:
+    return TritonAttention(Gpu(processors, SHARED_MEMORY))
+
+
+def check(noise: Noise, processors: int = 4) -> None:
+    """Ours, with NaN in every slot that it must not read, against the reference in float32."""
+    ours = attend(noise, backend(processors), CPU, noise.dtype, poisoned=True)
+    expected = attend(noise, ReferenceAttention(), CPU, torch.float32)
+    assert_close(ours, expected, noise.dtype)
+
+
+@pytest.mark.parametrize("name", matrix(4))
+def test_a_step_is_attended_as_by_the_reference(name: str) -> None:
+    check(matrix(4)[name])
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("processors", [1, 16, 1000])
+def test_any_number_of_runs(processors: int, window: int | None) -> None:
+    """From one program for each tile to the shortest runs there are."""
+    chunks = [Chunk(700), Chunk(130), Chunk(1), Chunk(600, 5), random_tree(np.random.default_rng(3), 620, 18)]
+    check(Noise(chunks, LayerKv(1, 16, 16, window), heads_of_each=2), processors)
+    if processors == 1000:
+        check(Noise([Chunk(2060, 60)], LayerKv(1, 16, 16, window), heads_of_each=2), processors)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_any_step(case: int) -> None:
+    rng = np.random.default_rng(case)
+    chunks: list[Chunk] = []
+    for _ in range(int(rng.integers(1, 7))):
+        context = int(rng.integers(0, rng.choice([3, 70, 400])))
+        kind = rng.random()
+        if kind < 0.3:
+            chunks.append(random_tree(rng, context, int(rng.integers(1, 40))))
+        else:
+            chunks.append(Chunk(context, 1 if kind < 0.6 else int(rng.integers(1, 80))))
+    window = None if rng.random() < 0.5 else int(rng.integers(1, 120))
+    layer = LayerKv(int(rng.integers(1, 3)), int(rng.integers(1, 40)), int(rng.integers(1, 40)), window)
+    softcap = None if rng.random() < 0.7 else 3.0
+    noise = Noise(chunks, layer, int(rng.integers(1, 6)), int(rng.integers(1, 40)), softcap)
+    check(noise, int(rng.integers(1, 40)))
+
+
+def test_a_sick_sequence_is_sick_alone() -> None:
+    """NaN in one sequence's own keys is its result, and nobody else's."""
+    chunks = [Chunk(300), Chunk(40), Chunk(100, 5), Chunk(20, 60)]
+    inputs, num_blocks = scattered_step(chunks, 16)
+    kv = KvTensors((LayerKv(1, 16, 16),), num_blocks, 16, torch.float32, CPU)
+    for tensor in kv.tensors:
+        tensor[inputs.block_tables[0, :18].tolist()] = torch.nan
+    context = AttentionContext(inputs, kv, backend(16))
+    tokens = torch.randn(len(inputs.token_ids), 1, 16)
+    attended = context.attend(tokens, tokens, tokens, LayerCall(0, 1.0))
+    assert attended[0].isnan().all()
+    assert attended[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_whole_model(family: str) -> None:
+    """Windows, soft caps and grouped heads as a model has them, in mixed steps."""
+    loaded = load_tiny(family)
+    results = []
+    for attention in (backend(), ReferenceAttention()):
+        rng = np.random.default_rng(1)
+        sequences = [random_tokens(rng, length) for length in (20, 7)]
+        steps = random_schedule(rng, [20, 7], max_chunk=9)
+        results.append(run_schedule(packed_forward(loaded, attention), sequences, steps, 4, rng))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_equal_steps_give_equal_bits() -> None:
+    noise = Noise(mixed(4), dtype=torch.float16)
+    first, second = (attend(noise, backend(16), CPU, noise.dtype) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_bucket_is_refilled_in_place() -> None:
+    """What a recorded launch would read stays where it is, and holds each next step."""
+    layer, shape = LayerKv(1, 16, 16), HeadShape(2, 1, None)
+    attention = backend(16)
+    kv = KvTensors((layer,), 64, 16, torch.float32, CPU)
+    tables = StepTables(
+        CPU, attention.workforce(kv), Bucket(12, 80, 40, 48, max_tree_tokens=40, max_places=40)
+    )
+    tables.reserve([shape])
+    step = attention.step(tables, kv)
+    addresses = [tensor.data_ptr() for tensor in tables.work(shape).items]
+    rng = np.random.default_rng(0)
+    for chunks in ([Chunk(300), Chunk(5)], decodes(2), [Chunk(9, 7), random_tree(rng, 200, 30)], [Chunk(0)]):
+        inputs, _ = scattered_step(chunks, 16)
+        num_tokens = len(inputs.token_ids)
+        for tensor in kv.tensors:
+            tensor.normal_()
+        before = [tensor.clone() for tensor in kv.tensors]
+        query, key, value = torch.randn(80, 2, 16), torch.randn(80, 1, 16), torch.randn(80, 1, 16)
+        tables.fill(inputs)
+        step.write(0, key, value)
+        ours = step.attend(query, LayerCall(0, 0.3))[:num_tokens]
+        written = [tensor.clone() for tensor in kv.tensors]
+        for tensor, was in zip(kv.tensors, before, strict=True):
+            tensor.copy_(was)
+        reference = AttentionContext(inputs, kv, ReferenceAttention())
+        call = LayerCall(0, 0.3)
+        expected = reference.attend(query[:num_tokens], key[:num_tokens], value[:num_tokens], call)
+        assert_close(ours, expected, torch.float32)
+        for tensor, was in zip(kv.tensors, written, strict=True):
+            assert torch.equal(tensor, was)
+    assert addresses == [tensor.data_ptr() for tensor in tables.work(shape).items]
+
+
+def test_what_a_bucket_cannot_hold_is_refused() -> None:
+    attention = backend()
+    kv = KvTensors((LayerKv(1, 16, 16),), 4, 16, torch.float32, CPU)
+    tables = StepTables(CPU, attention.workforce(kv), Bucket(2, 2, 4))
+    tables.reserve([HeadShape(2, 1, None)])
+    with pytest.raises(ValueError, match="block_tables"):
+        tables.fill(scattered_step([Chunk(1)] * 3, 16)[0])
+    with pytest.raises(ValueError, match="verify"):
+        tables.fill(scattered_step([Chunk(1, 2)], 16)[0])
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_compile_for_the_gpus_they_are_meant_for() -> None:
+    """In a process of its own, where nothing is interpreted; see what it runs."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.triton_compiled"]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,186 @@
+"""The sandbox renders what transformers renders, and stops what would take all time or memory."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.exceptions import SecurityError, TemplateError
+
+from engine.errors import InvalidRequest, StartRefused
+from engine.text import template_sandbox
+from engine.text.chat_template import ChatTemplate
+from engine.text.template_sandbox import MAX_TEMPLATE_CHARS, TemplateSandbox, TemplateTooCostly
+from tests import tool_templates
+from tests.unit.text.builders import CHATML, byte_level, save
+
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": [1, "é<"]}}}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": " Hello, <world> & 'others' \n"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "abcdefghi"},
+    {"role": "user", "content": "thanks"},
+]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+EVERYTHING = """{%- set ns = namespace(last=-1, found=false) -%}
+{{ bos_token }}{%- macro show(message, depth=0) %}
+    {{- '  ' * depth }}[{{ message.role | upper }}] {{ message['content'] | trim | replace('o', '0') }}
+{% endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- if loop.index0 > 2 %}{% break %}{% endif %}
+    {%- set ns.last = loop.index0 %}
+    {{- show(message, depth=loop.index) }}
+    {%- for call in message.tool_calls | default([], true) %}
+        {{- call.function | tojson(indent=4) ~ '\\n' ~ loop.first ~ loop.last ~ loop.length }}
+        {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value | join('+') }};{% endfor %}
+    {%- endfor %}
+{%- endfor %}
+{% generation %}  seen {{ ns.last }} of {{ messages | length }}{% endgeneration %}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | map('trim') | list }}
+{{ messages[::-1][0].content.split('a')[0] + messages[-1]['content'][1:3] + '%s-%03d' % ('x', 7) }}
+{{ '{:>4}|{}'.format('a', 2) }} {{ dict(a=1, **{'b': 2}) }} {{ [1, 2] + [3] }} {{ 2 ** 10 }}
+{{ 7 % 4 }} {{ 2 * 3 }}
+{{ undefined_name is defined }} {{ tools is none }} {{ tools }} {{ documents }} {{ add_generation_prompt }}
+{%- for group in messages | groupby('role') %}{{ group.grouper }}:{{ group.list | length }} {% endfor %}
+{%- for entry in [[1, [2, [3]]], 4] recursive %}
+    {{- loop(entry) if entry is not number and entry is not string else entry }},
+{%- endfor %}
+{%- filter upper %}shout{% endfilter %}{% set block %} kept{% endset %}{{ block ~ '**%s** ' % 'b' }}
+{{- "100% sure 12345" }} {{ 'yes' if 'Hello' in messages[0].content else 'no' }} {{ eos_token }}
+"""
+
+
+@cache
+def reference(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level(), tmp_path_factory.mktemp("model"), chat_template=None)
+
+
+@pytest.mark.parametrize("name", ["chatml", "everything", *tool_templates.ALL])
+def test_it_renders_what_transformers_renders(directory: Path, name: str) -> None:
+    template = {"chatml": CHATML, "everything": EVERYTHING, **tool_templates.ALL}[name]
+    talk = TALK if name != "chatml" else [TALK[0], {"role": "assistant", "content": "x"}]
+    tokenizer = reference(directory)
+    ours = ChatTemplate(tokenizer, template)
+    for tools in (None, [TOOL]):
+        if tools and ours.tool_text is None:
+            continue
+        expected = tokenizer.apply_chat_template(
+            talk, tools=tools, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+        assert ours.render(talk, tools or ()) == expected
+
+
+def render(source: str, **values: object) -> str:
+    sandbox = TemplateSandbox()
+    return sandbox.render(sandbox.compiled(source), values)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+GROWING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = GROWTH %}{% endfor %}"
+BOMBS = {
+    "loops that write nothing": NESTED.replace("BODY", ""),
+    "loops that write": NESTED.replace("BODY", "x"),
+    "loops that write much": NESTED.replace("BODY", "{{ 'x' * 100000 }}"),
+    "an inner loop that passes all over": NESTED.replace("99999) %}BODY", "99999) if false %}"),
+    "doubling": GROWING.replace("GROWTH", "ns.x ~ ns.x"),
+    "adding": GROWING.replace("GROWTH", "ns.x + ns.x"),
+    "lists": GROWING.replace("'ab'", "[1]").replace("GROWTH", "ns.x + ns.x"),
+    "replacing": GROWING.replace("GROWTH", "ns.x | replace('a', 'aaaa')"),
+    "replacing by a method": GROWING.replace("GROWTH", "ns.x.replace('a', 'aaaa')"),
+    "joining": GROWING.replace("GROWTH", "[ns.x, ns.x] | join"),
+    "kept blocks": "{% set x = 'a' * 9999 %}{% for i in range(9999) %}{% set x %}{{ x }}{{ x }}{% endset %}"
+    "{{ x }}{% endfor %}",
+    "a macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "repeating": "{{ 'x' * 10 ** 10 }}",
+    "repeating from the left": "{{ 10 ** 10 * 'x' }}",
+    "a long list": "{{ [0] * 10 ** 9 }}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "powers of powers": GROWING.replace("'ab'", "9").replace("GROWTH", "ns.x * ns.x"),
+    "a wide format": "{{ '%999999999d' % 1 }}",
+    "a wide format by a filter": "{{ '%999999999d' | format(1) }}",
+    "a wide format by a method": "{{ '{:999999999}'.format(1) }}",
+    "a format of given width": "{{ '%*d' % (999999999, 1) }}",
+    "padding": "{{ 'x'.ljust(10 ** 9) }}",
+    "centering": "{{ 'x' | center(10 ** 9) }}",
+    "indenting": "{{ {'a': 1} | tojson(indent=10 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
+    started = time.monotonic()
+    with pytest.raises(TemplateTooCostly):
+        render(BOMBS[name])
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''|attr('__class__') }}{{ (''|attr('__class__')).mro() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ dict.__globals__.os }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ lipsum.__globals__.os }}",
+        "{{ tick.__func__ }}{{ messages.__class__ }}",
+    ],
+)
+def test_nothing_gets_out(template: str) -> None:
+    with pytest.raises((SecurityError, TemplateError, TypeError)):
+        render(template, messages=[{"role": "user"}])
+
+
+@pytest.mark.parametrize("nested", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])
+def test_what_cannot_be_compiled_stops_the_start(directory: Path, nested: str) -> None:
+    with pytest.raises(StartRefused, match=r"the chat template (cannot be compiled|is broken)") as refused:
+        ChatTemplate(reference(directory), nested)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_huge_template_stops_the_start(directory: Path) -> None:
+    with pytest.raises(StartRefused, match=f"the limit is {MAX_TEMPLATE_CHARS}"):
+        ChatTemplate(reference(directory), "{{ 'a' }}" * 50_000)
+
+
+def test_a_bomb_stops_the_start_or_the_one_request_that_sets_it_off(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
+    bomb = NESTED.replace("BODY", "x")
+    with pytest.raises(StartRefused, match=r"more than 0\.1 seconds"):
+        ChatTemplate(reference(directory), bomb)
+    template = ChatTemplate(
+        reference(directory), "{% if messages | length > 1 %}" + bomb + "{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(InvalidRequest, match="stopped by its sandbox"):
+        template.render(TALK)
+    assert template.render([{"role": "user", "content": "fine"}]) == "fine"
+
+
+def test_threads_have_their_time_each(directory: Path) -> None:
+    template = ChatTemplate(reference(directory), EVERYTHING)
+    expected = template.render(TALK)
+    with ThreadPoolExecutor(4) as executor:
+        assert set(executor.map(lambda _: template.render(TALK), range(40))) == {expected}
