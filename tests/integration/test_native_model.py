@@ -385,12 +385,6 @@ def test_an_installation_brings_its_own(
     assert not (tmp_path / "home").exists()
 
 
-def test_what_is_no_library_is_told(tmp_path: Path) -> None:
-    (tmp_path / "kernels.so").write_bytes(b"#!/bin/sh")
-    with pytest.raises(NativeUnavailable, match=r"kernels.so cannot be loaded"):
-        NativeKernels(tmp_path / "kernels.so")
-
-
 def test_changed_logits_bring_the_model_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: NativeKernels
 ) -> None:

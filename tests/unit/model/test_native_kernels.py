@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.model.attention import LayerCall, SingleRows
+from engine.model.native.compiler import NativeUnavailable
 from engine.model.native.kernels import HeadNorms, NativeKernels
 from tests.native import compiled_kernels
 
@@ -261,3 +263,9 @@ def check_company(kernels: NativeKernels) -> None:
             query, (pages.keys, pages.values), pages.rows([sequence], [length], [row]), output, call
         )
         assert torch.equal(output[row], every[row])
+
+
+def test_what_is_no_library_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"#!/bin/sh")
+    with pytest.raises(NativeUnavailable, match=r"kernels.so cannot be loaded"):
+        NativeKernels(tmp_path / "kernels.so")
