@@ -10,13 +10,14 @@ from pydantic_core import from_json
 from server.errors import invalid, shown
 
 # The parser makes an object of each and holds the interpreter meanwhile: several hundred milliseconds for as
-# many as a large body has room for. Conversations with thousands of messages and tools have fewer.
+# many as a large body has room for. Conversations with thousands of messages and tools have fewer parts, and
+# the longest prompts of token ids fewer values.
 MAX_PARTS = 200_000
+MAX_VALUES = 1_200_000
 
-_MARKS = (b"[", b"{", b":")
-_QUOTE = ord('"')
+_PART, _COMMA, _QUOTE = b"[{:", ord(","), ord('"')
 # Possessive, so that a string of any length is read without remembering its way.
-_MARK_OR_STRING = re.compile(rb'[\[{:]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_MARK_OR_STRING = re.compile(rb'[\[{:,]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -24,8 +25,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
     Raises ApiError. Takes up to some 100 ms for a body of the default limit.
     """
-    if has_too_many_parts(body):
-        raise invalid(f"The body holds more than {MAX_PARTS} lists, objects and keys.")
+    if (too_many := find_too_many(body)) is not None:
+        raise invalid(f"The body holds {too_many}.")
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -36,13 +37,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return data
 
 
-def has_too_many_parts(json: bytes) -> bool:
-    """Whether `json` holds more than `MAX_PARTS` lists, objects and keys; those that text spells are none."""
-    if sum(map(json.count, _MARKS)) <= MAX_PARTS:
-        return False
-    num_parts = 0
+def find_too_many(json: bytes) -> str | None:
+    """What `json` holds more of than is read, None if nothing; whatever text spells does not count."""
+    marks = {mark: json.count(mark) for mark in b"[{:,"}
+    if marks[_COMMA] <= MAX_VALUES and sum(marks[mark] for mark in _PART) <= MAX_PARTS:
+        return None
+    num_parts = num_values = 0
     for found in _MARK_OR_STRING.finditer(json):
-        num_parts += json[found.start()] != _QUOTE
+        mark = json[found.start()]
+        num_values += mark == _COMMA
+        num_parts += mark in _PART
         if num_parts > MAX_PARTS:
-            return True
-    return False
+            return f"more than {MAX_PARTS} lists, objects and keys"
+        if num_values > MAX_VALUES:
+            return f"more than {MAX_VALUES} values"
+    return None

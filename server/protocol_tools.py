@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import from_json
 
-from server.json_body import MAX_PARTS, has_too_many_parts
+from server.json_body import find_too_many
 from server.protocol_values import MAX_SCHEMA_CHARS, check_num_values, depths_of, refuse
 
 MAX_TOOLS = 128
@@ -68,8 +68,8 @@ def check_arguments(value: object) -> dict[str, Any]:
     """The arguments of an earlier call: the text of a JSON object; none at all is an empty one."""
     if not isinstance(value, str):
         refuse("must be a string that holds a JSON object")
-    if has_too_many_parts(value.encode("utf-8", "replace")):
-        refuse(f"holds more than {MAX_PARTS} lists, objects and keys")
+    if (too_many := find_too_many(value.encode("utf-8", "replace"))) is not None:
+        refuse(f"holds {too_many}")
     try:
         arguments = from_json(value, allow_inf_nan=False) if value.strip() else {}
     except ValueError:

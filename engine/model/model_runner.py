@@ -24,6 +24,7 @@ from engine.speculation.verifier import make_verifier
 
 _WARM_UP_TOKENS = 64
 _WARM_UP_SEQUENCES = 8
+_WARM_UP_VERIFIED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,13 @@ class ModelRunner:
             Part(tokens, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))
             for row in range(_WARM_UP_SEQUENCES)
         ]
-        for step in ([parts[0]._replace(first=0)], parts, parts[:1]):
+        steps = [[parts[0]._replace(first=0)], parts, parts[:1]]
+        if kv.device.type == "cuda":  # where drafts, and a context that many read, have kernels of their own
+            longest = min(length * _WARM_UP_SEQUENCES, self._forward.loaded.max_model_len)
+            every_block = range(num_blocks * _WARM_UP_SEQUENCES)
+            steps.append([parts[0]._replace(first=max(0, length - _WARM_UP_VERIFIED))])
+            steps.append([Part([0] * longest, longest - 1, longest, every_block)])
+        for step in steps:
             for temperature in (0.0, 1.0):
                 inputs = pack_step(step, block_size, temperature=temperature)
                 self._sampler.sample(self._forward(inputs, kv), inputs.sampling)

@@ -38,7 +38,7 @@ RUNS = 5
 REPEATS = 10
 # The layers of a case are read one after another, and together hold this much: no cache keeps them.
 COLD_BYTES = 1 << 30
-MOST_LAYERS = 32
+MOST_LAYERS = 64
 
 
 class Case:

@@ -245,7 +245,7 @@ async def test_it_shows_and_speculation_changes_nothing(
         words = await said(servers, path, mode)
         beside = {**basics, **row.beside(words)}
         for value in row.good if row.is_good_anywhere and mode == "seeded" else ():
-            await servers.ask(path, {**basics, "max_tokens": 16, **row.needs, row.name: value})
+            await servers.ask(path, {**basics, "max_tokens": 8, **row.needs, row.name: value})
         if row.shows is None or mode not in row.modes:
             continue
         shown = {**beside, **row.shows(words)}

@@ -89,6 +89,7 @@ def test_any_number_of_runs(processors: int, window: int | None) -> None:
     chunks = [Chunk(700), Chunk(130), Chunk(1), Chunk(600, 5), random_tree(np.random.default_rng(3), 620, 18)]
     check(Noise(chunks, LayerKv(1, 16, 16, window), heads_of_each=2), processors)
     if processors == 1000:
+        check(Noise([Chunk(2400)], LayerKv(1, 16, 16, window), heads_of_each=2), processors)
         check(Noise([Chunk(2060, 60)], LayerKv(1, 16, 16, window), heads_of_each=2), processors)
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from server.json_body import MAX_PARTS
+from server.json_body import MAX_PARTS, MAX_VALUES
 from server.protocol_values import MAX_SCHEMA_CHARS, MAX_TOKEN_IDS
 from tests.e2e.http_server import server_url
 from tests.e2e.real_engine import real_engine
@@ -60,6 +60,7 @@ def call(arguments: str) -> dict[str, Any]:
 SERVED = "text_completion"
 LONG = "context_length_exceeded"
 PARTS = f"more than {MAX_PARTS} lists, objects and keys"
+VALUES = f"more than {MAX_VALUES} values"
 QUEUE = "generations at once; the queue holds"
 CHARS = f"more than {MAX_SCHEMA_CHARS} characters"
 IDS = f"at most {MAX_TOKEN_IDS} items"
@@ -100,8 +101,9 @@ LISTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "out of range",
     ),
     "a large number": (COMPLETIONS, lambda: completion(seed=2**64), "seed"),
-    "token ids": (COMPLETIONS, lambda: filled('{"prompt":[', "1", "]}"), LONG),
-    "prompts": (COMPLETIONS, lambda: filled('{"prompt":[', '"a"', "]}"), QUEUE),
+    "token ids": (COMPLETIONS, lambda: filled('{"prompt":[', "1", "]}"), VALUES),
+    "a million token ids": (COMPLETIONS, lambda: completion(prompt=[1] * 10**6), LONG),
+    "prompts": (COMPLETIONS, lambda: filled('{"prompt":[', '"a"', "]}"), VALUES),
     "prompts of ids": (COMPLETIONS, lambda: filled('{"prompt":[', "[1]", "]}"), PARTS),
     "a hundred thousand prompts": (COMPLETIONS, lambda: completion(prompt=[[1]] * 10**5), QUEUE),
     "prompts and choices": (COMPLETIONS, lambda: completion(prompt=["a"] * 1000, n=128), QUEUE),
@@ -123,15 +125,16 @@ LISTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: completion(logit_bias={str(i): 1 for i in range(10**5)}),
         "at most 1024",
     ),
-    "stop strings": (COMPLETIONS, lambda: filled('{"prompt":"a","stop":[', '"a"', "]}"), "the limit is 16"),
-    "stop ids": (COMPLETIONS, lambda: filled('{"prompt":"a","stop_token_ids":[', "5", "]}"), IDS),
+    "stop strings": (COMPLETIONS, lambda: filled('{"prompt":"a","stop":[', '"a"', "]}"), VALUES),
+    "a million stop strings": (COMPLETIONS, lambda: completion(stop=["a"] * 10**6), "the limit is 16"),
+    "stop ids": (COMPLETIONS, lambda: completion(stop_token_ids=[5] * (MAX_TOKEN_IDS + 1)), IDS),
     "a million stop ids": (COMPLETIONS, lambda: completion(stop_token_ids=[5] * 10**6), SERVED),
     "a million allowed ids": (
         COMPLETIONS,
         lambda: completion(allowed_token_ids=[5, 6] * 500_000),
         "text_completion",
     ),
-    "ids to be text": ("/detokenize", lambda: filled('{"tokens":[', "5", "]}"), IDS),
+    "ids to be text": ("/detokenize", lambda: filled('{"tokens":[', "5", "]}"), VALUES),
     "tools": (CHAT, lambda: filled('{"messages":[],"tools":[', json.dumps(tool({})), "]}"), PARTS),
     "a tool's values": (CHAT, lambda: chat(tools=[tool({"type": "object", "x": [1] * 10**6})]), CHARS),
     "a tool's text": (

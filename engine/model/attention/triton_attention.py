@@ -17,6 +17,7 @@ from engine.model.attention.triton_tables import StepTables
 from engine.model.attention.triton_tile import TritonTile, padded
 from engine.model.attention.triton_work import KEY_STEP, HeadShape, TileKind, Workforce
 from engine.model.kv_tensors import KvTensors
+from engine.model.layer_kv import LayerKv
 from engine.outputs import StepInputs
 
 _LOG2_E = math.log2(math.e)
@@ -65,6 +66,7 @@ class TritonStep:
         self._gpu = gpu
         self._tables = tables
         self._kv = kv
+        self._tiles: dict[tuple[str, int, LayerKv, bool, bool], TritonTile] = {}
         self._kinds = Workforce.of(gpu.processors, kv.dtype.itemsize).kinds
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -124,7 +126,11 @@ class TritonStep:
     ) -> None:
         """One launch: the tiles of one kind, to `targets` (output, partial sums, partial weights)."""
         arrays, layer = self._tables.arrays, call.layer
-        tile = self._tile(kind, query.shape[1], call)
+        shape = self._kv.layers[layer]
+        what = kind.name, query.shape[1], shape, call.window is None, call.softcap is None
+        tile = self._tiles.get(what)
+        if tile is None:
+            tile = self._tiles[what] = self._tile(kind, query.shape[1], call)
         scale, cap = call.scaling * _LOG2_E, 0.0
         if call.softcap is not None:
             scale, cap = call.scaling / call.softcap, call.softcap * _LOG2_E

@@ -33,21 +33,39 @@ def _load_rows(tensor, rows, wanted, DIM: tl.constexpr, PADDED: tl.constexpr, MA
 
 
 @triton.jit
-def _visible(key, wanted, rows, sequence, window, TILE: tl.constexpr):
-    """Which of the `wanted` places `key` in the sequence each row sees: [rows, keys]."""
+def _tree_word(tree_row, word, tree_bits, tree_words):
+    """A word of each row's bits [rows]: all ones before the newest token, and for rows of no tree."""
+    words = word + tl.zeros_like(tree_row)  # a block: the interpreter takes no mask made of scalars
+    mask = (tree_row >= 0) & (words >= 0) & (words < tree_words)
+    return tl.load(tree_bits + tree_row * tree_words + words, mask=mask, other=-1)[:, None]
+
+
+@triton.jit
+def _follows(tree_row, first_place, tree_bits, tree_words, KEYS: tl.constexpr):
+    """Which of KEYS places from `first_place` on each row follows in its tree, or is: [rows, KEYS]."""
+    tl.static_assert(KEYS <= 64)  # three words hold them, wherever they begin
+    word = first_place >> 5
+    bit = ((first_place & 31) + tl.arange(0, KEYS))[None, :]
+    first = _tree_word(tree_row, word, tree_bits, tree_words)
+    second = _tree_word(tree_row, word + 1, tree_bits, tree_words)
+    third = _tree_word(tree_row, word + 2, tree_bits, tree_words)
+    words = tl.where(bit < 32, first, tl.where(bit < 64, second, third))
+    return ((words >> (bit & 31)) & 1) != 0
+
+
+@triton.jit
+def _visible(start, wanted, rows, sequence, window, TILE: tl.constexpr):
+    """Which of the `wanted` keys from `start` on each row sees: [rows, keys]."""
     slot, position, tree_row = rows
     context, positions, tree_bits, tree_words = sequence
+    key = start + tl.arange(0, TILE.keys)
     visible = wanted[None, :] & (key[None, :] <= slot[:, None])
-    place = key - context
-    if TILE.has_trees:  # a row's bits say which of its sequence's drafts it follows
-        among_drafts = visible & (place >= 0)[None, :] & (tree_row >= 0)[:, None]
-        words = tree_bits + tree_row[:, None] * tree_words + (place // 32)[None, :]
-        bits = tl.load(words, mask=among_drafts, other=-1) >> (place % 32)[None, :]
-        visible = visible & ((bits & 1) != 0)
+    if TILE.has_trees:
+        visible = visible & _follows(tree_row, start - context, tree_bits, tree_words, TILE.keys)
     if TILE.has_window:
         if TILE.has_trees:  # the window counts depth, as positions do
-            is_new = wanted & (place >= 0)
-            key = tl.load(positions + place, mask=is_new, other=0) + tl.where(is_new, 0, key)
+            is_new = wanted & (key >= context)
+            key = tl.load(positions + key - context, mask=is_new, other=0) + tl.where(is_new, 0, key)
         visible = visible & (key[None, :] > position[:, None] - window)
     return visible
 
@@ -89,7 +107,7 @@ def _sweep(
         if TILE.has_cap:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # the hyperbolic tangent
         if MASKED:
-            scores = tl.where(_visible(key, wanted, rows, sequence, window, TILE), scores, float("-inf"))
+            scores = tl.where(_visible(start, wanted, rows, sequence, window, TILE), scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet: no inf - inf
         shrink = tl.exp2(highest - base)

@@ -131,12 +131,15 @@ def _bucket_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
 
 def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int32]:
     tree_rows = np.full(len(inputs.query_lens), -1, dtype=np.int32)
+    first_rows: dict[int, int] = {}  # by tree: sequences with drafts of one shape share it
     bits = []
     num_rows = 0
     for sequence, tree in trees.items():
-        tree_rows[sequence] = num_rows
-        bits.append(_tree_bits(tree, int(inputs.query_lens[sequence])))
-        num_rows += len(bits[-1])
+        if id(tree) not in first_rows:
+            first_rows[id(tree)] = num_rows
+            bits.append(_tree_bits(tree, int(inputs.query_lens[sequence])))
+            num_rows += len(bits[-1])
+        tree_rows[sequence] = first_rows[id(tree)]
     words = max((rows.shape[1] for rows in bits), default=1)
     return {
         "block_tables": inputs.block_tables,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 # Steps of keys that are on their way while one is worked on, itself included; more do not pay.
 _MOST_STAGES = 3
 
 
-@dataclass(frozen=True, slots=True)
+_DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class TritonTile:
     """`queries` tokens of a sequence by `heads` that share a K/V head, against `keys` positions at a time.
 
@@ -27,6 +30,11 @@ class TritonTile:
     has_cap: bool = False
     has_window: bool = False
     has_trees: bool = False
+
+    def __repr__(self) -> str:
+        """All that a kernel takes from it: by these words Triton finds what it compiled, even long ago."""
+        names = (*(field.name for field in fields(self)), *_DERIVED)
+        return f"TritonTile({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def rows(self) -> int:

@@ -109,17 +109,20 @@ class Work:
 
 def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Work:
     """The work of every token, each (token, visible key) in exactly one item."""
-    items, merges, num_partials = [], [], 0
+    items, merges, num_partials = [], [np.zeros((0, 4), dtype=np.int32)], 0
     fewest = 0
     for kind in workforce.kinds:
         is_member = (lengths.query_lens > fewest) & (lengths.query_lens <= kind.max_queries)
+        fewest = kind.max_queries
+        if not is_member.any():
+            items.append(np.zeros((0, 5), dtype=np.int32))
+            continue
         tiles = _Tiles(lengths, np.flatnonzero(is_member), kind, shape.window)
         programs = kind.programs_of_an_item(shape)
         runs = _Runs(tiles, _run_length(tiles, kind, programs, workforce.processors), num_partials)
         items.append(runs.items())
         merges.append(runs.merges())
         num_partials = runs.num_partials
-        fewest = kind.max_queries
     return Work(tuple(items), np.concatenate(merges), num_partials)
 
 

@@ -15,7 +15,7 @@ from tests.bench.sim_spec.grid import CENTRE, Row, grid_section
 from tests.bench.sim_spec.pair import SetDrafter, token_at
 from tests.bench.sim_spec.plots import plot_grid
 
-UNITS = {1: 4000, 16: 480}
+UNITS = {1: 3000, 16: 480}
 CELL = Cell(*CENTRE, num_seqs=1, schedule="async")
 
 

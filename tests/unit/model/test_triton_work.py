@@ -66,16 +66,16 @@ chunks_strategy = st.lists(
     st.builds(
         lambda context, count, is_tree: Chunk(context, count, [-1] * (count - 1) if is_tree else ()),
         st.one_of(st.integers(0, 70), st.integers(0, 9000)),
-        st.one_of(st.just(1), st.integers(2, 60), st.integers(1, 300)),
+        st.one_of(st.just(1), st.integers(2, 60), st.integers(1, 160)),
         st.booleans(),
     ),
     min_size=1,
-    max_size=8,
+    max_size=6,
 )
 windows = st.one_of(st.none(), st.integers(1, 200), st.integers(1, 9000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(chunks_strategy, windows, st.sampled_from([2, 4]), st.sampled_from([1, 16, H200]))
 def test_every_query_meets_all_that_it_sees_once(
     chunks: list[Chunk], window: int | None, itemsize: int, processors: int
@@ -95,7 +95,7 @@ def test_every_query_meets_all_that_it_sees_once(
         assert all(run.start % KEY_STEP == 0 for run in found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(chunks_strategy, windows, st.sampled_from([HeadShape(8, 2, None), HeadShape(71, 1, None)]))
 def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], window: int | None, heads: HeadShape) -> None:
     shape = heads._replace(window=window)
