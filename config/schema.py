@@ -199,7 +199,10 @@ class ServerSettings(Section):
 
     host: Text = Field("127.0.0.1", description="address to listen on")
     port: Whole = Field(8000, ge=0, le=65535, description="port to listen on; 0 = any free one")
-    api_key: Secrets = Field((), description="key a client must send; repeatable; none = open to all; shows in ps, a key file does not")
+    api_key: Secrets = Field(
+        (),
+        description="key a client must send; repeatable; none = open to all; ps shows it, not a key file",
+    )
     api_key_file: FileOrNone = Field(None, description="file with one key a line, added to the keys")
     max_queued_requests: Whole = Field(256, ge=1, description="requests that may wait")
     max_queued_tokens: Whole = Field(1_000_000, ge=1, description="prompt tokens that may wait")

@@ -68,7 +68,7 @@ def weight_files(directory: Path) -> list[Path]:
     foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if foreign:
         raise StartRefused(
-            f"{directory} cannot be loaded: {_INDEX} names {foreign[0]!r}, which is no .safetensors file in it."
+            f"{directory} cannot be loaded: {_INDEX} names {foreign[0]!r}, no .safetensors file in it."
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing or not names:

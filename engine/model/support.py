@@ -72,7 +72,7 @@ def check_supported(architecture: Architecture) -> None:
 
 
 def check_num_layers(config: PreTrainedConfig, num_tensors: int) -> None:
-    """Raise StartRefused unless there may be a tensor for each layer: building absurdly many takes for ever."""
+    """Raise StartRefused unless there may be a tensor for each layer: building absurdly many never ends."""
     num_layers = config.num_hidden_layers
     if not 1 <= num_layers <= num_tensors:
         raise StartRefused(
