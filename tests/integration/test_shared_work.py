@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from config import load_settings
-from engine import GenerationRequest, SamplingParams
+from engine import GenerationRequest, SamplingParams, build
 from engine.build import load_parts
 from engine.engine import Engine
 from engine.engine_parts import EngineParts, Executors
@@ -33,7 +33,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Load without rehearsals, and put back the number of threads, which loading sets."""
-    monkeypatch.setattr(ModelRunner, "self_check", lambda _: None)
+    monkeypatch.setattr(build, "check_forward", lambda _: None)
     monkeypatch.setattr(ModelRunner, "warm_up", lambda _: None)
     before = torch.get_num_threads()
     yield
