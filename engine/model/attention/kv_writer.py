@@ -13,7 +13,7 @@ class KvWriter:
 
     def __init__(self, inputs: StepInputs, kv: KvTensors) -> None:
         self._kv = kv
-        self._slots = torch.tensor(inputs.slot_mapping, device=kv.device)  # [num_tokens]
+        self._slot_mapping = inputs.slot_mapping
         self._rows: dict[int, torch.Tensor] = {}  # by number of KV heads
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -21,5 +21,6 @@ class KvWriter:
         num_kv_heads = key.shape[1]
         rows = self._rows.get(num_kv_heads)
         if rows is None:
-            rows = self._rows[num_kv_heads] = self._kv.rows_of(self._slots, num_kv_heads)
+            slots = torch.tensor(self._slot_mapping, device=self._kv.device)  # [num_tokens]
+            rows = self._rows[num_kv_heads] = self._kv.rows_of(slots, num_kv_heads)
         self._kv.write(layer, rows, key, value)
