@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
 from engine.batch_metrics import BatchMetrics, EngineGauges
+from engine.cpu_limit import usable_cores
 from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.engine import Engine
 from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
@@ -125,4 +126,5 @@ __all__ = [
     "settle_memory",
     "thread_stacks",
     "train_medusa_heads",
+    "usable_cores",
 ]

@@ -9,7 +9,7 @@ from engine.histogram import Distribution
 
 HORIZON_S = 60.0
 _SNAPSHOT_S = 5.0  # how finely the last minute is known
-_PHASES = ("prefill", "decode", "mixed")
+PHASES = ("prefill", "decode", "mixed")
 
 
 class Totals(NamedTuple):
@@ -113,7 +113,7 @@ class Activity(NamedTuple):
         lines.append(("tokens", f"{self.generation_tokens:,} generated ({rate}), {prompt_tokens:,} read"))
         if self.time_to_first_token.count:
             lines.append(("first token", f"after {_spread(self.time_to_first_token)}"))
-        for phase in _PHASES:
+        for phase in PHASES:
             steps = self.step_duration(phase)
             if steps.count:
                 lines.append((phase, f"{_spread(steps)} a step, {steps.count:,} in all"))

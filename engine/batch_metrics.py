@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.activity import Activity, RollingWindow, Totals
+from engine.activity import PHASES, Activity, RollingWindow, Totals
 from engine.histogram import Histogram
 from engine.outputs import BatchDecision
 from engine.request import FinishReason
@@ -71,7 +71,7 @@ class BatchMetrics:
     request_generation_tokens: Histogram = field(default_factory=_token_counts)
     request_preemptions: Histogram = field(default_factory=lambda: Histogram(PREEMPTION_BOUNDS))
     step_duration: dict[str, Histogram] = field(
-        default_factory=lambda: {phase: _token_latency() for phase in ("prefill", "decode", "mixed")}
+        default_factory=lambda: {phase: _token_latency() for phase in PHASES}
     )
     step_batched_tokens: Histogram = field(default_factory=_token_counts)
     speculation: SpecStats = field(default_factory=SpecStats)  # of all requests together
@@ -131,7 +131,8 @@ class EngineGauges:
     """What is true at this instant. A cached block is unreferenced but still holds a reusable prefix.
 
     The numbers of speculation are of late: drafts verified a round, the share of them that was right, and
-    tokens for the time of a step against what it would be without drafts. All are 0 before the first round.
+    tokens for the time of a step against what it would be without drafts. Before the first
+    round the last is 1 once the model is loaded, the others 0.
     """
 
     num_requests_running: int

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from config import Settings
-from engine import Diagnosis, StartRefused
+from engine import Diagnosis, StartRefused, usable_cores
 from server.auth import read_keys
 from server.listener import bind, is_public, url_of
-from server.machine import cpu_model, memory_bytes, num_cpus, versions
+from server.machine import cpu_model, memory_bytes, versions
 
 _PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "fastapi", "uvicorn")
 
@@ -88,7 +88,7 @@ def make_report(settings: Settings, found: Diagnosis) -> Report:
     memory = memory_bytes()
     machine = MachineFacts(
         cpu=cpu_model(),
-        num_cpus=num_cpus(),
+        num_cpus=usable_cores(),
         system=f"{platform.system()} {platform.release()}",
         memory_bytes=None if memory is None else memory[0],
         available_bytes=None if memory is None else memory[1],
