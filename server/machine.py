@@ -1,4 +1,4 @@
-"""The computer this process runs on, and what is installed: for reports."""
+"""The computer this process runs on, and what is installed: for reports. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine import usable_cores
-
 
 def machine() -> dict[str, object]:
     """The computer as plain data."""
     return {
         "cpu": cpu_model(),
-        "num_cpus": usable_cores(),
+        "num_cpus": num_cpus(),
         "system": f"{platform.system()} {platform.release()}",
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
@@ -41,6 +39,11 @@ def cpu_model() -> str:
         lines = []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def num_cpus() -> int:
+    """How many cores this process may run on; a quota of their time not counted."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> tuple[int, int] | None:
