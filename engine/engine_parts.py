@@ -67,6 +67,26 @@ class StepRunner(Protocol):
         ...
 
 
+class LaunchedStep(Protocol):
+    """A step that the device may still be at work on."""
+
+    def wait(self) -> StepResult:
+        """Its result, once it is there; on any one thread, once. Raises what `run` raises."""
+        ...
+
+
+class AheadRunner(StepRunner, Protocol):
+    """A runner whose device works on while the host thinks: a step may be launched before the last is read.
+
+    Both methods are called on the target thread only. Steps run on the device in the order they were
+    launched; an error may come from `launch` or from `wait`.
+    """
+
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
+        """Start a step and come back without waiting for it; `inputs.previous_rows` are of the last launch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.

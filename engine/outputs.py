@@ -137,6 +137,10 @@ class StepInputs:
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`: a
     device block that is saved may be scrubbed and reused in the same step, but a host block that `swap_in`
     reads must not be a target of `swap_out`.
+
+    A step that is launched before the last one's tokens were read does not know them: `previous_rows` has for
+    such a token the row, of the step launched just before, that draws it, and -1 for a known one. Its entry
+    of `token_ids` is 0.
     """
 
     token_ids: Int64  # [N]
@@ -154,6 +158,7 @@ class StepInputs:
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
     swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
+    previous_rows: Int64 | None = None  # [N], None when every token is known
 
 
 @dataclass(frozen=True, slots=True)

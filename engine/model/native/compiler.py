@@ -1,4 +1,4 @@
-"""From kernels.cpp to a shared library in the cache: one second once, then nothing."""
+"""From kernels.cpp and its headers to a shared library in the cache: one second once, then nothing."""
 
 from __future__ import annotations
 
@@ -105,5 +105,7 @@ def _seal(content: bytes) -> bytes:
 
 
 def _file_name() -> str:
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()
-    return f"kernels-{digest[:16]}.so"
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        digest.update(file.read_bytes())
+    return f"kernels-{digest.hexdigest()[:16]}.so"
