@@ -83,7 +83,7 @@ class AheadRunner(StepRunner, Protocol):
     """
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        """Start a step and come back without waiting for it; `inputs.previous_rows` are of the last launch."""
+        """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch."""
         ...
 
 
