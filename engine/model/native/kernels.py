@@ -29,6 +29,17 @@ class _Rotation(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("kind", _Index),
+        *((name, _Pointer) for name in ("packed", "scales", "bias")),
+        *((name, _Index) for name in ("out", "k")),
+    )
+
+
+_BFLOAT16 = 0  # kinds of products, as products.h numbers them
+
+
 class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in ("query", "keys", "values", "rows", "sequences", "lengths")),
@@ -62,7 +73,7 @@ class NativeKernels:
         except OSError as error:
             raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
         self._pack = _function(loaded, "slip_pack", _Pointer, _Pointer, _Index, _Index)
-        self._linear = _function(loaded, "slip_linear", *[_Pointer] * 4, *[_Index] * 3)
+        self._linear = _function(loaded, "slip_linear", ctypes.POINTER(_Product), _Pointer, _Pointer, _Index)
         self._rms_norm = _function(loaded, "slip_rms_norm", *[_Pointer] * 3, _Index, _Index, _Float)
         self._silu_mul = _function(loaded, "slip_silu_mul", _Pointer, _Pointer, _Index, _Index)
         self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(_Rotation))
@@ -89,7 +100,8 @@ class NativeKernels:
         """x [n, in] times the weights that were packed, plus `bias` [out]: [n, out]."""
         y = x.new_empty(x.shape[0], packed.shape[0])
         address = None if bias is None else bias.data_ptr()
-        self._linear(x.data_ptr(), packed.data_ptr(), address, y.data_ptr(), x.shape[0], *packed.shape)
+        product = _Product(_BFLOAT16, packed.data_ptr(), None, address, *packed.shape)
+        self._linear(product, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

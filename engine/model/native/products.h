@@ -11,9 +11,36 @@ constexpr int TILE = 12;          // rows of x in one tile: 24 sums fill the reg
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-// y[M, 32] = x[M, k] times one panel, plus bias.
+enum Kind : Index { BFLOAT16 = 0 };
+
+}  // namespace
+
+extern "C" {
+
+struct Product {       // a linear layer; kernels.py mirrors it
+  Index kind;          // a Kind: what `packed` is, and how it is multiplied
+  const void* packed;  // out / PANEL panels, one after the other
+  const void* scales;  // null where the kind has none
+  const bf16* bias;    // [out], null for none
+  Index out, k;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Rows that a product is taken of, all of them or some: x [n, k] to y [n, out], plus `residual` [n, out] if any,
+// which may be y. The product is rounded before that is added.
+struct Rows {
+  const bf16* x;
+  bf16* y;
+  const bf16* residual;
+  Index n;
+};
+
+// y[M, 32] = x[M, k] times one panel, plus bias [32] and residual[M, 32], null for none.
 template <int M>
-void tile(const bf16* x, const bf16* panel, const bf16* bias, bf16* y, Index k, Index out) {
+void tile(const bf16* x, const bf16* panel, const bf16* bias, const bf16* residual, bf16* y, Index k, Index out) {
   __m512 sums[M][2];
   for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
   for (Index j = 0; j < k / 2; j++) {
@@ -30,23 +57,48 @@ void tile(const bf16* x, const bf16* panel, const bf16* bias, bf16* y, Index k, 
     for (int half = 0; half < 2; half++) {
       __m512 v = sums[i][half];
       if (bias) v = _mm512_add_ps(v, load(bias + 16 * half));
+      if (residual) v = _mm512_add_ps(rounded(v), load(residual + i * out + 16 * half));
       store(y + i * out + 16 * half, v);
     }
 }
 
 template <int M>
-void tile_of(Index rows, const bf16* x, const bf16* panel, const bf16* bias, bf16* y, Index k, Index out) {
+void tile_of(Index rows, const bf16* x, const bf16* panel, const bf16* bias, const bf16* residual, bf16* y, Index k,
+             Index out) {
   if (rows == M)
-    tile<M>(x, panel, bias, y, k, out);
+    tile<M>(x, panel, bias, residual, y, k, out);
   else if constexpr (M > 1)
-    tile_of<M - 1>(rows, x, panel, bias, y, k, out);
+    tile_of<M - 1>(rows, x, panel, bias, residual, y, k, out);
 }
 
-void times_panel(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, Index first, Index stop, Index p,
-                 Index k, Index out) {
+// Rows [first, stop) times panel `p`: 32 columns of y. The one place that knows kinds of weights apart.
+void times_panel(const Product& w, const Rows& rows, Index first, Index stop, Index p) {
+  const bf16* panel = (const bf16*)w.packed + p * PANEL * w.k;
   for (Index i = first; i < stop; i += TILE)
-    tile_of<TILE>(std::min<Index>(TILE, stop - i), x + i * k, weight + p * PANEL * k,
-                  bias ? bias + p * PANEL : nullptr, y + i * out + p * PANEL, k, out);
+    tile_of<TILE>(std::min<Index>(TILE, stop - i), rows.x + i * w.k, panel, w.bias ? w.bias + p * PANEL : nullptr,
+                  rows.residual ? rows.residual + i * w.out + p * PANEL : nullptr, rows.y + i * w.out + p * PANEL, w.k,
+                  w.out);
+}
+
+// Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
+template <class Work>
+void for_panels(Index n, Index panels, Work work) {
+  if (n <= ROW_BLOCK) {
+#pragma omp for schedule(static)
+    for (Index p = 0; p < panels; p++) work(0, n, p);
+    return;
+  }
+  const Index row_blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK, panel_blocks = (panels + PANEL_BLOCK - 1) / PANEL_BLOCK;
+#pragma omp for schedule(dynamic, 1) collapse(2)
+  for (Index b = 0; b < row_blocks; b++)
+    for (Index q = 0; q < panel_blocks; q++)
+      for (Index p = q * PANEL_BLOCK; p < std::min(panels, (q + 1) * PANEL_BLOCK); p++)
+        work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p);
+}
+
+// For every thread of a team, with a barrier behind it.
+void product_in_team(const Product& w, const Rows& rows) {
+  for_panels(rows.n, w.out / PANEL, [&](Index first, Index stop, Index p) { times_panel(w, rows, first, stop, p); });
 }
 
 }  // namespace
@@ -62,20 +114,10 @@ void slip_pack(const bf16* weight, bf16* packed, Index out, Index k) {
         memcpy(packed + p * PANEL * k + j * 2 * PANEL + 2 * r, weight + (p * PANEL + r) * k + 2 * j, 4);
 }
 
-// y [n, out] = x [n, k] times packed weights, plus bias [out], null for none.
-void slip_linear(const bf16* x, const bf16* packed, const bf16* bias, bf16* y, Index n, Index out, Index k) {
-  const Index panels = out / PANEL;
-  if (n <= ROW_BLOCK) {
-#pragma omp parallel for schedule(static)
-    for (Index p = 0; p < panels; p++) times_panel(x, packed, bias, y, 0, n, p, k, out);
-    return;
-  }
-  const Index row_blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK, panel_blocks = (panels + PANEL_BLOCK - 1) / PANEL_BLOCK;
-#pragma omp parallel for schedule(dynamic, 1) collapse(2)
-  for (Index b = 0; b < row_blocks; b++)
-    for (Index q = 0; q < panel_blocks; q++)
-      for (Index p = q * PANEL_BLOCK; p < std::min(panels, (q + 1) * PANEL_BLOCK); p++)
-        times_panel(x, packed, bias, y, b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p, k, out);
+// y [n, out] = x [n, k] times the product's weights, plus its bias.
+void slip_linear(const Product* w, const bf16* x, bf16* y, Index n) {
+#pragma omp parallel
+  product_in_team(*w, {x, y, nullptr, n});
 }
 
 }  // extern "C"
