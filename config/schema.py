@@ -139,7 +139,9 @@ class SchedulerSettings(Section):
     max_num_seqs: Whole = Field(64, ge=1, le=2**16, description="most sequences running at once")
     max_num_batched_tokens: Whole = Field(2048, ge=1, le=2**20, description="most tokens in one step")
     max_prefill_tokens: WholeOrAuto = Field(
-        None, ge=1, description="most prompt tokens in one step; auto = max-num-batched-tokens"
+        None,
+        ge=1,
+        description="most prompt tokens in one step; auto = the budget, less beside running streams",
     )
     max_decode_seqs: WholeOrAuto = Field(
         None, ge=1, description="most sequences decoding in one step; auto = max-num-seqs"

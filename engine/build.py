@@ -27,7 +27,11 @@ from engine.part_kinds import PLAIN_PARTS, PartKinds
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
-from engine.speculation.speculative_decoder import SpeculativeDecoder
+from engine.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.text.tokenizer import Tokenizer
+
+# Where the user leaves it to us: with prompts computed beside them, streams go on at seven tokens a second.
+_GAP_LIMIT_S = 0.15
 
 
 def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EngineParts:
@@ -37,20 +41,37 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
     tokenizer = kinds.tokenizer(directory, read_chat_template(settings))
     loaded = load_model(directory, settings.model)
-    block_size = settings.cache.kv_block_size
-    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
-    num_blocks = count_kv_blocks(settings, loaded, block_bytes)
-    num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
-    sampler = kinds.sampler(loaded.vocab_size, loaded.device)
-    sources = tuple(
-        replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size))
-        for source in load_sources(settings, loaded, directory, num_blocks * block_bytes)
-    )
+    block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.dtype)
+    kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
+    sources = load_sources(settings, loaded, directory, kv_bytes)
     if loaded.rewindable:
         check_forward(PackedForward(loaded))
         loaded = with_kernels(
             loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
         )
+    return put_together(settings, loaded, tokenizer, sources, kinds)
+
+
+def put_together(
+    settings: Settings,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    sources: tuple[DraftSource, ...] = (),
+    kinds: PartKinds = PLAIN_PARTS,
+) -> EngineParts:
+    """Everything around a model that is in memory, as are the models that draft for it, ready for requests.
+
+    On the thread that will run it. Raises StartRefused where the K/V does not fit.
+    """
+    block_size = settings.cache.kv_block_size
+    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
+    num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
+    num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
+    sampler = kinds.sampler(loaded.vocab_size, loaded.device)
+    sources = tuple(
+        replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size)) for source in sources
+    )
+    if loaded.rewindable:
         for_drafts = ForDrafts(
             verification=settings.speculation.draft_verification,
             keeps_features=any(source.drafter.reads_features for source in sources),
@@ -183,6 +204,7 @@ def make_batcher(
         prefix_caching=settings.cache.prefix_caching and kv.can_rewind,
         preemption=scheduler.preemption if kv.can_rewind else "recompute",
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
+        gap_limit_s=_GAP_LIMIT_S if scheduler.max_prefill_tokens is None else None,
     )
     policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
     return kind(config, kv, policy, decoder=decoder)

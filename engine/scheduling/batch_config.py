@@ -12,7 +12,8 @@ class BatchConfig:
     """The limits of a step and of a sequence, each at least 1; StartRefused otherwise.
 
     A budget smaller than `max_num_seqs` is allowed: running requests take turns then. `preemption` and
-    `max_preemptions` are explained at PreemptionPolicy.
+    `max_preemptions` are explained at PreemptionPolicy. `gap_limit_s` is how long a step should take at most
+    while requests wait for their next token in it; None is no limit.
     """
 
     max_num_seqs: int
@@ -24,6 +25,7 @@ class BatchConfig:
     preemption: str = "recompute"
     max_preemptions: int = 8
     kv_block_bytes: int = 0  # what swapping a block moves
+    gap_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         for limit in fields(self):

@@ -27,6 +27,7 @@ from engine.scheduling.token_budget import TokenBudget
 from engine.speculation.draft_tape import DraftedToken
 from engine.speculation.speculative_decoder import SpeculativeDecoder
 
+_LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
 _Chunk = tuple[Request, int, int]  # with the tokens that this step computes, and those it lacks
 
 
@@ -214,8 +215,21 @@ class ContinuousBatcher:
             chosen = self._seats.take_turns(running, limit)
         decodes = chosen
         budget.take_decodes(len(decodes))
+        if decodes:
+            self._keep_gap_short(budget)
         chunks = self._chunk(prefills, budget)
         return self._decide(decodes, chunks, budget)
+
+    def _keep_gap_short(self, budget: TokenBudget) -> None:
+        """Leave prefill and drafts what the step has time for by what steps cost, but always some.
+
+        Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
+        the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
+        """
+        if self.config.gap_limit_s is not None:
+            fitting = self.costs.prefill_tokens_within(self.config.gap_limit_s, budget.num_decode_tokens)
+            if fitting is not None:
+                budget.limit_others(max(fitting, _LEAST_CHUNK))
 
     def _reserve(self, prefills: list[Request]) -> int:
         """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.

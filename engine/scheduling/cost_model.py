@@ -8,6 +8,7 @@ from engine.request import Request
 
 _MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
 _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
+_LONG_CHUNK = 64  # prefill tokens from which one step alone tells what they cost
 _SWEEPS = 24
 _MAX_SURPRISE = 4.0  # a step counts as so many times the expected at most: a stall is no cost
 
@@ -47,7 +48,8 @@ class CostModel:
                 row[column] = _MEMORY * row[column] + value * other
         self._times = [_MEMORY * old + value * seconds for old, value in zip(self._times, step, strict=True)]
         self._num_steps += 1
-        if self._num_steps == _FIRST_FIT or self._num_steps % _FIT_EVERY == 0:
+        is_telling = num_prefill_tokens >= _LONG_CHUNK and self.is_known
+        if is_telling or self._num_steps == _FIRST_FIT or self._num_steps % _FIT_EVERY == 0:
             self._fit()
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
@@ -71,6 +73,13 @@ class CostModel:
             return None
         fixed, prefill, decode = self._costs
         return fixed + prefill * num_prefill_tokens + decode * num_decode_tokens
+
+    def prefill_tokens_within(self, seconds: float, num_decodes: int) -> int | None:
+        """How many prompt tokens fit a step of so many decodes and `seconds`; None while unknown."""
+        step = self.step_s(0, num_decodes)
+        if step is None or self._costs[1] <= 0:
+            return None
+        return max(0, int((seconds - step) / self._costs[1]))
 
     def prefill_s(self, num_tokens: int) -> float | None:
         """Seconds that computing so many prompt tokens adds to steps that run anyway; None while unknown."""

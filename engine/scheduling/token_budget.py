@@ -37,6 +37,10 @@ class TokenBudget:
         """Spend one token for each decoding sequence, within `decode_limit`."""
         self.num_decode_tokens += num_seqs
 
+    def limit_others(self, num_tokens: int) -> None:
+        """Let prefill and drafts together take at most that many beside the decodes, which were taken."""
+        self._max_tokens = min(self._max_tokens, self.num_decode_tokens + num_tokens)
+
     def take_chunk(self, wanted: int) -> int:
         """Spend up to `wanted` tokens on one prefill chunk; how many it got."""
         granted = min(wanted, self.prefill_left)

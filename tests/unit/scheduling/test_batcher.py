@@ -286,3 +286,35 @@ def test_limits_below_one_stop_the_start(position: int) -> None:
     limits[names[position]] = 0
     with pytest.raises(StartRefused, match=r"max-[a-z-]+ is 0: it must be at least 1"):
         BatchConfig(**limits)
+
+
+def learn_costs(batcher: ContinuousBatcher) -> None:
+    """Steps of 10 ms, and 1 ms more for each prompt token."""
+    for step in range(40):
+        tokens = 64 * (step % 2)
+        batcher.costs.observe(tokens, 4, 0.01 + 0.001 * tokens)
+
+
+def test_a_prompt_beside_decodes_is_cut_to_the_time_that_a_step_may_take() -> None:
+    batcher = make_batcher(num_blocks=200, max_model_len=400, max_num_batched_tokens=256, gap_limit_s=0.11)
+    runner = start_decoding(batcher, 2)
+    learn_costs(batcher)
+    batcher.add(make_request("long", 240, arrival=9, max_tokens=4))
+    chunks = [shape_of(run_step(batcher, runner)[0])[2] for _ in range(3)]
+    assert chunks[0] == pytest.approx(("long", 0, 100, False), abs=1)
+    assert [chunk[2] for chunk in chunks] == [chunks[0][2], chunks[0][2], 240 - 2 * chunks[0][2]]
+
+
+def test_with_nobody_to_wait_for_a_token_a_prompt_gets_the_whole_budget() -> None:
+    batcher = make_batcher(num_blocks=200, max_model_len=400, max_num_batched_tokens=256, gap_limit_s=0.11)
+    learn_costs(batcher)
+    batcher.add(make_request("long", 240, max_tokens=4))
+    assert shape_of(batcher.step()) == [("long", 0, 240, True)]
+
+
+def test_a_machine_that_is_too_slow_for_the_gap_still_computes_prompts() -> None:
+    batcher = make_batcher(num_blocks=200, max_model_len=400, max_num_batched_tokens=256, gap_limit_s=0.001)
+    start_decoding(batcher, 2)
+    learn_costs(batcher)
+    batcher.add(make_request("long", 240, arrival=9, max_tokens=4))
+    assert shape_of(batcher.step())[2] == ("long", 0, 64, False)

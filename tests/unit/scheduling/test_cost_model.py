@@ -100,3 +100,19 @@ def test_a_request_that_may_stop_early_is_given_the_benefit_of_the_doubt(
         max_tokens=11, stop=stop, stop_token_ids=frozenset(stop_token_ids), min_tokens=min_tokens
     )
     assert request.least_output_tokens == least
+
+
+def test_the_prompt_tokens_that_fit_a_step_are_what_its_decodes_leave() -> None:
+    assert CostModel().prefill_tokens_within(0.15, 4) is None
+    model = trained()
+    assert model.prefill_tokens_within(0.15, 60) == pytest.approx(1000, rel=0.02)
+    assert model.prefill_tokens_within(0.03, 60) == 0
+
+
+def test_one_long_chunk_tells_its_cost_at_once() -> None:
+    model = CostModel()
+    for _ in range(9):
+        model.observe(0, 1, 0.01)
+    assert model.prefill_tokens_within(0.15, 1) is None, "no prompt was computed yet"
+    model.observe(512, 1, 0.03)
+    assert model.prefill_s(512) == pytest.approx(0.02, rel=0.2)

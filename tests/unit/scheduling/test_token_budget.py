@@ -24,3 +24,13 @@ def test_prefill_has_its_own_limit() -> None:
     budget.take_decodes(6)
     assert budget.prefill_left == 1
     assert budget.take_chunk(3) == 1
+
+
+def test_prefill_and_drafts_share_what_is_left_to_them_beside_decodes() -> None:
+    budget = TokenBudget(max_tokens=64, max_prefill=64, max_decodes=64)
+    budget.take_decodes(4)
+    budget.limit_others(10)
+    assert budget.take_chunk(7) == 7
+    assert (budget.prefill_left, budget.drafts_left) == (3, 3)
+    budget.limit_others(100)
+    assert budget.prefill_left == 3, "a limit is never raised"
