@@ -11,44 +11,13 @@ import torch
 
 from engine.model.attention import LayerCall, SingleRows
 from engine.model.native.compiler import NativeUnavailable
+from engine.model.native.packed_weights import PackedWeights
+from engine.model.native.records import BFLOAT16, FLOAT, INDEX, POINTER, Attention, Product, Rotation
 
 PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
 MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
-
-_Pointer, _Index, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Rotation(ctypes.Structure):
-    _fields_ = (
-        *((name, _Pointer) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
-        *((name, _Pointer) for name in ("query", "keys", "values", "slots")),
-        *((name, _Index) for name in ("n", "heads", "kv_heads", "dim", "block_size")),
-        ("eps", _Float),
-    )
-
-
-class _Product(ctypes.Structure):
-    _fields_ = (
-        ("kind", _Index),
-        *((name, _Pointer) for name in ("packed", "scales", "bias")),
-        *((name, _Index) for name in ("out", "k")),
-    )
-
-
-_BFLOAT16 = 0  # kinds of products, as products.h numbers them
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, _Pointer) for name in ("query", "keys", "values", "rows", "sequences", "lengths")),
-        *((name, _Pointer) for name in ("tables", "output")),
-        *((name, _Index) for name in ("n", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
-        *((name, _Index) for name in ("longest", "window")),
-        ("scale", _Float),
-        ("softcap", _Float),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +41,15 @@ class NativeKernels:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
             raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
-        self._pack = _function(loaded, "slip_pack", _Pointer, _Pointer, _Index, _Index)
-        self._linear = _function(loaded, "slip_linear", ctypes.POINTER(_Product), _Pointer, _Pointer, _Index)
-        self._rms_norm = _function(loaded, "slip_rms_norm", *[_Pointer] * 3, _Index, _Index, _Float)
-        self._silu_mul = _function(loaded, "slip_silu_mul", _Pointer, _Pointer, _Index, _Index)
-        self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(_Rotation))
-        self._attend = _function(loaded, "slip_attend", ctypes.POINTER(_Attention))
+        self._pack = _function(loaded, "slip_pack", POINTER, POINTER, INDEX, INDEX)
+        self._linear = _function(loaded, "slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
+        self._rms_norm = _function(loaded, "slip_rms_norm", *[POINTER] * 3, INDEX, INDEX, FLOAT)
+        self._silu_mul = _function(loaded, "slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
+        self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(Rotation))
+        self._attend = _function(loaded, "slip_attend", ctypes.POINTER(Attention))
         # Two OpenMP libraries would have two sets of threads, each waiting for work on all cores.
         threads = _function(loaded, "slip_num_threads")
-        threads.restype = _Index
+        threads.restype = INDEX
         if threads() != torch.get_num_threads():
             raise NativeUnavailable(f"{library.name} shares no OpenMP library with torch")
 
@@ -89,19 +58,17 @@ class NativeKernels:
         """True for weights [out, in] that `pack` takes."""
         return weight.dtype is torch.bfloat16 and weight.shape[0] % PANEL == 0 and weight.shape[1] % 2 == 0
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Weights [out, in] in the order that `linear` reads them in, as many numbers."""
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
+        """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
         weight = weight.contiguous()
         packed = torch.empty_like(weight)
         self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
-        return packed
+        return PackedWeights(BFLOAT16, packed, None, bias, *weight.shape)
 
-    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [n, in] times the weights that were packed, plus `bias` [out]: [n, out]."""
-        y = x.new_empty(x.shape[0], packed.shape[0])
-        address = None if bias is None else bias.data_ptr()
-        product = _Product(_BFLOAT16, packed.data_ptr(), None, address, *packed.shape)
-        self._linear(product, x.data_ptr(), y.data_ptr(), x.shape[0])
+    def linear(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
+        """x [n, in] times the weights, plus their bias: [n, out]."""
+        y = x.new_empty(x.shape[0], weights.out)
+        self._linear(weights.record, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -136,7 +103,7 @@ class NativeKernels:
         n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty(n, heads, dim)
         self._rotate(
-            _Rotation(
+            Rotation(
                 qkv.data_ptr(),
                 rotation[0].data_ptr(),
                 rotation[1].data_ptr(),
@@ -162,7 +129,7 @@ class NativeKernels:
         _, kv_heads, block_size, dim = keys.shape
         query = query.contiguous()
         self._attend(
-            _Attention(
+            Attention(
                 *(tensor.data_ptr() for tensor in (query, keys, values)),
                 *(tensor.data_ptr() for tensor in (rows.rows, rows.sequences, rows.lengths, rows.tables)),
                 output.data_ptr(),

@@ -28,8 +28,8 @@ class NativeLinear(nn.Module):
         weights = [linear.weight.detach() for linear in linears]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
-        self._packed = kernels.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
-        self._bias = _joined_bias(linears)
+        together = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.weights = kernels.pack(together, _joined_bias(linears))
 
     @staticmethod
     def fits(*linears: nn.Module) -> bool:
@@ -39,7 +39,7 @@ class NativeLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features).contiguous()
-        return self._kernels.linear(rows, self._packed, self._bias).view(*x.shape[:-1], self.out_features)
+        return self._kernels.linear(rows, self.weights).view(*x.shape[:-1], self.out_features)
 
 
 class NativeRmsNorm(nn.Module):

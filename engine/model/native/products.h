@@ -17,7 +17,7 @@ enum Kind : Index { BFLOAT16 = 0 };
 
 extern "C" {
 
-struct Product {       // a linear layer; kernels.py mirrors it
+struct Product {       // a linear layer; records.py mirrors it
   Index kind;          // a Kind: what `packed` is, and how it is multiplied
   const void* packed;  // out / PANEL panels, one after the other
   const void* scales;  // null where the kind has none
@@ -29,18 +29,22 @@ struct Product {       // a linear layer; kernels.py mirrors it
 
 namespace {
 
-// Rows that a product is taken of, all of them or some: x [n, k] to y [n, out], plus `residual` [n, out] if any,
-// which may be y. The product is rounded before that is added.
-struct Rows {
-  const bf16* x;
+// Where a panel's 32 columns of the product go: y [n, stride], plus `residual` [n, stride] if any, which may be y.
+// The product is rounded before that is added.
+struct Target {
   bf16* y;
   const bf16* residual;
-  Index n;
+  Index stride;
+
+  Target at(Index row, Index column = 0) const {
+    const Index by = row * stride + column;
+    return {y + by, residual ? residual + by : nullptr, stride};
+  }
 };
 
-// y[M, 32] = x[M, k] times one panel, plus bias [32] and residual[M, 32], null for none.
+// x[M, k] times one panel, plus bias [32], null for none.
 template <int M>
-void tile(const bf16* x, const bf16* panel, const bf16* bias, const bf16* residual, bf16* y, Index k, Index out) {
+void tile(const bf16* x, const bf16* panel, const bf16* bias, Index k, Target to) {
   __m512 sums[M][2];
   for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
   for (Index j = 0; j < k / 2; j++) {
@@ -57,27 +61,25 @@ void tile(const bf16* x, const bf16* panel, const bf16* bias, const bf16* residu
     for (int half = 0; half < 2; half++) {
       __m512 v = sums[i][half];
       if (bias) v = _mm512_add_ps(v, load(bias + 16 * half));
-      if (residual) v = _mm512_add_ps(rounded(v), load(residual + i * out + 16 * half));
-      store(y + i * out + 16 * half, v);
+      const Target here = to.at(i, 16 * half);
+      if (here.residual) v = _mm512_add_ps(rounded(v), load(here.residual));
+      store(here.y, v);
     }
 }
 
 template <int M>
-void tile_of(Index rows, const bf16* x, const bf16* panel, const bf16* bias, const bf16* residual, bf16* y, Index k,
-             Index out) {
+void tile_of(Index rows, const bf16* x, const bf16* panel, const bf16* bias, Index k, Target to) {
   if (rows == M)
-    tile<M>(x, panel, bias, residual, y, k, out);
+    tile<M>(x, panel, bias, k, to);
   else if constexpr (M > 1)
-    tile_of<M - 1>(rows, x, panel, bias, residual, y, k, out);
+    tile_of<M - 1>(rows, x, panel, bias, k, to);
 }
 
-// Rows [first, stop) times panel `p`: 32 columns of y. The one place that knows kinds of weights apart.
-void times_panel(const Product& w, const Rows& rows, Index first, Index stop, Index p) {
-  const bf16* panel = (const bf16*)w.packed + p * PANEL * w.k;
-  for (Index i = first; i < stop; i += TILE)
-    tile_of<TILE>(std::min<Index>(TILE, stop - i), rows.x + i * w.k, panel, w.bias ? w.bias + p * PANEL : nullptr,
-                  rows.residual ? rows.residual + i * w.out + p * PANEL : nullptr, rows.y + i * w.out + p * PANEL, w.k,
-                  w.out);
+// Rows x [n, k] times panel `p`. The one place that knows kinds of weights apart.
+void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
+  const bf16 *panel = (const bf16*)w.packed + p * PANEL * w.k, *bias = w.bias ? w.bias + p * PANEL : nullptr;
+  for (Index i = 0; i < n; i += TILE)
+    tile_of<TILE>(std::min<Index>(TILE, n - i), x + i * w.k, panel, bias, w.k, to.at(i));
 }
 
 // Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
@@ -96,9 +98,13 @@ void for_panels(Index n, Index panels, Work work) {
         work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p);
 }
 
+// y [n, out] = x [n, k] times the product's weights, plus its bias and `residual`, which may be y; null for none.
 // For every thread of a team, with a barrier behind it.
-void product_in_team(const Product& w, const Rows& rows) {
-  for_panels(rows.n, w.out / PANEL, [&](Index first, Index stop, Index p) { times_panel(w, rows, first, stop, p); });
+void product_in_team(const Product& w, const bf16* x, bf16* y, Index n, const bf16* residual = nullptr) {
+  const Target to{y, residual, w.out};
+  for_panels(n, w.out / PANEL, [&](Index first, Index stop, Index p) {
+    times_panel(w, p, x + first * w.k, stop - first, to.at(first, p * PANEL));
+  });
 }
 
 }  // namespace
@@ -117,7 +123,7 @@ void slip_pack(const bf16* weight, bf16* packed, Index out, Index k) {
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
 void slip_linear(const Product* w, const bf16* x, bf16* y, Index n) {
 #pragma omp parallel
-  product_in_team(*w, {x, y, nullptr, n});
+  product_in_team(*w, x, y, n);
 }
 
 }  // extern "C"

@@ -36,7 +36,7 @@ void slip_silu_mul(const bf16* x, bf16* y, Index n, Index width) {
     }
 }
 
-struct Rotation {  // of slip_rotate_and_write; kernels.py mirrors it
+struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   const bf16 *qkv, *cos, *sin;          // [n, (heads + 2 * kv_heads) * dim], [n, dim], [n, dim]
   const bf16 *query_norm, *key_norm;    // [dim], null for none
   bf16 *query, *keys, *values;          // [n, heads, dim], and a layer's pages [blocks, kv_heads, block_size, dim]

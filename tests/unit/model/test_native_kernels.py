@@ -45,10 +45,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1.0
 @pytest.mark.parametrize(("width", "out"), [(2, 32), (34, 32), (576, 96), (64, 224)])
 def test_linear(kernels: NativeKernels, n: int, width: int, out: int) -> None:
     weight, bias, x = noise(out, width), noise(out, seed=1), noise(n, width, seed=2) / width**0.5
-    packed = kernels.pack(weight)
     for added in (None, bias):
         expected = x.float() @ weight.float().T + (0 if added is None else added.float())
-        assert_close(kernels.linear(x, packed, added), expected)
+        assert_close(kernels.linear(x, kernels.pack(weight, added)), expected)
 
 
 def test_what_can_be_packed() -> None:
@@ -61,7 +60,7 @@ def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
     weight = noise(64, 96)
     sideways = weight.T.contiguous().T
     assert not sideways.is_contiguous()
-    assert torch.equal(kernels.pack(sideways), kernels.pack(weight))
+    assert torch.equal(kernels.pack(sideways).packed, kernels.pack(weight).packed)
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 130])
@@ -231,7 +230,7 @@ def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
     broken = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
     assert kernels.silu_mul(broken).isnan().all()
     assert kernels.rms_norm(broken, noise(64), 1e-5).isnan().all()
-    assert kernels.linear(broken, kernels.pack(noise(32, 64)), None).isnan().all()
+    assert kernels.linear(broken, kernels.pack(noise(32, 64))).isnan().all()
 
 
 def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
@@ -241,11 +240,11 @@ def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
 
 
 def check_company(kernels: NativeKernels) -> None:
-    x, packed, bias = noise(210, 576), kernels.pack(noise(192, 576, seed=1)), noise(192, seed=2)
-    together = kernels.linear(x, packed, bias)
+    x, weights = noise(210, 576), kernels.pack(noise(192, 576, seed=1), noise(192, seed=2))
+    together = kernels.linear(x, weights)
     for n in (1, 2, 5, 12, 13, 96, 97):
         for first in (0, 100):
-            alone = kernels.linear(x[first : first + n].contiguous(), packed, bias)
+            alone = kernels.linear(x[first : first + n].contiguous(), weights)
             assert torch.equal(alone, together[first : first + n])
     weight = noise(576, seed=3)
     assert torch.equal(kernels.rms_norm(x, weight, 1e-5)[7:8], kernels.rms_norm(x[7:8], weight, 1e-5))
