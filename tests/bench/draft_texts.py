@@ -6,6 +6,16 @@ import json
 import random
 from dataclasses import dataclass
 
+HARBOUR = """\
+The harbour of Eastwick lies between two low hills. In spring the fishing boats leave before dawn \
+and return at noon with herring and mackerel. The old lighthouse on the western hill was built in \
+1874 by a shipwright named Thomas Hale, who carried every stone up the slope with his two brothers. \
+Today the lighthouse is a small museum. Visitors climb one hundred and twelve steps to the lamp \
+room, where a brass telescope still points at the sea. On clear days you can see the island of \
+Sorrel and the ferry that crosses to it three times a day. The museum shop sells postcards, honey \
+from the hill farms and a little book about the storm of 1911, when forty boats were saved by the \
+light."""
+
 LIGHTHOUSE = """\
 The lighthouse at Carrow Point was built in 1871 from granite that came by sea, because no road reached \
 the cape in those years. Its first keeper, a widower called Amos Tully, lived there with two daughters \

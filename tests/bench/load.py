@@ -5,6 +5,7 @@ Both sides take turns, burst by burst with the same prompts, while the other one
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,6 +30,7 @@ TIME_BOX_S = {"W1": 60.0, "W2": 60.0, "W3": 180.0}  # for transformers; a burst 
 WARM_UP_TIMEOUT_S = 120.0
 BAR_WORKLOADS = ("W2", "W3")
 BAR_RATIO = 2.0
+GAP_BAR_MS = 250.0
 
 
 class WrongOutput(BenchmarkFailed):
@@ -45,12 +47,25 @@ class Side(Protocol):
         ...
 
 
+class Address(Protocol):
+    """Where a server listens."""
+
+    @property
+    def host(self) -> str:
+        """Name or number."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """1 to 65535."""
+        ...
+
+
 class HttpSide:
     """A running server, asked over HTTP by the load client in a process of its own."""
 
-    name = "slipstream"
-
-    def __init__(self, server: Server, client: JsonWorker) -> None:
+    def __init__(self, server: Address, client: JsonWorker, name: str = "slipstream") -> None:
+        self.name = name
         self._server = server
         self._client = client
 
@@ -165,6 +180,7 @@ def section_of(side: str, figures: dict[str, list[BurstFigures]], ran: Ran) -> S
     section = Section(side, "served load")
     for name, runs in figures.items():
         section.add(name, "output", "tokens/s", [run.output_tokens_per_s for run in runs])
+        section.add(name, "decode", "tokens/s", [run.decode_tokens_per_s for run in runs])
         section.add(name, "TTFT p50", "ms", [run.ttft_p50_ms for run in runs])
         section.add(name, "TTFT p99", "ms", [run.ttft_p99_ms for run in runs])
         section.add(name, "inter-token p50", "ms", [run.itl_p50_ms for run in runs])
@@ -193,6 +209,12 @@ def ratio_bars(ours: Section, theirs: Section, ran: Ran) -> list[Bar]:
     return bars
 
 
+def gap_bar(runs: Sequence[BurstFigures]) -> Bar:
+    """How long a stream of W3 goes without an event: what chunked prompts are for."""
+    gap_ms = statistics.median(run.itl_p99_ms for run in runs)
+    return Bar("W3 inter-token p99", GAP_BAR_MS, "ms", gap_ms, at_least=False)
+
+
 def run_load(context: BenchContext, *, served: bool, peer: bool) -> list[Section]:
     """The sections `served` (with W4 when asked for) and, with `peer`, `transformers` and its bars."""
     with ExitStack() as stack:
@@ -208,6 +230,7 @@ def run_load(context: BenchContext, *, served: bool, peer: bool) -> list[Section
         figures, ran = measure(context, sides, cached=served)
     ours = section_of("served", figures["slipstream"], ran)
     ours.title = "slipstream serve over HTTP"
+    ours.bars.append(gap_bar(figures["slipstream"]["W3"]))
     ours.notes.append(
         "TTFT runs from writing the request, on an open connection, to the first event with text."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import queue
 import signal
 import socket
@@ -70,8 +71,21 @@ class Child:
         assert self._process is not None, "the child was not started"
         return self._process
 
+    def pause(self) -> None:
+        """Stop it and its children where they are: until `resume` they take no CPU time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)  # it leads a group of its own
+
     def end(self) -> None:
         """Ask it to stop, wait, then kill it."""
+        self.resume()
         if self.process.stdin is not None:
             with suppress(OSError):  # what it had not read yet
                 self.process.stdin.close()
@@ -100,10 +114,13 @@ class Child:
 
 
 class JsonWorker(Child):
-    """A Python module of ours that answers one line of JSON with one line of JSON."""
+    """A Python module of ours that answers one line of JSON with one line of JSON.
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        super().__init__([sys.executable, "-m", module, *arguments], piped=True)
+    `before` starts it: another Python, say, for what cannot be installed beside us.
+    """
+
+    def __init__(self, module: str, *arguments: str, before: Sequence[str] = (sys.executable, "-m")) -> None:
+        super().__init__([*before, module, *arguments], piped=True)
         self._answers: queue.Queue[str] = queue.Queue()
 
     def __enter__(self) -> Self:
@@ -136,15 +153,17 @@ class JsonWorker(Child):
         return answer
 
 
-class Server(Child):
-    """`slipstream serve` on a free port of 127.0.0.1, with the flags given and otherwise its defaults."""
+class HttpChild(Child):
+    """A server on a free port of 127.0.0.1; `ready_path` answers 200 once it serves."""
 
     host = "127.0.0.1"
 
-    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
-        self.port = free_port()
-        address = ["--host", self.host, "--port", str(self.port), "--log-level", "warning"]
-        super().__init__([*slipstream_command(), "serve", *address, *flags], piped=False, env=env)
+    def __init__(
+        self, command: Sequence[str], port: int, ready_path: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(command, piped=False, env=env)
+        self.port = port
+        self._ready_path = ready_path
 
     @property
     def url(self) -> str:
@@ -152,7 +171,7 @@ class Server(Child):
         return f"http://{self.host}:{self.port}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when /health/ready answers 200. Raises ChildFailed when it ends first or takes too long."""
+        """Return when it says that it is ready. Raises ChildFailed when it ends first or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not self._is_ready():
             if self.process.poll() is not None:
@@ -164,12 +183,22 @@ class Server(Child):
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
         try:
-            connection.request("GET", "/health/ready")
+            connection.request("GET", self._ready_path)
             return connection.getresponse().status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
+
+
+class Server(HttpChild):
+    """`slipstream serve` with the flags given and otherwise its defaults."""
+
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        port = free_port()
+        address = ["--host", self.host, "--port", str(port), "--log-level", "warning"]
+        command = [*slipstream_command(), "serve", *address, *flags]
+        super().__init__(command, port, "/health/ready", env)
 
 
 def end_in_order() -> None:

@@ -20,22 +20,12 @@ from engine.speculation.spec_stats import SpecStats
 from engine.speculation.speculative_decoder import SpeculativeDecoder
 from tests.bench.context import BenchContext
 from tests.bench.decode import loaded_engine
-from tests.bench.draft_texts import LIGHTHOUSE, REPORT
+from tests.bench.draft_texts import HARBOUR, LIGHTHOUSE, REPORT
 from tests.bench.report import Bar, Section
 
 COPY_TOKENS, ORDINARY_TOKENS = 256, 96
 BATCHES = (1, 8, 32)
 COPY_BAR, ORDINARY_BAR = 2.5, 0.97
-
-HARBOUR = """\
-The harbour of Eastwick lies between two low hills. In spring the fishing boats leave before dawn \
-and return at noon with herring and mackerel. The old lighthouse on the western hill was built in \
-1874 by a shipwright named Thomas Hale, who carried every stone up the slope with his two brothers. \
-Today the lighthouse is a small museum. Visitors climb one hundred and twelve steps to the lamp \
-room, where a brass telescope still points at the sea. On clear days you can see the island of \
-Sorrel and the ferry that crosses to it three times a day. The museum shop sells postcards, honey \
-from the hill farms and a little book about the storm of 1911, when forty boats were saved by the \
-light."""
 
 REWRITES = (
     f"Rewrite the following text. Keep every word, but change Thomas Hale to Martin Grey.\n\n{HARBOUR}",

@@ -44,9 +44,13 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class BurstFigures:
-    """One burst. Output tokens a second count from the first request sent to the last event of all."""
+    """One burst. Output tokens a second count from the first request sent to the last event of all.
+
+    `decode_tokens_per_s` is the middle stream's own rate from its first to its last event; 0 of one event.
+    """
 
     output_tokens_per_s: float
+    decode_tokens_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p50_ms: float
@@ -66,6 +70,7 @@ class BurstFigures:
         gaps = [gap for record in records for gap in gaps_of(record.event_times)]
         return cls(
             output_tokens_per_s=tokens / (ended - started),
+            decode_tokens_per_s=percentile([decode_rate(record) for record in records], 50),
             ttft_p50_ms=1e3 * percentile(ttft, 50),
             ttft_p99_ms=1e3 * percentile(ttft, 99),
             itl_p50_ms=1e3 * percentile(gaps or [0.0], 50),
@@ -73,6 +78,12 @@ class BurstFigures:
             tokens_per_event=tokens / sum(len(record.event_times) for record in records),
             cached_tokens=sum(record.num_cached_tokens for record in records),
         )
+
+
+def decode_rate(record: StreamRecord) -> float:
+    """Tokens a second after the first event, which is taken to have carried one; 0 without another."""
+    seconds = record.event_times[-1] - record.event_times[0]
+    return (record.num_output_tokens - 1) / seconds if seconds > 0 else 0.0
 
 
 def gaps_of(times: Sequence[float]) -> list[float]:

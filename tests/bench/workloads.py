@@ -1,7 +1,7 @@
-"""The served workloads W1 to W4: the same lengths every time, other words every run.
+"""The served workloads W1 to W4: the same lengths every time, other words every run; and REP, for drafts.
 
 Prompts are made of words that are one token each, so that their length is exact whether they travel as text
-or as token ids, and every peer gets the same tokens.
+or as token ids, and every peer gets the same tokens. REP's are passages of plain English.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from pathlib import Path
 
 import tokenizers
 
+from tests.bench.draft_texts import HARBOUR, LIGHTHOUSE, REPORT
+
 WORD = re.compile(r"Ġ[a-z]{2,}")  # a space and a lower-case word, as byte-level tokenizers write it
 PREFIX_TOKENS = 512
 OWN_TOKENS = 17
+PASSAGES = HARBOUR, REPORT, LIGHTHOUSE.partition("\n\n")[2]  # 160 to 200 tokens each
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,10 @@ class Words:
         """The id of every word."""
         return [token_id for _, token_id in self._words]
 
+    def encode(self, text: str) -> Prompt:
+        """Any text."""
+        return Prompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids))
+
     def prompt(self, rng: random.Random, num_tokens: int, prefix: Prompt | None = None) -> Prompt:
         """Random words after `prefix`; `num_tokens` counts the new ones.
 
@@ -80,10 +87,10 @@ class Words:
         token_ids = tuple(token_id for _, token_id in chosen)
         if prefix is not None:
             text, token_ids = prefix.text + text, prefix.token_ids + token_ids
-        encoded = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        if encoded != token_ids:
+        prompt = self.encode(text)
+        if prompt.token_ids != token_ids:
             raise ValueError("words that are one token each do not stay so side by side")
-        return Prompt(text, token_ids)
+        return prompt
 
 
 def one_stream(words: Words, seed: int) -> Workload:
@@ -115,6 +122,13 @@ def shared_prefix(words: Words, seed: int, *, warm: bool) -> Workload:
     return Workload(
         f"W4 {state}", f"16 at once, {PREFIX_TOKENS} shared + {OWN_TOKENS} in / 32 out", prompts, 32
     )
+
+
+def repeated_passage(words: Words, seed: int) -> Workload:
+    """REP: a text and the beginning of the same text again; its number keeps one run's K/V from the next."""
+    passage = PASSAGES[seed % len(PASSAGES)]
+    text = f"{seed}. {passage.strip()}\n\nHere is the same passage again:\n\n{seed}."
+    return Workload("REP", "1 stream, a passage to be repeated / 128 out", (words.encode(text),), 128)
 
 
 def _equal(words: Words, seed: str, num_prompts: int) -> tuple[Prompt, ...]:

@@ -45,6 +45,20 @@ def test_a_worker_that_dies_shows_its_last_words() -> None:
         dying.ask({}, timeout_s=30)
 
 
+def test_a_child_that_is_paused_answers_once_it_is_resumed_and_can_be_ended_before() -> None:
+    with worker("print(input(), flush=True)\nprint(input(), flush=True)") as echo:
+        assert echo.ask({"answer": 1}, timeout_s=30) == {"answer": 1}
+        echo.pause()
+        with pytest.raises(NoAnswer):
+            echo.ask({"answer": 2}, timeout_s=0.2)
+        echo.resume()
+        assert echo._answers.get(timeout=30) == '{"answer": 2}\n'
+    with worker("input()") as echo:
+        echo.pause()
+        process = echo.process
+    assert process.returncode is not None
+
+
 def test_a_child_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)
     with Child([sys.executable, "-c", STUBBORN], piped=True) as stubborn:

@@ -43,8 +43,13 @@ def test_a_burst_counts_tokens_from_the_first_request_to_the_last_event() -> Non
     assert figures.ttft_p50_ms == pytest.approx((100 + 500) / 2)
     assert figures.ttft_p99_ms == pytest.approx(100 + 0.99 * 400)
     assert figures.itl_p50_ms == pytest.approx(200)  # of 100, 200, 300
+    assert figures.decode_tokens_per_s == pytest.approx((2 / 0.3 + 6 / 0.3) / 2)
     assert figures.tokens_per_event == 2.0
     assert figures.cached_tokens == 4
+
+
+def test_a_single_event_says_nothing_of_the_decode_rate() -> None:
+    assert BurstFigures.of([StreamRecord(0.0, (1.0,), 1, 1)]).decode_tokens_per_s == 0.0
 
 
 def test_a_silent_stream_is_an_error_and_not_a_fast_one() -> None:

@@ -16,6 +16,7 @@ from tests.bench.workloads import (
     mixed_lengths,
     one_stream,
     prompts_of,
+    repeated_passage,
     shared_prefix,
 )
 
@@ -101,6 +102,15 @@ def test_a_warm_prefix_is_the_cold_one_and_the_ends_are_new(words: Words) -> Non
     prefixes = {prompt.token_ids[:512] for prompt in cold.prompts + warm.prompts}
     ends = {prompt.token_ids[512:] for prompt in cold.prompts + warm.prompts}
     assert (len(prefixes), len(ends)) == (1, 32)
+
+
+def test_a_passage_is_to_be_repeated_and_no_two_runs_begin_alike(words: Words) -> None:
+    texts = [repeated_passage(words, seed).prompts[0].text for seed in range(6)]
+    for seed, text in enumerate(texts):
+        start, _, rest = text.partition("\n\nHere is the same passage again:\n\n")
+        assert (start.split()[0], rest) == (f"{seed}.", f"{seed}.")
+        assert len(start) > 650  # more characters than 128 tokens cover
+    assert len({text[:2] for text in texts}) == 6
 
 
 def test_totals(words: Words) -> None:
