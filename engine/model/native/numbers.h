@@ -14,9 +14,6 @@
 using bf16 = uint16_t;
 using Index = int64_t;
 
-using bf16 = uint16_t;
-using Index = int64_t;
-
 namespace {
 
 constexpr Index SERIAL = 16384;   // elements below which waking the other threads costs more than it saves
@@ -29,6 +26,13 @@ inline void store(bf16* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, (__m256i
 
 inline __m512 rounded(__m512 v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
+}
+
+inline float value(bf16 number) {
+  const uint32_t bits = (uint32_t)number << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
 }
 
 inline __m512bh pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }

@@ -2,16 +2,15 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "panels.h"
 
 namespace {
 
-constexpr Index PANEL = 32;       // output columns in one panel of packed weights: two vectors
 constexpr int TILE = 12;          // rows of x in one tile: 24 sums fill the registers, beside two weights
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-enum Kind : Index { BFLOAT16 = 0 };
+enum Kind : Index { BFLOAT16 = 0, INT8 = 1 };
 
 }  // namespace
 
@@ -43,12 +42,12 @@ struct Target {
 };
 
 // x[M, k] times one panel, plus bias [32], null for none.
-template <int M>
-void tile(const bf16* x, const bf16* panel, const bf16* bias, Index k, Target to) {
+template <int M, class Panel>
+void tile(const bf16* x, const Panel& panel, const bf16* bias, Index k, Target to) {
   __m512 sums[M][2];
   for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
   for (Index j = 0; j < k / 2; j++) {
-    const __m512bh left = pairs(panel + j * 2 * PANEL), right = pairs(panel + j * 2 * PANEL + PANEL);
+    const __m512bh left = panel.pair(j, 0), right = panel.pair(j, 1);
     for (int i = 0; i < M; i++) {
       int32_t both;
       memcpy(&both, x + i * k + 2 * j, 4);
@@ -59,27 +58,44 @@ void tile(const bf16* x, const bf16* panel, const bf16* bias, Index k, Target to
   }
   for (int i = 0; i < M; i++)
     for (int half = 0; half < 2; half++) {
-      __m512 v = sums[i][half];
-      if (bias) v = _mm512_add_ps(v, load(bias + 16 * half));
-      const Target here = to.at(i, 16 * half);
+      const Index by = 16 * half;
+      __m512 v = finished(sums[i][half], panel.scales ? panel.scales + by : nullptr, bias ? bias + by : nullptr);
+      const Target here = to.at(i, by);
       if (here.residual) v = _mm512_add_ps(rounded(v), load(here.residual));
       store(here.y, v);
     }
 }
 
-template <int M>
-void tile_of(Index rows, const bf16* x, const bf16* panel, const bf16* bias, Index k, Target to) {
+template <int M, class Panel>
+void tile_of(Index rows, const bf16* x, const Panel& panel, const bf16* bias, Index k, Target to) {
   if (rows == M)
     tile<M>(x, panel, bias, k, to);
   else if constexpr (M > 1)
     tile_of<M - 1>(rows, x, panel, bias, k, to);
 }
 
+template <class Panel>
+void tiles(const bf16* x, Index n, const Panel& panel, const bf16* bias, Index k, Target to) {
+  for (Index i = 0; i < n; i += TILE)
+    tile_of<TILE>(std::min<Index>(TILE, n - i), x + i * k, panel, bias, k, to.at(i));
+}
+
 // Rows x [n, k] times panel `p`. The one place that knows kinds of weights apart.
 void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
-  const bf16 *panel = (const bf16*)w.packed + p * PANEL * w.k, *bias = w.bias ? w.bias + p * PANEL : nullptr;
-  for (Index i = 0; i < n; i += TILE)
-    tile_of<TILE>(std::min<Index>(TILE, n - i), x + i * w.k, panel, bias, w.k, to.at(i));
+  const Index k = w.k, first = p * PANEL;
+  const bf16* bias = w.bias ? w.bias + first : nullptr;
+  if (w.kind == BFLOAT16) {
+    tiles(x, n, Bf16Panel{(const bf16*)w.packed + first * k, nullptr}, bias, k, to);
+    return;
+  }
+  const Int8Panel panel{(const int8_t*)w.packed + first * k, (const float*)w.scales + first};
+  if (n <= TILE) {
+    tiles(x, n, panel, bias, k, to);
+    return;
+  }
+  static thread_local std::vector<bf16> space;
+  space.resize(PANEL * k);
+  tiles(x, n, panel.expanded(space.data(), k), bias, k, to);
 }
 
 // Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
@@ -110,15 +126,6 @@ void product_in_team(const Product& w, const bf16* x, bf16* y, Index n, const bf
 }  // namespace
 
 extern "C" {
-
-// weight [out, k] as panels of 32 outputs: [out / 32][k / 2][32][2], what one multiply takes lying together.
-void slip_pack(const bf16* weight, bf16* packed, Index out, Index k) {
-#pragma omp parallel for
-  for (Index p = 0; p < out / PANEL; p++)
-    for (Index j = 0; j < k / 2; j++)
-      for (Index r = 0; r < PANEL; r++)
-        memcpy(packed + p * PANEL * k + j * 2 * PANEL + 2 * r, weight + (p * PANEL + r) * k + 2 * j, 4);
-}
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
 void slip_linear(const Product* w, const bf16* x, bf16* y, Index n) {
