@@ -18,6 +18,8 @@ from tests.bench.decode import run_decode
 from tests.bench.host import run_host
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
+from tests.bench.peer import Peer
+from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
 from tests.bench.report import Section, bars_table, report_json
 from tests.bench.scrape import run_scrape
@@ -27,6 +29,10 @@ from tests.bench.streams import BenchmarkFailed
 from tests.bench.ttft import run_ttft
 
 PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
+PEER_HELP = (
+    "an engine for peers; repeatable. HOW is a URL, a command with {port} that serves OpenAI completions,"
+    " or a command that answers lines of JSON; {model} in it is the directory of the model"
+)
 Benchmark = Callable[[BenchContext], list[Section]]
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -37,14 +43,19 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ttft": run_ttft,
     "scrape": run_scrape,
     "speculation": run_speculation,
+    "repetitive": run_repetitive,
+    "peers": run_peers,
     "served": lambda context: run_load(context, served=True, peer=False),
     "transformers": lambda context: run_load(context, served=False, peer=True),
 }
 
 
 def plan(names: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks to run, each once; `served` and `transformers` together are one run of both."""
-    chosen = [name for name in BENCHMARKS if name in names or not names]
+    """The benchmarks to run, each once; `served` and `transformers` together are one run of both.
+
+    By default all but `peers`, which needs to be told of some.
+    """
+    chosen = [name for name in BENCHMARKS if name in names or not (names or name == "peers")]
     if "served" in chosen and "transformers" in chosen:
         kept = [BENCHMARKS[name] for name in chosen if name not in ("served", "transformers")]
         return [*kept, lambda context: run_load(context, served=True, peer=True)]
@@ -54,9 +65,14 @@ def plan(names: Sequence[str]) -> list[Benchmark]:
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure Slipstream's speed.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but peers"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each; the median is shown (default 3)")
     parser.add_argument("--json", type=Path, help="where to write the report (default .bench/TIME.json)")
+    parser.add_argument(
+        "--peer", type=Peer.parse, action="append", default=[], help=PEER_HELP, metavar="NAME=HOW"
+    )
     parser.add_argument("--model", default="", help="what to serve in place of the default model")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -64,6 +80,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     if arguments.runs < 1:
         parser.error("--runs must be at least 1")
+    if ("peers" in arguments.names) != bool(arguments.peer):
+        parser.error("peers and --peer go together")
     return arguments
 
 
@@ -82,6 +100,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         settings=load_settings(list(flags)),
         flags=flags,
         runs=arguments.runs,
+        peers=tuple(arguments.peer),
         say=lambda text: progress.print(Text(f"… {text}", style="dim")),
     )
     facts = about() | {"model": context.settings.model.model, "runs": arguments.runs}

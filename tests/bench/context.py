@@ -9,6 +9,7 @@ from pathlib import Path
 
 from config import Settings
 from engine.model.model_source import resolve_model
+from tests.bench.peer import Peer
 from tests.bench.workloads import Words
 
 
@@ -16,13 +17,15 @@ from tests.bench.workloads import Words
 class BenchContext:
     """`flags` are those of `slipstream serve`; `settings` is what they and the environment ask for.
 
-    `say` shows what is being measured. The same model serves every benchmark of a report.
+    `say` shows what is being measured. The same model serves every benchmark of a report. `peers` are engines
+    to be measured beside ours.
     """
 
     settings: Settings
     flags: tuple[str, ...]
     runs: int
     say: Callable[[str], None]
+    peers: tuple[Peer, ...] = ()
 
     @cached_property
     def model_directory(self) -> Path:

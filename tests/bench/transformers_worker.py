@@ -7,10 +7,8 @@ leaves out building and tearing down its manager.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from engine import prepare_process
+from tests.bench.burst_lines import answer_bursts
 from tests.bench.streams import StreamRecord
 
 PAGE_TOKENS = 64
@@ -77,14 +76,7 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     prepare_process()  # the same tuning as our server's; what must precede torch came with the environment
     peer = GenerateBatch(sys.argv[1])
-    for line in sys.stdin:
-        burst = json.loads(line)
-        try:
-            records = peer.run(burst["prompts"], burst["max_tokens"])
-            answer: dict[str, Any] = {"records": [asdict(record) for record in records]}
-        except Exception as error:  # whatever it was, the benchmark reports it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+    answer_bursts(peer.run, sys.stdin, answers)
 
 
 if __name__ == "__main__":
