@@ -100,7 +100,7 @@ def process_logits(logits: torch.Tensor, filters: Filters) -> Support:
     needed = filters.top_k  # [rows, 1]
     total = torch.ones_like(needed)  # [rows, 1] the whole row's mass where top-k does not cut it first
     if filters.any_top_p_alone:
-        mass = _mass(gaps, filters)
+        mass = masses(gaps, filters)
         total = mass.sum(dim=1, keepdim=True)
         needed = torch.where(filters.top_k.isinf(), filters.top_p * total, needed)
         weight = torch.where(filters.top_k.isinf(), mass, 1.0) if filters.any_top_k else mass
@@ -138,14 +138,14 @@ def compact(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return columns, torch.arange(width, device=mask.device) < counts.unsqueeze(1)
 
 
-def _mass(gaps: torch.Tensor, filters: Filters) -> torch.Tensor:
+def masses(gaps: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Unnormalised probabilities in whole units, float64."""
     return (gaps / -filters.temperature).exp_().mul_(_UNIT_MASS).floor_().double()
 
 
 def _kept(gaps: torch.Tensor, total: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Marks what top-k then top-p keep of the candidates, a superset of it in id order."""  # [rows, width]
-    mass = _mass(gaps, filters)
+    mass = masses(gaps, filters)
     kept = torch.ones_like(gaps, dtype=torch.bool)
     if filters.any_top_k:
         kept = _prefix(gaps, torch.ones_like(mass), filters.top_k)
