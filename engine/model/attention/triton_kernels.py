@@ -154,7 +154,7 @@ def _store_result(targets, state, first_partial, token, head, is_row, in_tile, T
         tl.store(partial_weights + rows * 2 + 1, weight, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "tree_words"])
+@triton.jit(do_not_specialize=["window", "tree_words"])
 def attend_kernel(
     query,
     keys,
@@ -164,6 +164,7 @@ def attend_kernel(
     partial_weights,
     items,
     block_tables,
+    table_starts,
     query_starts,
     kv_lens,
     positions,
@@ -174,7 +175,6 @@ def attend_kernel(
     window,
     query_token_stride,
     query_head_stride,
-    table_stride,
     tree_words,
     TILE: tl.constexpr,
 ):
@@ -223,7 +223,7 @@ def attend_kernel(
     if TILE.has_window:
         readable_first = tl.maximum(oldest - window + 1, first_key)
     readable = (readable_first, stop_key)
-    cache = (keys, values, block_tables + row_of_tables.to(tl.int64) * table_stride, kv_head)
+    cache = (keys, values, block_tables + tl.load(table_starts + row_of_tables), kv_head)
     scaling = (scale, cap, window)
     rows = (slot, position, tree_row)
     sequence = (context, positions + query_start, tree_bits, tree_words)

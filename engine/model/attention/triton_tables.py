@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from engine.model.attention.triton_work import (
     max_items,
 )
 from engine.outputs import Int32, StepInputs
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Bucket(NamedTuple):
@@ -47,10 +50,10 @@ class DeviceWork(NamedTuple):
 class StepTables:
     """A step on the device: its blocks, lengths and trees, and the work of every shape of heads.
 
-    `arrays` holds `block_tables` [S, blocks], `query_starts` [S + 1], `kv_lens` [S], `slots` and `positions`
-    [N], `tree_rows` [S] and `tree_bits` [tokens of trees, words]: a sequence's row of `tree_bits` is -1
-    where its drafts are a chain; bit p of a token's words says that it follows the token at place p. -1
-    marks what is not used.
+    `arrays` holds `query_starts` [S + 1], `kv_lens` [S], `slots` and `positions` [N], `tree_rows` [S] and
+    `tree_bits` [tokens of trees, words]: a sequence's row of `tree_bits` is -1 where its drafts are a chain;
+    bit p of a token's words says that it follows the token at place p. The blocks of sequence s begin at
+    `table_starts` [S] of `block_tables`, which is flat. -1 marks what is not used.
 
     Without a bucket it is made for one step, and a shape's work is laid out when a layer first asks. With one
     it can be refilled at the same addresses, and holds exactly the shapes given.
@@ -60,30 +63,44 @@ class StepTables:
         self._device = device
         self._workforce = workforce
         self._bucket = bucket
-        self._works: dict[HeadShape, tuple[DeviceInts, DeviceWork]] = {}
+        self._works: dict[HeadShape, DeviceWork] = {}
         self._lengths: StepLengths | None = None
         self.has_trees = bucket is not None and bucket.max_tree_tokens > 0
-        if bucket is not None:
-            self.arrays = DeviceInts(_bucket_shapes(bucket), device)
 
-    def reserve(self, shapes: Iterable[HeadShape]) -> None:
-        """Make room for the work of `shapes` in the bucket, before it is filled."""
-        assert self._bucket is not None
-        bucket, (processors, kinds) = self._bucket, self._workforce
-        for shape in shapes:
-            room, fewest = {}, 0
-            for kind in kinds:
-                items = max_items(kind, bucket.max_sequences, bucket.max_tokens, shape, processors)
-                room[kind.name] = (items if fewest < bucket.max_query_len else 0, 5)
-                fewest = kind.max_queries
-            num_partials = sum(room[kind.name][0] * kind.queries for kind in kinds)
-            ints = DeviceInts({**room, "merges": (bucket.max_tokens, 4)}, self._device)
-            self._works[shape] = ints, self._device_work(ints, num_partials)
+    @property
+    def shapes(self) -> tuple[HeadShape, ...]:
+        """The shapes of heads whose work is laid out."""
+        return tuple(self._works)
 
-    def fill(self, inputs: StepInputs) -> None:
-        """Lay out `inputs`; for every shape of a bucket. Raises ValueError where it is too large."""
+    def room(self, shapes: Sequence[HeadShape], others: Shapes = MappingProxyType({})) -> int:
+        """How many integers `reserve` needs."""
+        return DeviceInts.size_of(self._layout(shapes, others))
+
+    def reserve(
+        self,
+        shapes: Sequence[HeadShape],
+        others: Shapes = MappingProxyType({}),
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """Make room in the bucket, before it is filled: for the work of `shapes`, and for arrays of others.
+
+        A `buffer`, of as much `room` or more, may be shared with tables that are not in use at the same time.
+        """
+        layout = self._layout(shapes, others)
+        self.arrays = DeviceInts(layout, self._device, "block_tables", buffer)
+        for number, shape in enumerate(shapes):
+            kinds = self._workforce.kinds
+            items = tuple(self.arrays[f"{number}.{kind.name}"] for kind in kinds)
+            num_partials = sum(len(rows) * kind.queries for rows, kind in zip(items, kinds, strict=True))
+            self._works[shape] = DeviceWork(items, self.arrays[f"{number}.merges"], num_partials)
+
+    def fill(self, inputs: StepInputs, others: Mapping[str, Int32] = MappingProxyType({})) -> None:
+        """Lay out `inputs`, for every shape of a bucket, and `others`, all in one copy.
+
+        Raises ValueError where something is too large.
+        """
         trees = draft_trees(inputs)
-        arrays = _arrays(inputs, trees)
+        arrays = {**others, **_arrays(inputs, trees)}
         has_tree = np.zeros(len(inputs.query_lens), dtype=np.bool_)
         has_tree[list(trees)] = True
         self._lengths = StepLengths(
@@ -92,9 +109,13 @@ class StepTables:
         if self._bucket is None:
             self.has_trees = bool(trees)
             self.arrays = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
+        for number, shape in enumerate(self._works):
+            arrays |= self._arrays_of(cut_work(self._lengths, shape, self._workforce), number)
         self.arrays.put(arrays)
-        for shape, (ints, _) in self._works.items():
-            ints.put(self._arrays_of(cut_work(self._lengths, shape, self._workforce)))
+
+    def clear(self) -> None:
+        """Mark all of a bucket as not used: a step of no sequences."""
+        self.arrays.put({})
 
     def work(self, shape: HeadShape) -> DeviceWork:
         """What the layers of `shape` have to do; laid out now if no bucket reserved it."""
@@ -102,30 +123,44 @@ class StepTables:
         if found is None:
             assert self._lengths is not None and self._bucket is None
             work = cut_work(self._lengths, shape, self._workforce)
-            arrays = self._arrays_of(work)
+            arrays = self._arrays_of(work, 0)
             ints = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
             ints.put(arrays)
-            found = self._works[shape] = ints, self._device_work(ints, work.num_partials)
-        return found[1]
+            items = tuple(ints[f"0.{kind.name}"] for kind in self._workforce.kinds)
+            found = self._works[shape] = DeviceWork(items, ints["0.merges"], work.num_partials)
+        return found
 
-    def _arrays_of(self, work: Work) -> dict[str, Int32]:
+    def _layout(self, shapes: Sequence[HeadShape], others: Shapes) -> dict[str, tuple[int, ...]]:
+        """Every array of the bucket, the flat tables last."""
+        bucket, (processors, kinds) = self._bucket, self._workforce
+        assert bucket is not None
+        layout = dict(others)
+        for number, shape in enumerate(shapes):
+            fewest = 0
+            for kind in kinds:
+                most = min(bucket.max_sequences, bucket.max_tokens // (fewest + 1))
+                items = max_items(kind, most, bucket.max_tokens, shape, processors)
+                layout[f"{number}.{kind.name}"] = (items if fewest < bucket.max_query_len else 0, 5)
+                fewest = kind.max_queries
+            layout[f"{number}.merges"] = (bucket.max_tokens, 4)
+        return layout | _bucket_shapes(bucket)
+
+    def _arrays_of(self, work: Work, number: int) -> dict[str, Int32]:
         named = zip(self._workforce.kinds, work.items, strict=True)
-        return {**{kind.name: items for kind, items in named}, "merges": work.merges}
-
-    def _device_work(self, ints: DeviceInts, num_partials: int) -> DeviceWork:
-        items = tuple(ints[kind.name] for kind in self._workforce.kinds)
-        return DeviceWork(items, ints["merges"], num_partials)
+        items = {f"{number}.{kind.name}": items for kind, items in named}
+        return {**items, f"{number}.merges": work.merges}
 
 
 def _bucket_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
     return {
-        "block_tables": (bucket.max_sequences, bucket.max_blocks),
         "query_starts": (bucket.max_sequences + 1,),
         "kv_lens": (bucket.max_sequences,),
+        "table_starts": (bucket.max_sequences,),
         "slots": (bucket.max_tokens,),
         "positions": (bucket.max_tokens,),
         "tree_rows": (bucket.max_sequences,),
         "tree_bits": (bucket.max_tree_tokens, -(-bucket.max_places // 32)),
+        "block_tables": (bucket.max_sequences * bucket.max_blocks,),
     }
 
 
@@ -141,10 +176,11 @@ def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int
             num_rows += len(bits[-1])
         tree_rows[sequence] = first_rows[id(tree)]
     words = max((rows.shape[1] for rows in bits), default=1)
+    num_sequences, width = inputs.block_tables.shape
     return {
-        "block_tables": inputs.block_tables,
         "query_starts": np.concatenate(([0], np.cumsum(inputs.query_lens))).astype(np.int32),
         "kv_lens": inputs.kv_lens,
+        "table_starts": np.arange(num_sequences, dtype=np.int32) * np.int32(width),
         "slots": inputs.slot_mapping.astype(np.int32),
         "positions": inputs.positions.astype(np.int32),
         "tree_rows": tree_rows,
@@ -152,6 +188,7 @@ def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int
             [np.zeros((0, words), dtype=np.int32)]
             + [np.pad(rows, ((0, 0), (0, words - rows.shape[1]))) for rows in bits]
         ),
+        "block_tables": inputs.block_tables.ravel(),
     }
 
 
