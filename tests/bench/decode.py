@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import uvloop
@@ -14,12 +14,13 @@ from engine import settle_memory
 from engine.build import load_parts
 from engine.engine import Engine
 from engine.engine_parts import EngineParts, Executors
-from engine.request import GenerationRequest, SamplingParams
+from engine.request import GenerationRequest, SamplingParams, SpeculationOptions
 from engine.stream import RequestStream
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.report import Bar, Section
 from tests.bench.streams import steady_step_s
+from tests.bench.timed_runner import StepShares, TimedRunner
 from tests.bench.workloads import Prompt, prompts_of
 
 BATCHES = (1, 8, 32)
@@ -28,42 +29,49 @@ STEPS = 64
 SETTLE_STEPS = 8
 WARM_UP_STEPS = 3
 BAR = 0.90
+SHARE_BAR_PERCENT = 8.0
 
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """A started engine, what it was made of, and the thread its model runs on."""
+    """A started engine, what it was made of, the thread its model runs on, and when its steps were."""
 
     engine: Engine
     parts: EngineParts
     executors: Executors
+    timed: TimedRunner
 
 
 @asynccontextmanager
 async def loaded_engine(context: BenchContext) -> AsyncIterator[LoadedEngine]:
     """The engine that `slipstream serve` would run with these settings, without the server."""
     executors = Executors.threads()
-    loaded: list[EngineParts] = []
+    loaded: list[tuple[EngineParts, TimedRunner]] = []
 
     def load() -> EngineParts:
-        loaded.append(load_parts(context.settings))
-        return loaded[0]
+        parts = load_parts(context.settings)
+        loaded.append((parts, TimedRunner(parts.runner)))
+        return replace(parts, runner=loaded[0][1])
 
     engine = Engine(load, executors=executors)
     context.say("loading the model")
     await engine.start()
     settle_memory()  # as the server does
     try:
-        yield LoadedEngine(engine, loaded[0], executors)
+        parts, timed = loaded[0]
+        yield LoadedEngine(engine, parts, executors, timed)
     finally:
         await engine.stop()
 
 
 async def engine_step_s(engine: Engine, prompts: Sequence[Prompt], run: int) -> float:
-    """Mean seconds of a decode step while all prompts are decoding."""
+    """Mean seconds of a decode step while all prompts are decoding, nothing drafted."""
     sampling = SamplingParams(max_tokens=SETTLE_STEPS + STEPS, temperature=0.0, ignore_eos=True)
+    plain = SpeculationOptions(enabled=False)
     streams = [
-        engine.submit(GenerationRequest(f"bench-{run}-{number}", prompt.token_ids, sampling))
+        engine.submit(
+            GenerationRequest(f"bench-{run}-{number}", prompt.token_ids, sampling, speculation=plain)
+        )
         for number, prompt in enumerate(prompts)
     ]
     times = await asyncio.gather(*(token_times(stream) for stream in streams))
@@ -89,6 +97,7 @@ class DecodeCase:
         self.bare: list[float] = []
         self.runner: list[float] = []
         self.engine: list[float] = []
+        self.shares: list[StepShares] = []
 
     async def run(self, number: int) -> None:
         """One run of each of the three, the model's thread doing nothing else."""
@@ -103,6 +112,7 @@ class DecodeCase:
             self._context.words, self._batch, prompt_tokens, seed=1000 * number + self._batch
         )
         self.engine.append(self._batch / await engine_step_s(self._loaded.engine, prompts, number))
+        self.shares.append(StepShares.of(self._loaded.timed.take_decodes(self._batch, SETTLE_STEPS)))
 
     def _prepare(self) -> BareModel:
         token_ids = self._context.words.token_ids
@@ -132,7 +142,14 @@ def run_decode(context: BenchContext) -> list[Section]:
         pairs = zip(case.engine, case.bare, strict=True)
         ratio = section.add(name, "engine / bare", "x", [engine / bare for engine, bare in pairs])
         section.bars.append(Bar(f"engine / bare loop, {name}", BAR, "x", ratio.median, at_least=True))
+        share = [100 * shares.around_model for shares in case.shares]
+        around = section.add(name, "host and sampling", "% of a step", share)
+        section.add(name, "host", "% of a step", [100 * shares.around_device for shares in case.shares])
+        if batch == max(BATCHES):
+            bar = f"host and sampling of a step, {name}"
+            section.bars.append(Bar(bar, SHARE_BAR_PERCENT, "%", around.median, at_least=False))
     section.notes.append(
-        "bare loop: fixed inputs, prepared once; runner: the same through arrays and sampler."
+        "bare loop: fixed inputs, prepared once; runner: the same through arrays and sampler. Shares: of the"
+        " engine's own steps, from one to the next, less the forward pass and, for the host's, less sampling."
     )
     return [section]
