@@ -17,6 +17,7 @@ from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.model_source import resolve_model
+from engine.model.native.drawing import find_row_draw
 from engine.model.native.install import with_kernels
 from engine.model.packed_forward import PackedForward
 from engine.model.recurrent_runner import RecurrentRunner
@@ -67,7 +68,8 @@ def put_together(
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
     num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
-    sampler = kinds.sampler(loaded.vocab_size, loaded.device)
+    row_draw = find_row_draw(loaded, settings.model, settings.home)
+    sampler = kinds.sampler(loaded.vocab_size, loaded.device, row_draw)
     sources = tuple(
         replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size)) for source in sources
     )

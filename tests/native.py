@@ -9,14 +9,26 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.drawing import NativeDraw
 from engine.model.native.kernels import NativeKernels
 
 
 @cache
+def _compiled() -> tuple[NativeKernels, NativeDraw]:
+    with TemporaryDirectory() as home:
+        made = library(Path(home))
+        return NativeKernels(made), NativeDraw(made)
+
+
 def compiled_kernels() -> NativeKernels:
     """The kernels, compiled once a process; skips the test with the reason where they cannot be had."""
     try:
-        with TemporaryDirectory() as home:
-            return NativeKernels(library(Path(home)))
+        return _compiled()[0]
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
+
+
+def compiled_draw() -> NativeDraw:
+    """As `compiled_kernels`, for draws."""
+    compiled_kernels()
+    return _compiled()[1]

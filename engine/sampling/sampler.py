@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -77,6 +78,19 @@ def draw_tokens(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(token_ids, torch.searchsorted(sums, total)).squeeze(1)
 
 
+class RowDraw(Protocol):
+    """A way to draw rows that is faster on some device than tensor operations, by the same law and noise."""
+
+    def draw(
+        self, logits: torch.Tensor, rows: Rows, inputs: SamplingInputs, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """A token for each of n `rows` of `logits` [.., vocab], int64 [n]; these rows' greatest is finite.
+
+        `inputs` are theirs in turn, every temperature above 0, adjustments done already; `keys` is [n, 2].
+        """
+        ...
+
+
 class Sampler:
     """Draws the next token of every row of one step's logits; keeps nothing between calls.
 
@@ -84,8 +98,9 @@ class Sampler:
     order of the rows, or which shortcuts ran. Called on the target thread.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, row_draw: RowDraw | None = None) -> None:
         self._vocab_size = vocab_size
+        self._row_draw = row_draw
         self._device = device
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)  # [vocab]
 
@@ -173,6 +188,11 @@ class Sampler:
         keys = row_keys(inputs.seed, inputs.position)  # [R, 2]
         filtered = self._filtered(inputs)
         sampled = step.sound & (inputs.temperature > 0)
+        if self._row_draw is not None:
+            for rows, logits, places in step.sources(sampled):
+                own = select_rows(replace(inputs, adjustments=()), rows)
+                step.put(rows, self._row_draw.draw(logits, places, own, keys[rows]))
+            return
         for rows in self._groups(sampled & filtered):
             filters = Filters.of_rows(inputs, rows, self._vocab_size, self._device)
             support = process_logits(step.select(rows), filters)
@@ -235,6 +255,13 @@ class _Step:
         if len(changed):
             logits[self._index(changed)] = self._adjusted[self._index(self._slots[rows[changed]])]
         return logits
+
+    def sources(self, wanted: NDArray[np.bool_]) -> Iterator[tuple[Rows, torch.Tensor, Rows]]:
+        """Where the logits of the `wanted` [R] rows lie: the rows, a tensor, and their rows in it."""
+        for adjusted, logits in ((False, self.logits), (True, self._adjusted)):
+            rows = np.flatnonzero(wanted & ((self._slots >= 0) == adjusted))
+            if len(rows):
+                yield rows, logits, self._slots[rows] if adjusted else rows
 
     def best(self, rows: Rows) -> torch.Tensor:
         """The greedy choice of `rows`, which have not been drawn yet."""  # [rows]

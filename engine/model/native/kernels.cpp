@@ -5,6 +5,7 @@
 // what they must be multiples of is checked by the caller (kernels.py).
 
 #include "attention.h"
+#include "draw.h"
 #include "products.h"
 #include "rows.h"
 

@@ -1,0 +1,79 @@
+"""NativeDraw: draws without a temporary of the vocabulary's size; draw.h with tensors for arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from config import ModelSettings
+from engine.model.loader import LoadedModel
+from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.kernels import NativeKernels
+from engine.model.native.records import INDEX, POINTER
+from engine.outputs import Int64, SamplingInputs
+
+
+def find_row_draw(loaded: LoadedModel, settings: ModelSettings, home: Path) -> NativeDraw | None:
+    """What draws the model's tokens under `--compile`; None where tensor operations do."""
+    if settings.compile == "off" or loaded.device.type != "cpu":
+        return None
+    try:
+        found = library(home)
+        NativeKernels(found)  # refuses a library that has threads of its own
+        return NativeDraw(found)
+    except NativeUnavailable:  # which the kernels of the model have told the log, or refused
+        return None
+
+
+class _Draw(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("logits", "rows", "temperature", "top_k", "top_p", "log_min_p")),
+        *((name, POINTER) for name in ("keys", "token_ids")),
+        *((name, INDEX) for name in ("n", "vocab", "is_bf16")),
+    )
+
+
+class NativeDraw:
+    """A RowDraw on the compiled kernels, for logits in float32 or bfloat16 on the CPU.
+
+    By the same rules as engine/sampling/processors.py and noise.py. Only its exponential and its logarithms
+    round otherwise in the last bit, so that the two choose alike but for one draw in millions. Raises
+    NativeUnavailable if the library cannot be loaded.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            self._draw = ctypes.CDLL(str(library)).slip_draw
+        except OSError as error:
+            raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
+        self._draw.argtypes, self._draw.restype = [ctypes.POINTER(_Draw)], None
+
+    def draw(
+        self, logits: torch.Tensor, rows: Int64, inputs: SamplingInputs, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """See RowDraw."""
+        logits = (logits if logits.dtype is torch.bfloat16 else logits.float()).contiguous()
+        token_ids = torch.empty(len(inputs.seed), dtype=torch.int64)
+        top_p = inputs.top_p.astype(np.float64)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(inputs.min_p.astype(np.float64))
+        columns: list[NDArray[Any]] = [
+            rows,
+            *map(np.ascontiguousarray, (inputs.temperature, inputs.top_k)),
+            top_p,
+            log_min_p,
+        ]
+        self._draw(
+            _Draw(
+                logits.data_ptr(),
+                *(column.ctypes.data for column in columns),
+                *(tensor.data_ptr() for tensor in (keys, token_ids)),
+                *(len(rows), logits.shape[1], logits.dtype is torch.bfloat16),
+            )
+        )
+        return token_ids
