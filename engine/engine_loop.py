@@ -2,7 +2,8 @@
 
 Scheduler, KV and request state is written on the event-loop thread only. The model runs in an executor of one
 thread, which gets a frozen decision and returns a frozen result. Nothing polls: the loop waits for work or
-for the device.
+for the device. A device that can is given the next step before the last one's tokens are read, wherever that
+step can be decided without them, so that it is not idle while tokens are committed and delivered.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from engine.engine_parts import EngineParts, Executors
 from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of
 from engine.held_frames import let_go
 from engine.open_requests import OpenRequests
-from engine.outputs import BatchDecision, PromptRows, SampledRows, StepInputs, StepResult
+from engine.outputs import BatchDecision, PromptRows, SampledRows, StepResult
 from engine.request import FinishReason, Request
 from engine.run_ahead import RunAhead
 from engine.scheduling.committed_token import CommittedToken
 from engine.scheduling.drain_rate import DrainRate
+from engine.step_pipeline import StepPipeline
 from engine.watchdog import Watchdog
 
 log = logging.getLogger("slipstream.engine")
@@ -62,10 +64,9 @@ class EngineLoop:
         watchdog: Watchdog,
     ) -> None:
         self._batcher = parts.batcher
-        self._runner = parts.runner
+        self._pipeline = StepPipeline(parts.runner, executors.target)
         self._requests = requests
         self._metrics = metrics
-        self._target = executors.target
         self._clock = clock
         self._watchdog = watchdog
         self._decoder = parts.batcher.decoder
@@ -76,6 +77,7 @@ class EngineLoop:
         self._failed_passes = 0
         self._empty_steps = 0
         self._decision: BatchDecision | None = None  # that of the step being carried out
+        self._ahead: BatchDecision | None = None  # launched behind it
         self._next_report = clock() + REPORT_EVERY_S
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
@@ -130,7 +132,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._carry_out_endings()
-                if self._batcher.has_work:
+                if self._batcher.has_work or self._ahead is not None:
                     await self._step()
                     self._watchdog.note_progress()
                 else:
@@ -138,6 +140,8 @@ class EngineLoop:
                     self._run_ahead.rest()
                     self._wake.clear()
                     await self._wake.wait()
+            if (ahead := await self._drop_ahead()) is not None:
+                self._batcher.abandon(ahead, fail=False)
             self._carry_out_endings()
         finally:
             self._watchdog.stop()
@@ -156,36 +160,67 @@ class EngineLoop:
         started = self._clock()
         self._metrics.begin_step(started)
         self._report(started)
-        await self._draft()
-        decision = self._decision = self._batcher.step()
-        if decision.preempted:
-            self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
-            self._metrics.preemptions["swap"] += len(decision.swapped)
+        self._run_ahead.choose_arm(self._batcher.num_running)
+        ahead, self._ahead = self._ahead, None
+        decision = self._decision = ahead or await self._decide()
         if decision.inputs is None:
             self._note_empty_step()
         else:
             self._empty_steps = 0
-            result = await self._forward(decision, decision.inputs)
+            if ahead is None:
+                self._pipeline.launch(decision.inputs)
+            else:
+                self._run_ahead.draft_inline()
+            self._run_ahead.beside_step()
+            self._launch_ahead(decision)
+            result = await self._read(decision)
             self._carry_out_endings()
             if result is not None:
-                now = self._clock()
-                committed = self._batcher.commit(decision, result.rows)
-                self._keep_features(decision, result)
-                self._learn_costs(decision, result)
-                num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
-                self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
-                if decision.inputs.prompt_rows is not None:
-                    self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
-                self._deliver(committed, result.rows, now)
-                self._record(decision, now - started)
+                self._take(decision, result, started)
         self._measure_drain(self._clock() - started)
         self._decision = None
 
-    async def _draft(self) -> None:
-        """Have drafts made, where they are made before a step; endings are carried out in between."""
-        self._run_ahead.choose_arm(self._batcher.num_running)
+    async def _decide(self) -> BatchDecision:
+        """Decide the next step, once the drafts are there that it waits for; endings are carried out then."""
         while await self._run_ahead.draft_once():
             self._carry_out_endings()
+        decision = self._batcher.step()
+        if decision.preempted:
+            self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
+            self._metrics.preemptions["swap"] += len(decision.swapped)
+        return decision
+
+    def _launch_ahead(self, decision: BatchDecision) -> None:
+        """Have the device go on with the step behind this one, if it can be decided already."""
+        if not self._pipeline.can_launch_ahead or self._endings or self._stopping:
+            return
+        ahead = self._batcher.step_ahead(decision)
+        if ahead is not None and ahead.inputs is not None:
+            self._pipeline.launch(ahead.inputs)
+            self._ahead = ahead
+
+    async def _drop_ahead(self) -> BatchDecision | None:
+        """Wait until the device is done with the step ahead, if there is any, and take nothing of it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            try:
+                await self._pipeline.read()
+            except Exception as error:
+                let_go(error)
+        return ahead
+
+    def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
+        """Commit and deliver what a step came to, and learn from it."""
+        now = self._clock()
+        committed = self._batcher.commit(decision, result.rows)
+        self._keep_features(decision, result)
+        self._learn_costs(decision, result)
+        num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
+        self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
+        if decision.inputs is not None and decision.inputs.prompt_rows is not None:
+            self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
+        self._deliver(committed, result.rows, now)
+        self._record(decision, now - started)
 
     def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
         if result.features is None:
@@ -217,18 +252,16 @@ class EngineLoop:
         if self._empty_steps > MAX_EMPTY_STEPS:
             raise EngineDead("The scheduler has work but schedules none of it.")
 
-    async def _forward(self, decision: BatchDecision, inputs: StepInputs) -> StepResult | None:
-        """The result of the pass; None when it failed and its requests were dealt with."""
-        loop = asyncio.get_running_loop()
+    async def _read(self, decision: BatchDecision) -> StepResult | None:
+        """The result of the flying pass; None when it failed and its requests were dealt with."""
         try:
-            flying = loop.run_in_executor(self._target, self._runner.run, inputs)
-            self._run_ahead.beside_step()
-            result = await flying
+            result = await self._pipeline.read()
         except Exception as error:
             log.exception("a forward pass failed")
             let_go(error)
             self._metrics.engine_errors["forward"] += 1
             self._failed_passes += 1
+            await self._drop_ahead()
             if self._failed_passes >= MAX_FAILED_PASSES:
                 self._batcher.abandon(decision, fail=False)
                 raise

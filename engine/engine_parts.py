@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.daemon_executor import DaemonExecutor
 from engine.outputs import StepInputs, StepResult
@@ -75,11 +75,13 @@ class LaunchedStep(Protocol):
         ...
 
 
+@runtime_checkable
 class AheadRunner(StepRunner, Protocol):
     """A runner whose device works on while the host thinks: a step may be launched before the last is read.
 
-    Both methods are called on the target thread only. Steps run on the device in the order they were
-    launched; an error may come from `launch` or from `wait`.
+    Who has `launch` is one, so what has nothing to gain must not have it. All is called on the target thread
+    only. Steps run on the device in the order they were launched, two at most; an error may come from
+    `launch` or from `wait`, and the step behind one that failed may draw anything.
     """
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:

@@ -179,6 +179,15 @@ class Request:
         return max(1, self.sampling.min_tokens) if self.stop_token_ids else self.sampling.max_tokens
 
     @property
+    def draws_by_history(self) -> bool:
+        """True when what may be drawn depends on the tokens drawn before, not only on their number.
+
+        That is beside the model, which is always told of them.
+        """
+        sampling = self.sampling
+        return sampling.has_penalties or bool(sampling.bad_words) or self.grammar is not None
+
+    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

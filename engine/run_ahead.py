@@ -42,11 +42,11 @@ class _Flight:
 class RunAhead:
     """Runs the drafters of one SpeculativeDecoder. Every method is for the event-loop thread.
 
-    Before a step: `choose_arm`, then `draft_once` until it says False. While the target computes:
-    `beside_step`. After its commit: `after_step`. With nothing to do: `rest`. Cheap drafters are called on
-    the spot, unless `schedule` is "async"; the others as the schedule says, which "auto" finds out by
-    measuring. Those that read the target's features have nothing to read while it computes: where others run
-    ahead, they are waited for.
+    Before a step: `choose_arm`, then `draft_once` until it says False, or `draft_inline` if the step was
+    launched ahead. While the target computes: `beside_step`. After its commit: `after_step`. With nothing to
+    do: `rest`. Cheap drafters are called on the spot, unless `schedule` is "async"; the others as the
+    schedule says, which "auto" finds out by measuring. Those that read the target's features have nothing to
+    read while it computes: where others run ahead, they are waited for.
 
     Nothing that a drafter does is raised here. What it gets wrong, or raises, is forgotten, and after three
     times in a row the drafter is left alone for a while. One that is slow is waited for once, and then no
@@ -106,8 +106,7 @@ class RunAhead:
 
         What is still out from before is waited for first.
         """
-        for index in self._inline:
-            self._draft_inline(index)
+        self.draft_inline()
         awaited = self._decoder.awaited
         if not awaited:
             return False
@@ -126,6 +125,11 @@ class RunAhead:
         elif flight.jobs:
             self._decoder.waits[flight.index].observe(len(flight.jobs), len(flight.jobs), waited_s)
         return True
+
+    def draft_inline(self) -> None:
+        """Draft what is drafted on the spot: all there is to do beside a step that was launched ahead."""
+        for index in self._inline:
+            self._draft_inline(index)
 
     def beside_step(self) -> None:
         """The target's pass has begun: let the drafter run beside it."""

@@ -175,10 +175,11 @@ async def running_engine(
     clock: Callable[[], float] = time.monotonic,
     inline: bool = False,
     drafters: Sequence[Drafter] = (),
+    make_runner: Callable[..., FakeRunner] = FakeRunner,
 ) -> AsyncIterator[Harness]:
     """An engine that is started and, on leaving, stopped and found quiet."""
     shape = shape or EngineShape()
-    runner = FakeRunner(
+    runner = make_runner(
         shape.num_blocks, shape.block_size, before, row_errors, num_host_blocks=shape.num_host_blocks
     )
     parts = make_parts(shape, runner, eos_token_ids, drafters)

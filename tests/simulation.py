@@ -13,15 +13,17 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.errors import EngineError, OutOfDeviceMemory, Overloaded
 from engine.outputs import StepInputs
 from engine.request import FinishReason, GenerationRequest, SamplingParams
 from engine.speculation.drafter import Draft, DraftJob
 from engine.stream import RequestStream
+from tests.ahead_fakes import AheadFakeRunner
 from tests.engines import Collected, EngineShape, Harness, collect, running_engine
 from tests.fake_drafters import FakeDrafter
-from tests.fakes import VOCAB_SIZE, expected_output
+from tests.fakes import VOCAB_SIZE, FakeRunner, expected_output
 from tests.virtual_time import run_in_virtual_time
 
 POLICIES = ("fcfs", "sjf", "priority", "deadline", "orca", "fair")
@@ -58,6 +60,13 @@ class Scenario:
     token_s: float
     swap_s: float  # a block
     drafters: tuple[FakeDrafter, ...] = ()
+    device: str = ""  # that is given steps ahead: computing "early" or "late"; "" is given one at a time
+
+    def make_runner(self, *args: Any, **kwargs: Any) -> FakeRunner:
+        """The fake model on the device."""
+        if not self.device:
+            return FakeRunner(*args, **kwargs)
+        return AheadFakeRunner(*args, is_late=self.device == "late", **kwargs)
 
     def seconds(self, inputs: StepInputs) -> tuple[float, float]:
         """What a step takes, and its swapping."""
@@ -81,6 +90,7 @@ class Draw(random.Random):
             token_s=self.choice((0.0001, 0.001)),
             swap_s=self.choice((0.00001, 0.003)),
             drafters=self.drafters(),
+            device=self.choice(("", "", "early", "late")),
         )
 
     def drafters(self) -> tuple[FakeDrafter, ...]:
@@ -364,6 +374,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         row_errors=faults.row_errors,
         clock=loop.time,
         drafters=scenario.drafters,
+        make_runner=scenario.make_runner,
     ) as harness:
         harness.runner.after = faults.after
         harness.runner.seconds = scenario.seconds
@@ -374,6 +385,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         metrics = harness.engine.metrics
         outcome.seen.update({f"preempted by {how}": number for how, number in metrics.preemptions.items()})
         outcome.seen["blocks swapped in"] += harness.runner.num_swapped_in
+        outcome.seen["steps ahead"] += getattr(harness.runner, "num_ahead", 0)
         outcome.seen["cached"] += metrics.prompt_tokens_cached
         outcome.seen.update(_of_drafts(harness))
 

@@ -6,29 +6,31 @@ Owns every request from `add` to its end, and the KV accounting. Loop thread onl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from engine.errors import ContextLengthExceeded
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import NO_TOKEN, BatchDecision, RequestExplanation, SampledRows, ScheduledRequest
+from engine.outputs import BatchDecision, RequestExplanation, SampledRows
 from engine.request import FinishReason, Request, RequestStatus
+from engine.scheduling.ahead import plan_ahead
 from engine.scheduling.batch_config import BatchConfig
-from engine.scheduling.committed_token import CommittedToken
+from engine.scheduling.committed_token import CommittedToken, append_rows
 from engine.scheduling.cost_model import CostModel
 from engine.scheduling.deadlines import Load, earliest_finish_s
 from engine.scheduling.draft_slots import choose_drafts
 from engine.scheduling.explanation import explain
+from engine.scheduling.flights import Flight, Flights
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
-from engine.scheduling.step_inputs import NO_MOVES, Cargo, build_step_inputs
+from engine.scheduling.step_inputs import NO_MOVES, BlockMoves, build_step_inputs, next_tokens
 from engine.scheduling.token_budget import TokenBudget
 from engine.speculation.draft_tape import DraftedToken
 from engine.speculation.speculative_decoder import SpeculativeDecoder
 
 _LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
-_Chunk = tuple[Request, int, int]  # with the tokens that this step computes, and those it lacks
+_Chunk = tuple[Request, int]  # with the tokens that this step computes
 
 
 class ContinuousBatcher:
@@ -44,8 +46,9 @@ class ContinuousBatcher:
     or gone, and does not stand in the way of those behind it.
 
     Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and
-    `preempt_for_memory`, all of which land it, before the next `step`. `add` and `finish` may come at any
-    time.
+    `preempt_for_memory`, all of which land it, before the next `step`. Where the device can have a second
+    step before it gives back the first, `step_ahead` may decide it meanwhile; it lands after the first, in
+    the same ways, and is dropped with the first if that fails. `add` and `finish` may come at any time.
 
     Progress: while there is work, of two successive steps at least one schedules something, because what
     could not fit even alone is refused by `add`, and the oldest running request is never preempted.
@@ -72,10 +75,7 @@ class ContinuousBatcher:
         self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
         self._step_id = 0
         self._preempted: list[tuple[Request, bool]] = []  # since the last decision; True if by swap
-        self._moves = NO_MOVES  # those of the flying decision
-        self._flying: BatchDecision | None = None
-        self._aboard: list[Cargo] = []  # what the flying decision carries, in its order
-        self._leaving: list[str] = []  # ended in flight: their blocks are released when the step lands
+        self._flights = Flights()
 
     # What there is.
 
@@ -193,7 +193,7 @@ class ContinuousBatcher:
 
     def step(self) -> BatchDecision:
         """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
-        assert self._flying is None, "the last decision is neither committed nor abandoned"
+        assert not self._flights, "the last decision is neither committed nor abandoned"
         self._step_id += 1
         config = self.config
         budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
@@ -278,7 +278,7 @@ class ContinuousBatcher:
             else:
                 break
             missing = len(request.token_ids) - request.num_computed_tokens
-            chunks.append((request, budget.take_chunk(missing), missing))
+            chunks.append((request, budget.take_chunk(missing)))
             self._policy.charge(request, chunks[-1][1], 0)
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
         return chunks
@@ -287,27 +287,14 @@ class ContinuousBatcher:
         """Write the order for this step and let it fly, unless it is empty."""
         verified = choose_drafts(self.decoder, decodes, budget, self._seats)
         with_drafts = {cargo.scheduled.request_id for cargo in verified}
-        cargo = [
-            Cargo(ScheduledRequest(request.request_id, request.num_computed_tokens, 1, True), request)
-            for request in decodes
-            if request.request_id not in with_drafts
-        ]
-        cargo += [
-            Cargo(
-                ScheduledRequest(request.request_id, request.num_computed_tokens, count, count == missing),
-                request,
-            )
-            for request, count, missing in chunks
-        ]
+        cargo = [next_tokens(request) for request in decodes if request.request_id not in with_drafts]
+        cargo += [next_tokens(request, count) for request, count in chunks]
         cargo += verified
-        inputs = None
-        if cargo:
-            self._moves = self._seats.block_moves()
-            inputs = build_step_inputs(cargo, self.kv, self._seats.sampling, self._moves)
+        moves = self._seats.block_moves() if cargo else NO_MOVES
         decision = BatchDecision(
             step_id=self._step_id,
             scheduled=tuple(item.scheduled for item in cargo),
-            inputs=inputs,
+            inputs=build_step_inputs(cargo, self.kv, self._seats.sampling, moves) if cargo else None,
             num_decode_tokens=budget.num_decode_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
             num_draft_tokens=budget.num_draft_tokens,
@@ -316,8 +303,34 @@ class ContinuousBatcher:
         )
         self._preempted.clear()
         if cargo:
-            self._flying, self._aboard = decision, cargo
+            self._flights.take_off(Flight(decision, cargo, moves))
         return decision
+
+    def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
+        """Decide the step behind the only one in flight now, before it lands; None if that has to wait.
+
+        It computes nothing but the tokens that the flying step draws; see `plan_ahead`. It waits for whoever
+        could be seated, too. Commits give the same tokens with and without.
+        """
+        assert len(self._flights) == 1, "a step ahead follows the only one in flight"
+        flight = self._flights.oldest(decision)
+        limit = min(self.config.max_decode_seqs, self._token_limit)
+        if self._next_in_queue() is not None:
+            return None
+        cargo = plan_ahead(flight, self._seats, self.decoder, limit)
+        if cargo is None:
+            return None
+        self._step_id += 1
+        moves = self._seats.scrubbing()
+        ahead = BatchDecision(
+            step_id=self._step_id,
+            scheduled=tuple(item.scheduled for item in cargo),
+            inputs=build_step_inputs(cargo, self.kv, self._seats.sampling, moves),
+            num_decode_tokens=len(cargo),
+            num_prefill_tokens=0,
+        )
+        self._flights.take_off(Flight(ahead, cargo, moves))
+        return ahead
 
     # What came of it.
 
@@ -326,12 +339,15 @@ class ContinuousBatcher:
 
         What ends by it is finished on return; a failed row ends its request alone, with ERROR.
         """
-        aboard = self._land(decision)
+        flight = self._flights.land(decision)
+        left = self._flights.take_left()
+        if left:
+            self._release(left, flight.found_good(rows))
         self._seats.settle()
         self._token_limit = min(self._token_limit + 1, self.config.max_num_batched_tokens)
         committed: list[CommittedToken] = []
         row = 0
-        for (_, first, count, samples, num_drafts), request, drafted in aboard:
+        for (_, first, count, samples, num_drafts), request, drafted, _ in flight.cargo:
             if request.status is RequestStatus.RUNNING:  # else it was ended while the step ran
                 request.num_computed_tokens = first + count - num_drafts
                 if samples:
@@ -343,7 +359,7 @@ class ContinuousBatcher:
         self, request: Request, own: range, rows: SampledRows, drafted: Sequence[DraftedToken]
     ) -> list[CommittedToken]:
         """Commit what a request's own rows hold, and end it or get it ready to go on."""
-        committed = _append_rows(request, own, rows)
+        committed = append_rows(request, own, rows)
         reason = committed[-1].finish_reason
         has_failed = reason is FinishReason.ERROR
         num_tokens = len(committed) - has_failed
@@ -376,27 +392,33 @@ class ContinuousBatcher:
         self._requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
-        """Drop a step that gave no result; nothing counts as computed.
+        """Drop a step that gave no result, and one behind it; nothing counts as computed.
 
         `fail` ends, with ERROR, all its requests that still run, and returns them; otherwise they are
-        scheduled again.
+        scheduled again. The device must be done with both.
         """
-        aboard = [cargo.request for cargo in self._land(decision)]
+        aboard = [cargo.request for cargo in self._flights.oldest(decision).cargo]
         aboard = [request for request in aboard if request.status is RequestStatus.RUNNING]
+        flights = self._flights.land_all()
+        self._release(self._flights.take_left())
         for request in aboard:
             self._seats.doubt(request.request_id)
-        for request_id in self._seats.undo_moves(self._moves):
-            lost = self._queue.remove(request_id)
-            assert lost is not None, f"{request_id} is on the host and does not wait"
-            lost.status = RequestStatus.PREEMPTED
-            lost.num_computed_tokens = 0
-            self._queue.add(lost)
+        for flight in flights:
+            self._undo_moves(flight.moves)
         if not fail:
             return []
         for request in aboard:
             self._seats.distrust(request.request_id)
             self._end(request, FinishReason.ERROR)
         return aboard
+
+    def _undo_moves(self, moves: BlockMoves) -> None:
+        for request_id in self._seats.undo_moves(moves):
+            lost = self._queue.remove(request_id)
+            assert lost is not None, f"{request_id} is on the host and does not wait"
+            lost.status = RequestStatus.PREEMPTED
+            lost.num_computed_tokens = 0
+            self._queue.add(lost)
 
     def preempt_for_memory(self, decision: BatchDecision) -> None:
         """Drop a step whose pass ran out of device memory, to retry with less.
@@ -405,7 +427,8 @@ class ContinuousBatcher:
         but one; that limit rises by one with each commit. Those whose state cannot be cut back to before the
         pass are all computed again.
         """
-        aboard = sorted((cargo.request for cargo in self._aboard), key=self._policy.key)
+        flight = self._flights.oldest(decision)
+        aboard = sorted((cargo.request for cargo in flight.cargo), key=self._policy.key)
         self.abandon(decision, fail=False)
         self._token_limit = max(1, decision.num_tokens // 2)
         lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
@@ -424,44 +447,27 @@ class ContinuousBatcher:
             self._queue.let_go(request.request_id)
             self._preempted.append((request, swapped))
 
-    def _land(self, decision: BatchDecision) -> list[Cargo]:
-        """The flying decision is over: release what ended meanwhile; what it carried, in its order."""
-        assert decision is self._flying, "this decision is not the one in flight"
-        aboard, self._flying, self._aboard = self._aboard, None, []
-        for request_id in self._leaving:
+    def _release(self, left: Sequence[str], good: Collection[str] = ()) -> None:
+        """These have ended, and no flight carries them any more; the `good` left no bad values."""
+        for request_id in left:
+            if request_id in good:
+                self._seats.trust(request_id)
             self._seats.vacate(request_id)
             self._leave_nothing(request_id)
-        self._leaving.clear()
-        return aboard
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """End a running request; while a step is in flight the device may still write its blocks."""
+        """End a running request; while a step in flight carries it the device may still write its blocks."""
         self._seats.leave(request, RequestStatus.FINISHED)
         request.finish_reason = reason
-        if self._flying is None:
+        if self._flights.carry(request.request_id):
+            self._seats.doubt(request.request_id)
+            self._flights.keep(request.request_id)
+        else:
             self._seats.vacate(request.request_id)
             self._leave_nothing(request.request_id)
-        else:
-            self._seats.doubt(request.request_id)
-            self._leaving.append(request.request_id)
 
     def _leave_nothing(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and let go those that were held for it."""
         self.decoder.close(request_id)
         self.kv.host.release(request_id)
         self._queue.let_go(request_id)
-
-
-def _append_rows(request: Request, own: range, rows: SampledRows) -> list[CommittedToken]:
-    """Append the tokens of a request's own rows, at least one or an error, up to its end or NO_TOKEN."""
-    row_errors = rows.row_errors or {}
-    committed: list[CommittedToken] = []
-    for row in own:
-        token_id, error = rows.token_ids[row], row_errors.get(row)
-        if error is None and token_id == NO_TOKEN:
-            break
-        reason = FinishReason.ERROR if error is not None else request.append(token_id)
-        committed.append(CommittedToken(request, token_id, row, len(request.token_ids), reason, error))
-        if reason is not None:
-            break
-    return committed

@@ -248,6 +248,16 @@ class Seats:
                 preempted.append(victim)
         return preempted, stalled
 
+    def make_room_ahead(self, requests: Sequence[Request]) -> bool:
+        """Get each of these a slot for the token after its newest; if blocks are short, nobody, and False."""
+        kv = self.kv
+        num_growing = sum(len(request.token_ids) % kv.block_size == 0 for request in requests)
+        if num_growing > kv.num_free_blocks:
+            return False
+        fit = [kv.allocate(request.request_id, len(request.token_ids) + 1) for request in requests]
+        assert all(fit), "the blocks were counted and are not there"
+        return True
+
     def make_room_for_drafts(self, request: Request, num_drafts: int) -> int:
         """Get slots for so many drafts after the newest token, or for fewer; how many. Preempts nobody.
 
@@ -315,6 +325,10 @@ class Seats:
         self._unproven.add(request_id)
         self.kv.unpublish(request_id)
 
+    def trust(self, request_id: str) -> None:
+        """A good row was drawn from all the KV that this request holds, after it had ended."""
+        self._unproven.discard(request_id)
+
     def scrub(self, block_ids: Iterable[int]) -> None:
         """Zero these blocks before the next pass."""
         self._scrub_blocks += block_ids
@@ -324,7 +338,11 @@ class Seats:
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `settle` or `undo_moves` must tell what came of them."""
         swap_out, swap_in = self.kv.host.copies()
-        moves = BlockMoves(swap_out, tuple(self._scrub_blocks), tuple(self._copies), swap_in)
+        return self.scrubbing()._replace(swap_out=swap_out, copies=tuple(self._copies), swap_in=swap_in)
+
+    def scrubbing(self) -> BlockMoves:
+        """Those of a step that is decided before the last one is settled: it asks for nothing else twice."""
+        moves = BlockMoves(scrub=tuple(self._scrub_blocks))
         self._scrub_blocks.clear()
         return moves
 

@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BlockCopy, DraftInputs, Int32, Int64, PromptRows, ScheduledRequest, StepInputs
+from engine.outputs import (
+    NO_TOKEN,
+    BlockCopy,
+    DraftInputs,
+    Int32,
+    Int64,
+    PromptRows,
+    ScheduledRequest,
+    StepInputs,
+)
 from engine.request import Request
 from engine.scheduling.sampling_table import SamplingTable
 from engine.speculation.draft_tape import DraftedToken
@@ -28,11 +37,28 @@ NO_MOVES = BlockMoves()
 
 
 class Cargo(NamedTuple):
-    """One scheduled request with what it brings: itself, and the drafts after its newest token."""
+    """One scheduled request with what it brings: itself, and the drafts after its newest token.
+
+    Its last token, if that is not known yet, is what row `previous_row` of the step before draws; else -1.
+    """
 
     scheduled: ScheduledRequest
     request: Request
     drafted: Sequence[DraftedToken] = ()
+    previous_row: int = -1
+
+
+def next_tokens(request: Request, count: int = 1) -> Cargo:
+    """The next `count` known tokens of a request."""
+    first = request.num_computed_tokens
+    samples = first + count == len(request.token_ids)
+    return Cargo(ScheduledRequest(request.request_id, first, count, samples), request)
+
+
+def token_drawn_by(request: Request, row: int) -> Cargo:
+    """The token behind those that a request knows, which this row of the step before draws."""
+    first = len(request.token_ids)
+    return Cargo(ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row)
 
 
 def build_step_inputs(
@@ -42,7 +68,7 @@ def build_step_inputs(
 
     Blocks for every scheduled token must be allocated. The arrays are new: nothing of `kv` is aliased.
     """
-    scheduled, requests, drafted = zip(*cargo, strict=True)
+    scheduled, requests, drafted, previous = zip(*cargo, strict=True)
     _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
     rows = np.array([kv.row(request.request_id) for request in requests], np.int64)  # [S]
     first = np.array(first_positions, np.int64)  # [S]
@@ -54,6 +80,7 @@ def build_step_inputs(
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
     block, offset = np.divmod(indices, kv.block_size)
     has_drafts = any(num_drafts)
+    is_ahead = max(previous) >= 0
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
     sampled = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
@@ -68,7 +95,7 @@ def build_step_inputs(
             rows[sampled.sequences],
             [requests[s] for s in sampled.sequences.tolist()],
             positions[sampled.tokens] + 1,
-            _paths(drafted, samples) if has_drafts else None,
+            _paths(cargo) if has_drafts or is_ahead else None,
         ),
         drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(cargo, sampling.scoring(rows), ends),
@@ -77,6 +104,7 @@ def build_step_inputs(
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,
         swap_in=moves.swap_in,
+        previous_rows=_previous_rows(previous, ends) if is_ahead else None,
     )
 
 
@@ -102,7 +130,7 @@ def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> 
     token_ids: list[int] = []
     num_top: list[int] = []
     for s in asking:
-        (_, first, count, _, _), request, _ = cargo[s]
+        (_, first, count, _, _), request, *_ = cargo[s]
         known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
         start = int(ends[s]) - count
         sequence += [s] * len(known)
@@ -122,9 +150,11 @@ def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> 
 def _token_ids(cargo: Sequence[Cargo]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, _, num_drafts), request, drafted in cargo:
+    for (_, first, count, _, num_drafts), request, drafted, previous_row in cargo:
         num_known = count - num_drafts
-        if num_known == 1:
+        if previous_row >= 0:
+            token_ids.append(0)
+        elif num_known == 1:
             token_ids.append(request.token_ids[first])
         else:
             token_ids += request.token_ids[first : first + num_known]
@@ -145,14 +175,24 @@ def _positions(indices: Int64, ends: Int64, drafted: Sequence[Sequence[DraftedTo
     return positions
 
 
-def _paths(drafted: Sequence[Sequence[DraftedToken]], samples: Sequence[bool]) -> list[tuple[int, ...]]:
-    """The drafts between the known tokens and each sampled row, that row's own included. [R]"""
+def _previous_rows(previous: Sequence[int], ends: Int64) -> Int64:
+    """The row of the step before that draws each token, the last of its sequence; -1 for known ones. [N]"""
+    rows = np.full(ends[-1], -1, np.int64)
+    rows[ends - 1] = previous
+    return rows
+
+
+def _paths(cargo: Sequence[Cargo]) -> list[tuple[int, ...]]:
+    """The drafts between the known tokens and each sampled row, that row's own included. [R]
+
+    A token that is not known yet counts as one, with NO_TOKEN for its id.
+    """
     paths: list[tuple[int, ...]] = []
-    for drafts, is_sampled in zip(drafted, samples, strict=True):
-        if not is_sampled:
+    for scheduled, _, drafts, previous_row in cargo:
+        if not scheduled.samples:
             continue
         base = len(paths)
-        paths.append(())
+        paths.append((NO_TOKEN,) if previous_row >= 0 else ())
         for i, draft in enumerate(drafts):
             parent = i - 1 if draft.parent is None else draft.parent
             paths.append((*paths[base + 1 + parent], draft.token_id))

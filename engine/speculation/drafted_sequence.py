@@ -63,6 +63,11 @@ class DraftedSequence:
         is_new = features is not None and features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
 
+    def expects_drafts(self, awaited: frozenset[int]) -> bool:
+        """True if it has drafts, or the next step waits for those of a drafter that is worth asking."""
+        views = self.views.items()
+        return bool(self.tape.drafted) or any(view.limit > 0 and index in awaited for index, view in views)
+
     def num_allowed(self, num_drafts: int) -> int:
         """How many of the first drafts the request's grammar allows: others would cost a pass for nothing.
 

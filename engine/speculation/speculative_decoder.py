@@ -220,6 +220,11 @@ class SpeculativeDecoder:
                 chosen.append((sequence.request, tuple(sequence.tape.drafted[:num_drafts])))
         return chosen
 
+    def expects_drafts(self, requests: Iterable[Request]) -> bool:
+        """True if the next step may have drafts of these to verify: some are there, or are waited for."""
+        found = (self._active.get(request.request_id) for request in requests) if self._active else ()
+        return any(sequence is not None and sequence.expects_drafts(self.awaited) for sequence in found)
+
     def settle(self, request: Request, drafted: Sequence[DraftedToken], num_tokens: int) -> None:
         """A step that verified these drafts has committed so many tokens; before the request ends by it."""
         sequence = self._active.get(request.request_id)
