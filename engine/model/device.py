@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from engine.errors import OutOfDeviceMemory
 
 Mark = float | torch.cuda.Event
 
@@ -13,7 +17,8 @@ def mark(device: torch.device) -> Mark:
     """Now, on the clock of the device."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # Blocking, so that who waits for it sleeps: other threads have work for the core.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -28,6 +33,17 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 # Of errors that have no type of their own: the CPU's allocator, the driver, and the libraries upon it.
 _SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@contextmanager
+def out_of_memory_named() -> Iterator[None]:
+    """Have a pass that runs out of memory raise OutOfDeviceMemory; other errors come through."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

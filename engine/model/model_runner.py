@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.errors import OutOfDeviceMemory
 from engine.model.attention.draft_tree import accepted_moves
-from engine.model.device import is_out_of_memory, mark, seconds_between
+from engine.model.device import mark, out_of_memory_named, seconds_between
 from engine.model.isolated_draw import draw_isolated
 from engine.model.loader import LoadedModel
 from engine.model.packed_forward import PackedForward
@@ -53,12 +52,12 @@ class ModelRunner:
         num_host_blocks: int = 0,
         for_drafts: ForDrafts = ForDrafts(),
     ) -> None:
-        self._forward = PackedForward(loaded)
+        self.forward = PackedForward(loaded)
         self._sampler = sampler
-        self._scorer = PromptScorer(loaded)
+        self.scorer = PromptScorer(loaded)
         self._verifier = make_verifier(for_drafts.verification, sampler)
-        self._keeps_features = for_drafts.keeps_features
-        self.kv = self._forward.make_kv(num_blocks, block_size)
+        self.keeps_features = for_drafts.keeps_features
+        self.kv = self.forward.make_kv(num_blocks, block_size)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 
     @torch.inference_mode()
@@ -70,28 +69,20 @@ class ModelRunner:
         """
         num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
         device = self.kv.device
-        try:
+        with out_of_memory_named():
             self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
             start = mark(device)
-            self._move_blocks(inputs)
+            self.move_blocks(inputs)
             begin = mark(device) if num_swapped else start
             hidden = None
-            with self._scorer.watching(inputs.prompt_rows) as seen:
-                if self._keeps_features:
-                    logits, hidden = self._forward.with_features(inputs, self.kv)
+            with self.scorer.watching(inputs.prompt_rows) as seen:
+                if self.keeps_features:
+                    logits, hidden = self.forward.with_features(inputs, self.kv)
                 else:
-                    logits = self._forward(inputs, self.kv)
+                    logits = self.forward(inputs, self.kv)
             middle = mark(device)
-            verified = Verified(SampledRows([]))
-            if len(logits):
-                verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
-                if inputs.drafts is not None:
-                    self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
-            scores = self._scorer.score(inputs.prompt_rows, seen)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
+            verified = self.judge(logits, inputs)
+            scores = self.scorer.score(inputs.prompt_rows, seen)
         end = mark(device)
         return StepResult(
             verified.rows,
@@ -99,11 +90,20 @@ class ModelRunner:
             seconds_between(middle, end),
             seconds_between(start, begin) if num_swapped else 0.0,
             num_swapped * self.kv.block_bytes,
-            None if hidden is None else hidden[_last_rows(inputs, verified)].unbind(0),
+            None if hidden is None else hidden[last_rows(inputs, verified)].unbind(0),
             scores,
         )
 
-    def _move_blocks(self, inputs: StepInputs) -> None:
+    def judge(self, logits: torch.Tensor, inputs: StepInputs) -> Verified:
+        """Draw from the `logits` [R, vocab] and judge the drafts; those accepted of a tree are moved."""
+        if not len(logits):
+            return Verified(SampledRows([]))
+        verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
+        if inputs.drafts is not None:
+            self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
+        return verified
+
+    def move_blocks(self, inputs: StepInputs) -> None:
         """In this order: save what is to be kept, clean, copy, bring back what was saved."""
         self.swap.copy_out(inputs.swap_out)
         self.kv.scrub_blocks(inputs.scrub_blocks)
@@ -114,9 +114,9 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a small prefill and small decodes on scratch tensors, so that the first request is not slow."""
         block_size = self.kv.block_size
-        length = min(_WARM_UP_TOKENS, self._forward.loaded.max_model_len)
+        length = min(_WARM_UP_TOKENS, self.forward.loaded.max_model_len)
         num_blocks = -(-length // block_size)
-        kv = self._forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size)
+        kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size)
         tokens = [0] * length
         parts = [
             Part(tokens, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))
@@ -124,17 +124,17 @@ class ModelRunner:
         ]
         steps = [[parts[0]._replace(first=0)], parts, parts[:1]]
         if kv.device.type == "cuda":  # where drafts, and a context that many read, have kernels of their own
-            longest = min(length * _WARM_UP_SEQUENCES, self._forward.loaded.max_model_len)
+            longest = min(length * _WARM_UP_SEQUENCES, self.forward.loaded.max_model_len)
             every_block = range(num_blocks * _WARM_UP_SEQUENCES)
             steps.append([parts[0]._replace(first=max(0, length - _WARM_UP_VERIFIED))])
             steps.append([Part([0] * longest, longest - 1, longest, every_block)])
         for step in steps:
             for temperature in (0.0, 1.0):
                 inputs = pack_step(step, block_size, temperature=temperature)
-                self._sampler.sample(self._forward(inputs, kv), inputs.sampling)
+                self._sampler.sample(self.forward(inputs, kv), inputs.sampling)
 
 
-def _last_rows(inputs: StepInputs, verified: Verified) -> Int64:
+def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
     """The row of logits that each sampled sequence's last token was drawn from. [sampled sequences]"""
     rows = np.arange(len(inputs.logits_rows))
     if inputs.drafts is None or verified.paths is None:

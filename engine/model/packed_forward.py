@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -40,31 +41,53 @@ class PackedForward:
         of the model and of the device come through.
         """
         device = self.loaded.device
-        rows = torch.tensor(inputs.logits_rows, device=device)
-        options = {"logits_to_keep": rows} if self._keeps_rows else {}
+        return self.compute(
+            torch.tensor(inputs.token_ids, device=device),
+            torch.tensor(inputs.positions, device=device),
+            AttentionContext(inputs, kv, self.backend),
+            torch.tensor(inputs.logits_rows, device=device),
+        )
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As a call, over what is on the device already: [N], [N], and the `rows` [R] that want logits.
+
+        Without rows it gives the logits of every token, [N, vocab].
+        """
+        options = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
         output = self.loaded.model(
-            input_ids=torch.tensor(inputs.token_ids, device=device)[None],
-            position_ids=torch.tensor(inputs.positions, device=device)[None],
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
             **options,
-            **{CONTEXT_KEYWORD: AttentionContext(inputs, kv, self.backend)},
+            **{CONTEXT_KEYWORD: context},
         )
         logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_rows else logits[rows]
+        return logits if self._keeps_rows or rows is None else logits[rows]
 
     def with_features(self, inputs: StepInputs, kv: KvTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits as a plain call gives them, and the hidden states they were made from: [R, hidden].
 
         These are what the model's output embedding reads, after the last norm, in the model's dtype.
         """
+        rows = torch.tensor(inputs.logits_rows, device=self.loaded.device)
+        return self.keeping_features(lambda: self(inputs, kv), rows)
+
+    def keeping_features(
+        self, compute: Callable[[], torch.Tensor], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `compute`, a pass that wants the logits of `rows` (None: all), gives, and hidden states."""
         seen: list[torch.Tensor] = []
         head = self.loaded.model.get_output_embeddings()
         handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            logits = self(inputs, kv)
+            logits = compute()
         finally:
             handle.remove()
         hidden = seen[0][0]  # [R, hidden], or [N, hidden]
-        if not self._keeps_rows:
-            hidden = hidden[torch.tensor(inputs.logits_rows, device=hidden.device)]
-        return logits, hidden
+        return logits, hidden if self._keeps_rows or rows is None else hidden[rows]

@@ -25,7 +25,7 @@ _PLAIN = ("temperature", "log_min_p", "keys")
 
 
 class DrawColumns(NamedTuple):
-    """What places of a tensor of logits are drawn by; a temperature that is not above 0 (or NaN) is greedy."""
+    """What places of a tensor of logits are drawn by; a temperature that is 0 or no number is greedy."""
 
     temperature: torch.Tensor  # float32 [n, 1]
     log_min_p: torch.Tensor  # float64 [n, 1], -inf = off
@@ -121,7 +121,7 @@ def draw_plain(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
 
 
 def draw_filtered(logits: torch.Tensor, filters: Filters, keys: torch.Tensor) -> torch.Tensor:
-    """A token for each row, int64 [n], from what `process_logits` would keep; NO_TOKEN where it is not finite.
+    """A token for each row, int64 [n], from what `process_logits` would keep; NO_TOKEN if not finite.
 
     `logits` is [n, vocab] in any float type and is left as it is; every temperature is above 0. A sort
     stands for the histograms: it needs no answer from the device either.

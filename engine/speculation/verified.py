@@ -61,9 +61,12 @@ def without_logprobs(sampling: SamplingInputs) -> SamplingInputs:
 
 
 def settle(
-    logits: torch.Tensor, sampling: SamplingInputs, drafts: DraftRows, draws: Draws, last: Int64
+    logits: torch.Tensor | None, sampling: SamplingInputs, drafts: DraftRows, draws: Draws, last: Int64
 ) -> Verified:
-    """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT."""
+    """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
+
+    Without `logits` nobody may ask for log-probabilities, and every error means that they were not finite.
+    """
     token_ids = draws.token_ids.copy()
     source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
     owned = drafts.rows(np.arange(len(last)))
@@ -82,8 +85,10 @@ def settle(
     errors = {reached[row]: reason for row, reason in draws.errors.items() if row in reached}
     source[list(errors)] = -1
     committed = token_ids.tolist()
-    logprobs = logprob_records(logits, sampling.num_logprobs, committed, source)
-    spoiled = _not_finite(logits, sorted(draws.errors.keys() - reached.keys()))
+    spoiled, logprobs = tuple(sorted(draws.errors.keys() - reached.keys())), None
+    if logits is not None:
+        logprobs = logprob_records(logits, sampling.num_logprobs, committed, source)
+        spoiled = _not_finite(logits, spoiled)
     path = None if drafts.are_chains else draft.astype(np.int32)
     return Verified(
         SampledRows(committed, logprobs, errors or None, spoiled),
@@ -91,7 +96,7 @@ def settle(
     )
 
 
-def _not_finite(logits: torch.Tensor, rows: list[int]) -> tuple[int, ...]:
+def _not_finite(logits: torch.Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
     """Those rows whose logits hold NaN or infinity: others failed for what was asked of them."""
     if not rows:
         return ()

@@ -35,7 +35,7 @@ class BareModel:
         assert isinstance(runner, ModelRunner)
         # The one place outside the runner that takes its parts: a benchmark of what is around the model needs
         # the model alone, and nothing that serves does.
-        self._forward = runner._forward
+        self._forward = runner.forward
         self._runner = runner
         block_size = runner.kv.block_size
         blocks = -(-stop // block_size)  # of each sequence
@@ -79,7 +79,7 @@ class BareModel:
 
 def model_arguments(inputs: StepInputs, kv: KvTensors, runner: ModelRunner) -> dict[str, Any]:
     """What the forward pass of this step takes, as tensors on the device."""
-    forward = runner._forward
+    forward = runner.forward
     device = forward.loaded.device
     return {
         "input_ids": torch.tensor(inputs.token_ids, device=device)[None],

@@ -131,7 +131,7 @@ def test_an_error_of_the_pass_comes_through_and_the_next_step_runs(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_warm_up_and_the_check_touch_no_block(family: str) -> None:
     runner = make_runner(family)
-    check_forward(runner._forward)
+    check_forward(runner.forward)
     runner.warm_up()
     assert not any(tensor.any() for tensor in (*runner.kv.keys, *runner.kv.values))
 
@@ -202,7 +202,7 @@ def test_a_copied_block_may_be_scrubbed_first_and_its_source_swapped_out() -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:
     runner = make_runner(family, dtype)
-    check_forward(runner._forward)
+    check_forward(runner.forward)
     assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
 
 
@@ -210,7 +210,7 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
 def test_the_check_keeps_to_the_models_context(max_model_len: int) -> None:
     loaded = replace(load_tiny("gpt2"), max_model_len=max_model_len)
     runner = ModelRunner(loaded, 8, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
-    check_forward(runner._forward)
+    check_forward(runner.forward)
     runner.warm_up()
 
 
@@ -251,14 +251,14 @@ def test_a_broken_attention_is_refused_at_start(
     runner = make_runner(family, dtype)
     monkeypatch.setattr(AttentionContext, "attend", mutant(AttentionContext.attend))
     with pytest.raises(UnsupportedModel, match=type(load_tiny(family).model).__name__):
-        check_forward(runner._forward)
+        check_forward(runner.forward)
     assert load_tiny(family, dtype).model.config._attn_implementation == ATTENTION_NAME
 
 
 def test_a_lost_mask_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryGroup, "_mask", lambda *_: None)
     with pytest.raises(UnsupportedModel):
-        check_forward(make_runner("llama")._forward)
+        check_forward(make_runner("llama").forward)
 
 
 def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,4 +267,4 @@ def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(AttentionContext, "attend", poisoned)
     with pytest.raises(UnsupportedModel, match="nan"):
-        check_forward(make_runner("llama")._forward)
+        check_forward(make_runner("llama").forward)
