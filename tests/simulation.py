@@ -11,9 +11,9 @@ import argparse
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from engine.errors import EngineError, OutOfDeviceMemory, Overloaded
 from engine.outputs import StepInputs
@@ -62,11 +62,10 @@ class Scenario:
     drafters: tuple[FakeDrafter, ...] = ()
     device: str = ""  # that is given steps ahead: computing "early" or "late"; "" is given one at a time
 
-    def make_runner(self, *args: Any, **kwargs: Any) -> FakeRunner:
-        """The fake model on the device."""
-        if not self.device:
-            return FakeRunner(*args, **kwargs)
-        return AheadFakeRunner(*args, is_late=self.device == "late", **kwargs)
+    @property
+    def make_runner(self) -> Callable[..., FakeRunner]:
+        """Of the fake model on the device."""
+        return partial(AheadFakeRunner, is_late=self.device == "late") if self.device else FakeRunner
 
     def seconds(self, inputs: StepInputs) -> tuple[float, float]:
         """What a step takes, and its swapping."""
