@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from engine.model.huge_pages import HugePages, fill_in_background
 from engine.model.layer_kv import LayerKv
 from engine.outputs import BlockCopy, Int64
+
+_LARGE_BYTES = 64 << 20  # worth a thread of its own to find the memory
 
 
 def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dtype) -> int:
@@ -40,8 +43,11 @@ class KvTensors:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.keys = [self._zeros(layer.num_kv_heads, layer.key_dim) for layer in self.layers]
-        self.values = [self._zeros(layer.num_kv_heads, layer.value_dim) for layer in self.layers]
+        pages = HugePages(num_blocks * self.block_bytes)
+        self.keys = [self._zeros(pages, layer.num_kv_heads, layer.key_dim) for layer in self.layers]
+        self.values = [self._zeros(pages, layer.num_kv_heads, layer.value_dim) for layer in self.layers]
+        if device.type == "cpu" and num_blocks * self.block_bytes >= _LARGE_BYTES:
+            fill_in_background(self.tensors)
         self._key_heads = [_by_block_and_head(keys) for keys in self.keys]
         self._value_heads = [_by_block_and_head(values) for values in self.values]
         self._key_rows = [_by_position(keys) for keys in self.keys]
@@ -125,8 +131,10 @@ class KvTensors:
         for tensor in self.tensors:
             tensor.index_fill_(0, index, 0.0)
 
-    def _zeros(self, num_kv_heads: int, dim: int) -> torch.Tensor:
+    def _zeros(self, pages: HugePages, num_kv_heads: int, dim: int) -> torch.Tensor:
         shape = (self.num_blocks, num_kv_heads, self.block_size, dim)
+        if self.device.type == "cpu":
+            return pages.zeros(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 

@@ -1,0 +1,81 @@
+"""HugePages: memory for what every step reads all over, in pages of 2 MiB where the system has them.
+
+A page of 4 KiB is looked up for every 4 KiB read; scattered reads then wait for the looking up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from threading import Thread
+
+import torch
+
+PAGE_BYTES = 2 << 20
+_ALIGNMENT = 64  # bytes: a line of the cache
+
+_POPULATE_WRITE = 23  # Linux' MADV_POPULATE_WRITE; other systems do not know the number
+_FILLED_AT_ONCE = 4 * PAGE_BYTES  # who asks the system for memory meanwhile waits as long as that takes
+
+
+class HugePages:
+    """Hands out tensors on the CPU, zeros at first, from regions of `region_bytes` or as much as one needs.
+
+    A region is given back with the last of its tensors. For one thread.
+    """
+
+    def __init__(self, region_bytes: int) -> None:
+        self._region_bytes = region_bytes
+        self._region = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor. Raises MemoryError."""
+        num_bytes = prod(shape) * dtype.itemsize
+        taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if len(self._region) < taken:
+            self._region = _map(max(taken, self._region_bytes))
+        given, self._region = self._region[:num_bytes], self._region[taken:]
+        return given.view(dtype).view(*shape)
+
+
+def fill_in_background(tensors: Sequence[torch.Tensor]) -> Thread:
+    """Have the system find the pages behind contiguous `tensors` now, in the thread returned.
+
+    Else each is found when it is first written to, while others wait for the result. Changes no number;
+    where the system cannot, nothing happens.
+    """
+    thread = Thread(target=_fill, args=(tensors,), name="fill-memory", daemon=True)
+    thread.start()
+    return thread
+
+
+def _fill(tensors: Sequence[torch.Tensor]) -> None:
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)  # through ctypes: it lets other threads run
+    if madvise is None:
+        return
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+        stop = tensor.data_ptr() + tensor.nbytes
+        for first in range(start, stop, _FILLED_AT_ONCE):
+            if madvise(first, min(_FILLED_AT_ONCE, stop - first), _POPULATE_WRITE):
+                return
+
+
+def _map(num_bytes: int) -> torch.Tensor:
+    """Fresh bytes [num_bytes], which lie in huge pages if they fill any."""
+    spare = PAGE_BYTES if num_bytes >= PAGE_BYTES else 0
+    try:
+        mapped = mmap.mmap(-1, max(1, num_bytes + spare), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes cannot be had: {error.strerror}") from error
+    region = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
+    if not spare:
+        return region[:num_bytes]
+    with suppress(OSError, AttributeError):  # a system without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    first = -region.data_ptr() % PAGE_BYTES
+    return region[first : first + num_bytes]
