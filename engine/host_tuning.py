@@ -30,13 +30,14 @@ def prepare_process() -> None:
 
 
 def settle_memory() -> None:
-    """Keep what is loaded by now out of every later garbage collection, and collect less often.
+    """Keep what is loaded by now out of every later garbage collection, and collect less often from here on.
 
     Requests leave hardly a cycle behind, while one full collection over a loaded model stops every stream.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_EVERY)
+    gc.enable()
 
 
 def _keep_freed_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -76,14 +77,18 @@ def serve(argv: Sequence[str]) -> int:
         return OK
     settings = load_settings(argv)
     _leave_on_signals()
-    # Only now: the model libraries take seconds to import, and a wrong flag should not wait for them.
-    from server.logs import adopt_library_loggers, configure_logging
+    gc.disable()  # until all is loaded: what is imported stays, and to look for garbage in it takes long
+    try:
+        # Only now: the model libraries take seconds to import, and a wrong flag should not wait for them.
+        from server.logs import adopt_library_loggers, configure_logging
 
-    configure_logging(settings.log, never_waits=True)
-    from server.serve import run
+        configure_logging(settings.log, never_waits=True)
+        from server.serve import run
 
-    adopt_library_loggers()
-    return run(settings)
+        adopt_library_loggers()
+        return run(settings)
+    finally:
+        gc.enable()
 
 
 def _leave_on_signals() -> None:

@@ -1,3 +1,4 @@
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,15 @@ def test_an_interrupt_is_no_traceback(served: list[Settings], monkeypatch: pytes
 
     monkeypatch.setattr(sys.modules["server.serve"], "run", interrupt)
     assert cli.main(["serve"]) == 130
+
+
+def test_nothing_collects_garbage_while_the_server_loads(
+    served: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(sys.modules["server.serve"], "run", lambda _: seen.append(gc.isenabled()))
+    cli.main(["serve"])
+    assert (seen, gc.isenabled()) == ([False], True)
 
 
 UNKNOWN_FLAG = "flag --prot: unknown flag; did you mean --port? (see slipstream serve --help)"
