@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-triton test-prometheus test-image dashboards chart test-helm check bench sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-all test-browser test-ray test-triton test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -21,6 +21,7 @@ help:
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
+	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
 	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
@@ -83,6 +84,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+bench-gpu: $(STAMP)
+	@$(BIN)/python -m tests.bench.gpu --json $(or $(JSON),.bench/gpu.json) $(ARGS)
 
 sim: $(STAMP)
 	@$(BIN)/python -m tests.bench.sim $(ARGS)

@@ -1,0 +1,1 @@
+"""The whole engine on a CUDA device, with models made there: `python -m tests.bench.gpu`."""

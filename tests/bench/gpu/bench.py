@@ -1,0 +1,33 @@
+"""What the sections of the benchmark share: the device, the sizes, and how progress is said and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.loader import LoadedModel
+from engine.text.tokenizer import Tokenizer
+from tests.bench.gpu.made_models import make_model, make_tokenizer
+from tests.bench.gpu.sizes import LlamaShape, Sizes
+from tests.bench.report import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`say` shows what is being measured; `keep` writes what a section has so far, should it be cut short."""
+
+    device: torch.device
+    sizes: Sizes
+    say: Callable[[str], None]
+    keep: Callable[[Section], None]
+
+    def model(self, shape: LlamaShape, max_model_len: int) -> LoadedModel:
+        """A model of this shape, on the device."""
+        self.say(f"making the {shape.name}")
+        return make_model(shape.config(), self.sizes.dtype, self.device, max_model_len)
+
+    def tokenizer(self, shape: LlamaShape) -> Tokenizer:
+        """One whose vocabulary is as large as the shape's."""
+        return make_tokenizer(shape.vocab)

@@ -1,0 +1,154 @@
+"""The GPU benchmark itself: its arithmetic, its made models, and each section with tiny models on the CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.packed_forward import PackedForward
+from engine.model.rehearsal import Part as StepPart
+from engine.model.rehearsal import pack_step
+from tests.bench.gpu import command
+from tests.bench.gpu.engines import last_tokens, settings_for
+from tests.bench.gpu.idle import gaps_of
+from tests.bench.gpu.made_models import (
+    make_model,
+    make_tokenizer,
+    make_walk,
+    product_operations,
+    random_walk,
+    strayed,
+    token_bytes,
+    weight_bytes,
+)
+from tests.bench.gpu.sizes import FULL, SMALL
+from tests.bench.report import Bar, Section
+
+CPU = torch.device("cpu")
+
+
+def test_gaps_between_steps_are_the_long_ones() -> None:
+    busy = [(0.0, 40.0), (30.0, 50.0), (52.0, 80.0), (100.0, 100.0)]
+    assert gaps_of(busy, min_gap=10.0) == (20.0, 22.0)
+    with pytest.raises(ValueError, match="did nothing"):
+        gaps_of([], min_gap=10.0)
+
+
+def test_a_walk_visits_every_token_and_strays_as_often_as_asked() -> None:
+    walk = random_walk(1000)
+    token, seen = 0, set()
+    for _ in range(1000):
+        seen.add(token)
+        token = int(walk[token])
+    assert len(seen) == 1000 and token == 0
+    other = strayed(walk, 0.8)
+    assert sorted(other.tolist()) == list(range(1000))
+    assert int((other == walk).sum()) == 800
+
+
+def test_a_made_model_walks() -> None:
+    loaded = make_model(SMALL.large.config(tied=False), torch.float32, CPU, 64)
+    walk = random_walk(SMALL.large.vocab)
+    make_walk(loaded, walk)
+    forward = PackedForward(loaded)
+    tokens = list(range(100, 140))
+    inputs = pack_step([StepPart(tokens, 0, 40, range(3))], 16, every_row=True)
+    with torch.inference_mode():
+        drawn = forward(inputs, forward.make_kv(3, 16)).argmax(-1)
+    assert drawn.tolist() == walk[tokens].tolist()
+
+
+def test_bytes_and_operations_are_those_of_the_shapes() -> None:
+    small = make_model(SMALL.small.config(), torch.float32, CPU, 64)  # tied
+    large = make_model(SMALL.large.config(), torch.float32, CPU, 64)
+    shape = SMALL.large
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64  # q o, k v, mlp, norms
+    assert weight_bytes(large) == 4 * (2 * layer + 64 + shape.vocab * 64)
+    assert weight_bytes(small) == 4 * sum(parameter.numel() for parameter in small.model.parameters())
+    assert product_operations(large) == 2 * (2 * layer + 64)
+    assert token_bytes(large) == 2 * 2 * 2 * 16 * 4
+
+
+def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        sizes = [
+            AutoModelForCausalLM.from_config(shape.config()).num_parameters()
+            for shape in (FULL.small, FULL.large)
+        ]
+    assert sizes == [1_235_814_400, 8_030_261_248]
+    boxes = sum(part.seconds for part in command.PARTS.values())
+    assert boxes <= 480
+
+
+def test_last_tokens_keep_what_draws() -> None:
+    parts = [
+        StepPart(range(40), 7, 8, (0,)),
+        StepPart(range(40), 0, 20, (1, 2)),
+        StepPart(range(40), 4, 9, (3,)),
+    ]
+    inputs = pack_step(parts, 16)
+    inputs = replace(inputs, logits_rows=inputs.logits_rows[[0, 2]], previous_rows=np.arange(26) - 20)
+    found = last_tokens(inputs)
+    assert found.token_ids.tolist() == [7, 19, 8]
+    assert found.positions.tolist() == [7, 19, 8]
+    assert found.slot_mapping.tolist() == [7, 2 * 16 + 3, 3 * 16 + 8]
+    assert found.query_lens.tolist() == [1, 1, 1] and found.kv_lens.tolist() == [8, 20, 9]
+    assert found.logits_rows.tolist() == [0, 2]
+    assert found.previous_rows is not None and found.previous_rows.tolist() == [-20, 0, 5]
+
+
+def test_a_tokenizer_has_text_for_every_token() -> None:
+    tokenizer = make_tokenizer(512)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.decode([2, 511], skip_special_tokens=True) == " w0 w509"
+
+
+def test_settings_hold_all_sequences_at_once() -> None:
+    settings = settings_for(4, 100)
+    assert settings.cache.num_kv_blocks == 4 * 8
+    assert settings.speculation.speculative_method == "none" and not settings.cache.prefix_caching
+
+
+@pytest.mark.parametrize("name", ["prefill", "drafts", "curve"])
+def test_a_section_with_tiny_models(name: str, tmp_path: Path) -> None:
+    assert command.run_part(name, tmp_path / "found", small=True) == 0
+    section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
+    assert section.measurements and all(one.median is not None for one in section.measurements)
+    assert len(section.bars) == {"prefill": 1, "drafts": 3, "curve": 0}[name]
+
+
+@pytest.mark.slow
+def test_the_whole_command_with_tiny_models(tmp_path: Path) -> None:
+    found = tmp_path / "report.json"
+    assert command.run(["--small", "--json", str(found)]) == 0
+    report = json.loads(found.read_text())
+    assert list(report["sections"]) == list(command.PARTS) and not report["failures"]
+
+
+def test_a_section_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = command.PARTS["curve"]._replace(seconds=0.01)
+    monkeypatch.setitem(command.PARTS, "curve", slow)
+    section, failure = command.in_a_process("curve", small=True)
+    assert section is None and failure == "took more than 0 s"
+
+
+def test_a_report_survives_its_process() -> None:
+    section = Section("decode", "title", notes=["a note"])
+    section.add("case", "rate", "x", [1.0, 3.0])
+    section.bars.append(Bar("bar", 5.0, "%", 7.0, at_least=False))
+    assert command.section_of("decode", json.loads(json.dumps(section.to_json()))) == section
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.run([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
