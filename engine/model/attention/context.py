@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 
 from engine.model.attention.backend import AttentionBackend, LayerCall
+from engine.model.attention.cpu import CpuStep
+from engine.model.attention.single_rows import SingleRows
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
@@ -28,6 +30,11 @@ class AttentionContext:
         """
         self._step.write(call.layer, key, value)
         return self._step.attend(query, call)
+
+    @property
+    def native_rows(self) -> SingleRows | None:
+        """Every row of the step, where a kernel takes them all past `attend`; else None."""
+        return self._step.native_rows if isinstance(self._step, CpuStep) else None
 
     @cached_property
     def slots(self) -> torch.Tensor:

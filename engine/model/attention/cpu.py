@@ -49,6 +49,11 @@ class CpuStep:
         self._single = single
         self._rows = rows
 
+    @property
+    def native_rows(self) -> SingleRows | None:
+        """Every row of the step, if all attend by the kernel that takes them one by one; else None."""
+        return None if self._groups else self._single
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See StepAttention."""
         self._writer.write(layer, key, value)

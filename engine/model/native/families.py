@@ -13,6 +13,9 @@ from torch import nn
 WHOLE = frozenset(
     {"granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"},
 )
+# Their layers do nothing else than norm, attend, norm, transform, each half added to what it was given, and
+# nothing comes between them.
+PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Theirs are not, but their projections are plain modules that are only ever called.
 PROJECTIONS = frozenset(
     {
@@ -30,6 +33,11 @@ def is_known(model: nn.Module) -> bool:
 def is_whole(module: nn.Module, kind: str) -> bool:
     """True for an `Attention`, `MLP` or `RMSNorm` (`kind`) that is one of those read."""
     return _family(module) in WHOLE and type(module).__name__.endswith(kind)
+
+
+def is_plain(module: nn.Module, kind: str) -> bool:
+    """True for a `Model` or `DecoderLayer` (`kind`) that does nothing but what its parts do."""
+    return _family(module) in PLAIN and type(module).__name__.endswith(kind)
 
 
 def _family(module: nn.Module) -> str | None:

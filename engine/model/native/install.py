@@ -14,6 +14,7 @@ from config import ModelSettings
 from engine.errors import StartRefused
 from engine.model.loader import LoadedModel
 from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, find_library, library
+from engine.model.native.decoder import NativeDecoder
 from engine.model.native.families import is_known
 from engine.model.native.kernels import NativeKernels
 from engine.model.native.observation import observe
@@ -100,7 +101,22 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     if difference is not None:
         raise LogitsChanged(difference)
     log.info("compiled kernels compute %s", _listed(count))
+    _join_layers(loaded, kernels)
     return loaded
+
+
+def _join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
+    """Have one call compute all layers where that gives the same bits as one after the other."""
+    base = loaded.model.base_model
+    if loaded.kernels is None or not NativeDecoder.fits(base):
+        return
+    before = packed_sample(PackedForward(loaded))
+    loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base))
+    if torch.equal(packed_sample(PackedForward(loaded)), before):
+        log.info("all of them in one call")
+        return
+    loaded.model.set_submodule(loaded.model.base_model_prefix, base)
+    log.warning("one call for all layers changes the logits: they are computed one by one")
 
 
 @torch.inference_mode()

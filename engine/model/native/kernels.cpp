@@ -4,10 +4,8 @@
 // the batch. Numbers are rounded to bfloat16 where the model's own modules round them. Sizes are in elements;
 // what they must be multiples of is checked by the caller (kernels.py).
 
-#include "attention.h"
+#include "decoder.h"
 #include "draw.h"
-#include "products.h"
-#include "rows.h"
 
 extern "C" {
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 from engine.model.attention import LayerCall, SingleRows
 from engine.model.native.compiler import NativeUnavailable
 from engine.model.native.packed_weights import PackedWeights
-from engine.model.native.records import BFLOAT16, FLOAT, INDEX, POINTER, Attention, Product, Rotation
+from engine.model.native.records import (
+    BFLOAT16,
+    INDEX,
+    INT8,
+    POINTER,
+    Attention,
+    Decoder,
+    DecoderStep,
+    Norm,
+    Product,
+    Rotation,
+)
 
 PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
@@ -42,11 +54,17 @@ class NativeKernels:
         except OSError as error:
             raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
         self._pack = _function(loaded, "slip_pack", POINTER, POINTER, INDEX, INDEX)
+        self._quantize = _function(loaded, "slip_quantize", *[POINTER] * 3, INDEX, INDEX)
         self._linear = _function(loaded, "slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
-        self._rms_norm = _function(loaded, "slip_rms_norm", *[POINTER] * 3, INDEX, INDEX, FLOAT)
+        self._rms_norm = _function(
+            loaded, "slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX
+        )
         self._silu_mul = _function(loaded, "slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
         self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = _function(loaded, "slip_attend", ctypes.POINTER(Attention))
+        self._decode = _function(loaded, "slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
+        self._decoder_scratch = _function(loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder))
+        self._decoder_scratch.restype = INDEX
         # Two OpenMP libraries would have two sets of threads, each waiting for work on all cores.
         threads = _function(loaded, "slip_num_threads")
         threads.restype = INDEX
@@ -65,6 +83,17 @@ class NativeKernels:
         self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedWeights(BFLOAT16, packed, None, bias, *weight.shape)
 
+    def quantize(self, weights: PackedWeights) -> PackedWeights:
+        """The same weights, which `pack` gave, as integers of 8 bits: half the bytes.
+
+        Each output's largest becomes 127 or -127, the others the nearest multiple of a 127th of it.
+        """
+        packed = torch.empty(weights.packed.shape, dtype=torch.int8)
+        scales = torch.empty(weights.out)
+        addresses = (weights.packed.data_ptr(), packed.data_ptr(), scales.data_ptr())
+        self._quantize(*addresses, weights.out, weights.in_features)
+        return replace(weights, kind=INT8, packed=packed, scales=scales)
+
     def linear(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
         """x [n, in] times the weights, plus their bias: [n, out]."""
         y = x.new_empty(x.shape[0], weights.out)
@@ -74,7 +103,7 @@ class NativeKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Each row of x [n, width] over its root mean square, times `weight`; width a multiple of 16."""
         y = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1], eps)
+        self._rms_norm(x.data_ptr(), norm_record(weight, eps), y.data_ptr(), *x.shape)
         return y
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,11 +136,9 @@ class NativeKernels:
                 qkv.data_ptr(),
                 rotation[0].data_ptr(),
                 rotation[1].data_ptr(),
-                None if norms is None else norms.query.data_ptr(),
-                None if norms is None else norms.key.data_ptr(),
+                *head_norm_records(norms),
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
                 *(n, heads, kv_heads, dim, block_size),
-                0.0 if norms is None else norms.eps,
             )
         )
         return query
@@ -126,17 +153,46 @@ class NativeKernels:
     ) -> None:
         """See RowAttention."""
         keys, values = pages
-        _, kv_heads, block_size, dim = keys.shape
         query = query.contiguous()
-        self._attend(
-            Attention(
-                *(tensor.data_ptr() for tensor in (query, keys, values)),
-                *(tensor.data_ptr() for tensor in (rows.rows, rows.sequences, rows.lengths, rows.tables)),
-                output.data_ptr(),
-                *(len(rows.rows), rows.tables.shape[1], query.shape[1], kv_heads, dim, block_size),
-                *(rows.longest, call.window or 0, call.scaling, call.softcap or 0.0),
-            )
-        )
+        record = attention_record(rows, keys.shape, query.shape[1])
+        record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
+        record.output = output.data_ptr()
+        record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
+        self._attend(record)
+
+    def decoder_scratch(self, decoder: Decoder) -> int:
+        """How many numbers of scratch `decode` needs for each token."""
+        return int(self._decoder_scratch(decoder))
+
+    def decode(self, decoder: Decoder, step: DecoderStep) -> None:
+        """Run all layers of `decoder` and its last norm on a step's tokens; see decoder.h."""
+        self._decode(decoder, step)
+
+
+def norm_record(weight: torch.Tensor, eps: float) -> Norm:
+    """A norm as the kernels take it, for as long as `weight` is there."""
+    return Norm(weight.data_ptr(), eps)
+
+
+def head_norm_records(norms: HeadNorms | None) -> tuple[Norm, Norm]:
+    """Those of query and key heads."""
+    if norms is None:
+        return Norm(None, 0.0), Norm(None, 0.0)
+    return norm_record(norms.query, norms.eps), norm_record(norms.key, norms.eps)
+
+
+def attention_record(rows: SingleRows, pages: Sequence[int], heads: int) -> Attention:
+    """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
+
+    Queries, keys, values and output, window, scale and soft cap are still to be filled in.
+    """
+    _, kv_heads, block_size, dim = pages
+    return Attention(
+        *(None, None, None),
+        *(tensor.data_ptr() for tensor in (rows.rows, rows.sequences, rows.lengths, rows.tables)),
+        None,
+        *(len(rows.rows), rows.tables.shape[1], heads, kv_heads, dim, block_size, rows.longest),
+    )
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:

@@ -48,7 +48,7 @@ class NativeRmsNorm(nn.Module):
     def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
         super().__init__()
         self._kernels = kernels
-        self._weight, self._eps = _norm_parts(norm)
+        self.weight, self.eps = _norm_parts(norm)
 
     @staticmethod
     def fits(norm: nn.Module) -> bool:
@@ -65,7 +65,7 @@ class NativeRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.rms_norm(rows, self._weight, self._eps).view(x.shape)
+        return self._kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
 
 
 _SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
@@ -77,8 +77,8 @@ class NativeGatedMlp(nn.Module):
     def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
         super().__init__()
         self._kernels = kernels
-        self._gate_up = NativeLinear(kernels, mlp.gate_proj, mlp.up_proj)
-        self._down = NativeLinear(kernels, mlp.down_proj)
+        self.gate_up = NativeLinear(kernels, mlp.gate_proj, mlp.up_proj)
+        self.down = NativeLinear(kernels, mlp.down_proj)
 
     @staticmethod
     def fits(mlp: Any) -> bool:
@@ -92,7 +92,7 @@ class NativeGatedMlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
         rows = x.reshape(-1, x.shape[-1])
-        down: torch.Tensor = self._down(self._kernels.silu_mul(self._gate_up(rows)))
+        down: torch.Tensor = self.down(self._kernels.silu_mul(self.gate_up(rows)))
         return down.view(x.shape)
 
 
@@ -115,10 +115,11 @@ class NativeAttention(nn.Module):
     def __init__(self, kernels: NativeKernels, original: _SelfAttention, call: LayerCall) -> None:
         super().__init__()
         self._kernels = kernels
-        self._qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
-        self._output = NativeLinear(kernels, original.o_proj)
-        self._norms = _head_norms(original)
-        self._call = call
+        self.qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
+        self.output = NativeLinear(kernels, original.o_proj)
+        self.norms = _head_norms(original)
+        self.head_dim = original.head_dim
+        self.call = call
 
     @staticmethod
     def fits(original: Any) -> bool:
@@ -158,13 +159,13 @@ class NativeAttention(nn.Module):
         if options.get("attention_mask") is not None:
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
-        call = self._call
+        call = self.call
         pages = context.kv.keys[call.layer], context.kv.values[call.layer]
         cos, sin = (part.reshape(-1, part.shape[-1]).contiguous() for part in position_embeddings)
-        qkv = self._qkv(hidden_states[0])
-        query = self._kernels.rotate_and_write(qkv, (cos, sin), self._norms, pages, context.slots)
+        qkv = self.qkv(hidden_states[0])
+        query = self._kernels.rotate_and_write(qkv, (cos, sin), self.norms, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
-        return self._output(attended.flatten(1))[None], None
+        return self.output(attended.flatten(1))[None], None
 
 
 def _linears(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:

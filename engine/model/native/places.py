@@ -44,15 +44,15 @@ def find_places(model: nn.Module) -> list[Place]:
 
 def _places_in(parent: nn.Module, prefix: str, counts: Counter[int]) -> Iterator[Place]:
     for name, child in parent.named_children():
-        if counts[id(child)] > 1 or not _is_plain(child):
+        if counts[id(child)] > 1 or not is_unhooked(child):
             continue
         kind = next((kind for kind, made in _KINDS if made.fits(child)), None)
         if kind is None:
             yield from _places_in(child, f"{prefix}{name}.", counts)
-        elif all(counts[id(part)] == 1 and _is_plain(part) for part in child.modules()):
+        elif all(counts[id(part)] == 1 and is_unhooked(part) for part in child.modules()):
             yield Place(prefix + name, kind)
 
 
-def _is_plain(module: Any) -> bool:
+def is_unhooked(module: Any) -> bool:
     """True where calling the module runs its class's own code and nothing else."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

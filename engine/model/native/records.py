@@ -6,7 +6,7 @@ import ctypes
 
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-BFLOAT16 = 0  # kinds of products, as products.h numbers them
+BFLOAT16, INT8 = 0, 1  # kinds of products, as products.h numbers them
 
 
 class Product(ctypes.Structure):
@@ -19,14 +19,20 @@ class Product(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """See rows.h. No weight where there is no norm."""
+
+    _fields_ = (("weight", POINTER), ("eps", FLOAT))
+
+
 class Rotation(ctypes.Structure):
     """See rows.h."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
+        *((name, POINTER) for name in ("qkv", "cos", "sin")),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, POINTER) for name in ("query", "keys", "values", "slots")),
         *((name, INDEX) for name in ("n", "heads", "kv_heads", "dim", "block_size")),
-        ("eps", FLOAT),
     )
 
 
@@ -40,4 +46,38 @@ class Attention(ctypes.Structure):
         *((name, INDEX) for name in ("longest", "window")),
         ("scale", FLOAT),
         ("softcap", FLOAT),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """See decoder.h."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
+        ("window", INDEX),
+        ("scale", FLOAT),
+        ("softcap", FLOAT),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """See decoder.h."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(DecoderLayer)),
+        ("last_norm", Norm),
+        *((name, INDEX) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim", "width")),
+    )
+
+
+class DecoderStep(ctypes.Structure):
+    """See decoder.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("hidden", "cos", "sin", "slots")),
+        *((name, ctypes.POINTER(POINTER)) for name in ("keys", "values")),
+        ("attention", ctypes.POINTER(Attention)),
+        ("scratch", POINTER),
+        ("n", INDEX),
     )

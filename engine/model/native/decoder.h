@@ -1,0 +1,112 @@
+// All layers of a decoder of Llama's kind, in one go.
+
+#pragma once
+
+#include "attention.h"
+#include "products.h"
+#include "rows.h"
+
+extern "C" {
+
+struct DecoderLayer {  // records.py mirrors it
+  Norm attention_norm, query_norm, key_norm, mlp_norm;  // those of single heads may have no weight
+  Product qkv, output, gate_up, down;                   // gate before up
+  Index window;                                         // as in Attention, as are these
+  float scale, softcap;
+};
+
+struct Decoder {  // what stays from step to step; records.py mirrors it
+  const DecoderLayer* layers;
+  Norm last_norm;
+  Index num_layers, hidden, heads, kv_heads, dim, width;  // width of the gate
+};
+
+struct DecoderStep {  // records.py mirrors it
+  bf16* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
+  const bf16 *cos, *sin;         // [n, dim]
+  const Index* slots;            // [n], as in Rotation
+  bf16* const *keys, *const *values;  // each layer's pages
+  const Attention* attention;    // what is the same in all layers; it gets its tensors here
+  bf16* scratch;                 // [n, slip_decoder_scratch()]
+  Index n;
+};
+
+}  // extern "C"
+
+namespace {
+
+// act [n, width] = silu(gate) * up of x [n, k]. For every thread of a team, with a barrier behind it.
+void gated_product_in_team(const Product& gate_and_up, const bf16* x, bf16* act, Index n) {
+  const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL, k = gate_and_up.k;
+  for_panels(n, panels, [&](Index first, Index stop, Index p) {
+    alignas(64) bf16 gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
+    times_panel(gate_and_up, p, x + first * k, stop - first, {gate, nullptr, PANEL});
+    times_panel(gate_and_up, panels + p, x + first * k, stop - first, {up, nullptr, PANEL});
+    for (Index i = 0; i < stop - first; i++)
+      apply_gate(gate + i * PANEL, up + i * PANEL, act + (first + i) * width + p * PANEL, PANEL);
+  });
+}
+
+// Where a step's intermediate results lie: those of a layer's two halves in one place.
+struct Scratch {
+  bf16 *normed, *qkv, *query, *attended, *act;
+
+  Scratch(const Decoder& d, const DecoderStep& s)
+      : normed(s.scratch), qkv(normed + s.n * d.hidden), query(qkv + s.n * (d.heads + 2 * d.kv_heads) * d.dim),
+        attended(query + s.n * d.heads * d.dim), act(qkv) {}
+
+  static Index width(const Decoder& d) {
+    return d.hidden + std::max((3 * d.heads + 2 * d.kv_heads) * d.dim, d.width);
+  }
+};
+
+// hidden += attention(norm(hidden)). As all below, for every thread of a team.
+void attend_layer(const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
+  const DecoderLayer& layer = d.layers[index];
+  normalize_in_team(s.hidden, layer.attention_norm, at.normed, s.n, d.hidden);
+  product_in_team(layer.qkv, at.normed, at.qkv, s.n);
+  Attention attention = *s.attention;
+  const Rotation rotation{at.qkv,           s.cos,           s.sin,   layer.query_norm, layer.key_norm,
+                          at.query,         s.keys[index],   s.values[index], s.slots,
+                          s.n,              d.heads,         d.kv_heads,      d.dim,    attention.block_size};
+  rotate_and_write_in_team(rotation);
+  attention.query = at.query;
+  attention.keys = s.keys[index];
+  attention.values = s.values[index];
+  attention.output = at.attended;
+  attention.window = layer.window;
+  attention.scale = layer.scale;
+  attention.softcap = layer.softcap;
+  attend_in_team(&attention);
+  product_in_team(layer.output, at.attended, s.hidden, s.n, s.hidden);
+}
+
+// hidden += mlp(norm(hidden)).
+void transform_layer(const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
+  const DecoderLayer& layer = d.layers[index];
+  normalize_in_team(s.hidden, layer.mlp_norm, at.normed, s.n, d.hidden);
+  gated_product_in_team(layer.gate_up, at.normed, at.act, s.n);
+  product_in_team(layer.down, at.act, s.hidden, s.n, s.hidden);
+}
+
+}  // namespace
+
+extern "C" {
+
+// How many numbers of scratch each token needs.
+Index slip_decoder_scratch(const Decoder* d) { return Scratch::width(*d); }
+
+// Every layer and the last norm, in one parallel region: threads meet where one reads what another wrote.
+void slip_decode(const Decoder* d, const DecoderStep* s) {
+  const Scratch at(*d, *s);
+#pragma omp parallel
+  {
+    for (Index index = 0; index < d->num_layers; index++) {
+      attend_layer(*d, *s, index, at);
+      transform_layer(*d, *s, index, at);
+    }
+    normalize_in_team(s->hidden, d->last_norm, s->hidden, s->n, d->hidden);
+  }
+}
+
+}  // extern "C"
