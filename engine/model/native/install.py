@@ -42,7 +42,10 @@ def with_kernels(
         return loaded
     try:
         check_usable(loaded)
-        return install(loaded, NativeKernels(library(home)))
+        kernels = NativeKernels(library(home))
+        loaded = install(loaded, kernels)
+        join_layers(loaded, kernels)
+        return loaded
     except NativeUnavailable as reason:
         if settings.compile == "on":
             raise missing_kernels(reason) from reason
@@ -101,12 +104,14 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     if difference is not None:
         raise LogitsChanged(difference)
     log.info("compiled kernels compute %s", _listed(count))
-    _join_layers(loaded, kernels)
     return loaded
 
 
-def _join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
-    """Have one call compute all layers where that gives the same bits as one after the other."""
+def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
+    """Have one call compute all layers where that gives the same bits as one after the other.
+
+    After it, weights must stay where they are.
+    """
     base = loaded.model.base_model
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
