@@ -22,6 +22,7 @@ from tests.bench.peer import Peer
 from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
 from tests.bench.report import Section, bars_table, report_json
+from tests.bench.scale import run_scale
 from tests.bench.scrape import run_scrape
 from tests.bench.speculation import run_speculation
 from tests.bench.start import run_start
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "host": run_host,
     "decode": run_decode,
     "attention": run_attention,
+    "scale": run_scale,
     "ttft": run_ttft,
     "scrape": run_scrape,
     "speculation": run_speculation,

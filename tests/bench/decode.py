@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -13,7 +13,7 @@ import uvloop
 from engine import settle_memory
 from engine.build import load_parts
 from engine.engine import Engine
-from engine.engine_parts import EngineParts, Executors
+from engine.engine_parts import EngineParts, Executors, StepRunner
 from engine.request import GenerationRequest, SamplingParams, SpeculationOptions
 from engine.stream import RequestStream
 from tests.bench.bare import BareModel
@@ -43,14 +43,19 @@ class LoadedEngine:
 
 
 @asynccontextmanager
-async def loaded_engine(context: BenchContext) -> AsyncIterator[LoadedEngine]:
-    """The engine that `slipstream serve` would run with these settings, without the server."""
+async def loaded_engine(
+    context: BenchContext, around: Callable[[StepRunner], StepRunner] = lambda runner: runner
+) -> AsyncIterator[LoadedEngine]:
+    """The engine that `slipstream serve` would run with these settings, without the server.
+
+    `around` puts something between the engine and its runner.
+    """
     executors = Executors.threads()
     loaded: list[tuple[EngineParts, TimedRunner]] = []
 
     def load() -> EngineParts:
         parts = load_parts(context.settings)
-        loaded.append((parts, TimedRunner(parts.runner)))
+        loaded.append((parts, TimedRunner(around(parts.runner))))
         return replace(parts, runner=loaded[0][1])
 
     engine = Engine(load, executors=executors)

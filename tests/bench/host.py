@@ -78,8 +78,10 @@ def steps_for(batch: int) -> int:
     return max(50, min(400, int(1e6 / (FIXED_US + PER_SEQUENCE_US * batch))))
 
 
-async def host_step(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, num_steps: int) -> HostStep:
-    """What a step costs with `batch` sequences decoding."""
+async def host_step(
+    tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, num_steps: int, num_waiting: int = 0
+) -> HostStep:
+    """What a step costs with `batch` sequences decoding, and `num_waiting` more in the queue."""
     output_tokens = SETTLE_STEPS + num_steps + 2 + batch // 8  # they start at most batch/8 steps apart
     length = PROMPT_TOKENS + output_tokens
     shape = EngineShape(
@@ -88,16 +90,22 @@ async def host_step(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, 
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, 2 * batch),
         max_model_len=length,
+        policy="priority",  # the default
     )
     runner = InstantRunner(token_ids, batch)
     parts = make_parts(shape, FakeRunner(shape.num_blocks, shape.block_size))
     parts = replace(parts, runner=runner, tokenizer=tokenizer)
-    engine = Engine(lambda: parts, EngineLimits(max_queued_requests=batch, max_queued_tokens=10**9))
+    engine = Engine(
+        lambda: parts, EngineLimits(max_queued_requests=batch + num_waiting, max_queued_tokens=10**9)
+    )
     await engine.start()
     settle_memory()  # as the server does
     try:
         streams = [engine.submit(greedy_request(number, output_tokens)) for number in range(batch)]
+        waiting = [engine.submit(greedy_request(batch + i, output_tokens)) for i in range(num_waiting)]
         await asyncio.gather(*(read(stream) for stream in streams))
+        for stream in waiting:
+            stream.close()
     finally:
         await engine.stop()
     if len(runner.call_times) < SETTLE_STEPS + num_steps + 1:
