@@ -6,6 +6,7 @@ is known.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,13 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.engine_parts import LaunchedStep
 from engine.errors import ContextLengthExceeded
 from engine.outputs import BatchDecision, SampledRows, StepInputs
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batch_config import BatchConfig
 from engine.scheduling.batcher import ContinuousBatcher
-from tests.factories import make_batcher, make_request, make_runner
-from tests.fakes import FakeRunner, ManualClock, expected_output
+from tests.ahead_fakes import AheadFakeRunner
+from tests.factories import make_batcher, make_request
+from tests.fakes import VOCAB_SIZE, ManualClock, expected_output
 
 MAX_MODEL_LEN = 24
 PROMPTS = st.one_of(
@@ -38,10 +41,10 @@ WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED
 
 
 class BatcherMachine(RuleBasedStateMachine):
-    """The model: who is alive, what each still has to hold, and the decision in flight."""
+    """The model: who is alive, what each still has to hold, and the decisions in flight, at most two."""
 
     batcher: ContinuousBatcher
-    runner: FakeRunner
+    runner: AheadFakeRunner
     config: BatchConfig
 
     def __init__(self) -> None:
@@ -49,9 +52,11 @@ class BatcherMachine(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.alive: dict[str, Request] = {}
         self.held: dict[str, int] = {}  # tokens known when a request was last given blocks
-        self.flying: BatchDecision | None = None
+        self.flying: list[BatchDecision] = []  # in their order
+        self.launched: dict[int, LaunchedStep] = {}  # by step: those that the device was given already
         self.last_was_empty = False
         self.num_arrivals = 0
+        self.stopped: set[str] = set()  # ended by a stop token
         self.unproven: dict[int, str] = {}  # block -> who wrote there without a good row since
 
     @initialize(
@@ -99,7 +104,8 @@ class BatcherMachine(RuleBasedStateMachine):
             kv_block_bytes=1,
         )
         self.config = self.batcher.config
-        self.runner = make_runner(self.batcher)
+        kv = self.batcher.kv
+        self.runner = AheadFakeRunner(kv.num_blocks, kv.block_size, num_host_blocks=kv.host.num_blocks)
 
     # What may happen.
 
@@ -109,11 +115,20 @@ class BatcherMachine(RuleBasedStateMachine):
         priority=st.sampled_from([-10, 0, 0, 10]),
         tenant=st.sampled_from([None, "x", "y"]),
         salt=st.sampled_from([None, None, "salt"]),
+        stops=st.booleans(),
     )
     def add(
-        self, prompt: list[int], max_tokens: int, priority: int, tenant: str | None, salt: str | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        tenant: str | None,
+        salt: str | None,
+        stops: bool,
     ) -> None:
-        self.queue(prompt, max_tokens, tenant=tenant, priority=priority, cache_salt=salt)
+        stop_token_ids = frozenset(range(0, VOCAB_SIZE, 4)) if stops else frozenset()
+        how: dict[str, Any] = {"priority": priority, "cache_salt": salt, "stop_token_ids": stop_token_ids}
+        self.queue(prompt, max_tokens, tenant=tenant, **how)
 
     @rule(prompt=PROMPTS, max_tokens=st.lists(st.integers(1, 23), min_size=2, max_size=6))
     def burst(self, prompt: list[int], max_tokens: list[int]) -> None:
@@ -164,7 +179,7 @@ class BatcherMachine(RuleBasedStateMachine):
         runs = request.status is RequestStatus.RUNNING
         assert runs == (explanation.position is None) == (explanation.waits_because is None)
 
-    @precondition(lambda self: self.flying is None)
+    @precondition(lambda self: not self.flying)
     @rule()
     def step(self) -> None:
         had_work = self.batcher.has_work
@@ -176,8 +191,41 @@ class BatcherMachine(RuleBasedStateMachine):
             self.last_was_empty = had_work
             return
         self.last_was_empty = False
-        self.flying = decision
-        self.note_writes(decision, decision.inputs)
+        self.take_off(decision, decision.inputs)
+
+    @precondition(lambda self: len(self.flying) == 1)
+    @rule()
+    def step_ahead(self) -> None:
+        """The next step, where it can be decided: it may be launched before the first is read."""
+        first = self.flying[0]
+        num_free = self.batcher.kv.num_free_blocks
+        decision = self.batcher.step_ahead(first)
+        if decision is None:
+            assert self.batcher.kv.num_free_blocks == num_free
+            return
+        assert decision.inputs is not None and decision.inputs.previous_rows is not None
+        samplers = [entry.request_id for entry in first.scheduled if entry.samples]
+        assert len(decision.scheduled) <= min(self.config.max_decode_seqs, self.config.max_num_batched_tokens)
+        for entry, row in zip(decision.scheduled, decision.inputs.previous_rows, strict=True):
+            request = self.alive[entry.request_id]
+            assert request.status is RequestStatus.RUNNING
+            assert samplers[row] == entry.request_id
+            assert entry == (request.request_id, request.num_tokens, 1, True, 0)
+            assert request.num_tokens + 1 < request.max_num_tokens
+            self.held[entry.request_id] = max(self.held[entry.request_id], request.num_tokens + 1)
+        self.take_off(decision, decision.inputs)
+
+    def take_off(self, decision: BatchDecision, inputs: StepInputs) -> None:
+        self.flying.append(decision)
+        self.note_writes(decision, inputs)
+
+    @precondition(lambda self: len(self.launched) < len(self.flying))
+    @rule()
+    def launch(self) -> None:
+        """The device may begin at any time, in order."""
+        decision = self.flying[len(self.launched)]
+        assert decision.inputs is not None
+        self.launched[decision.step_id] = self.runner.launch(decision.inputs)
 
     def note_writes(self, decision: BatchDecision, inputs: StepInputs) -> None:
         """No sequence may meet, in any block of its table, what another wrote and nobody found good."""
@@ -216,54 +264,61 @@ class BatcherMachine(RuleBasedStateMachine):
             spent = request.num_preemptions >= config.max_preemptions
             self.held[entry.request_id] = request.max_num_tokens if spent else request.num_tokens
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule(bad_row=st.one_of(st.none(), st.none(), st.integers(0, 3)))
     def commit(self, bad_row: int | None = None) -> None:
-        decision, rows = self.land(ran=True)
+        decision, rows = self.land()
         samplers = [entry.request_id for entry in decision.scheduled if entry.samples]
-        errors = {} if bad_row is None else {bad_row: "injected"}
+        errors = dict(rows.row_errors or {})
+        if bad_row is not None:
+            errors[bad_row] = "injected"
         committed = self.batcher.commit(decision, SampledRows(rows.token_ids, row_errors=errors))
         assert [(samplers[t.row], t.token_id) for t in committed] == [
             (request_id, rows.token_ids[row])
             for row, request_id in enumerate(samplers)
             if request_id in self.alive
         ]
+        self.note_good(request_id for row, request_id in enumerate(samplers) if row not in errors)
         for token in committed:
             request = token.request
-            if token.error is None:
-                owned = [block for block, owner in self.unproven.items() if owner == request.request_id]
-                for block_id in owned:
-                    del self.unproven[block_id]
-            assert (token.error is not None) == (token.row == bad_row)
+            assert (token.error is not None) == (token.row in errors)
             if token.error is not None:
                 assert token.finish_reason is FinishReason.ERROR
             if token.finish_reason is not None:
                 self.expect_ended(request, token.finish_reason)
 
+    def note_good(self, request_ids: Iterable[str]) -> None:
+        """A good row was drawn from all that these have, but for what is still being written."""
+        good = {name for name in request_ids if name in self.alive or name in self.stopped}
+        self.unproven = {block: owner for block, owner in self.unproven.items() if owner not in good}
+        for decision in self.flying:
+            assert decision.inputs is not None
+            self.note_writes(decision, decision.inputs)
+
     @rule(num_steps=st.integers(2, 20))
     def run_on(self, num_steps: int) -> None:
         """Several good steps in a row."""
         for _ in range(num_steps):
-            self.commit() if self.flying is not None else self.step()
+            if len(self.flying) == 1 and num_steps % 2:
+                self.step_ahead()
+            self.commit() if self.flying else self.step()
             self.each_request_is_in_exactly_one_place()
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule(fail=st.booleans(), ran=st.booleans())
     def abandon(self, fail: bool, ran: bool) -> None:
-        decision, _ = self.land(ran)
+        decision = self.lose(ran)
         aboard = [entry.request_id for entry in decision.scheduled if entry.request_id in self.alive]
         ended = self.batcher.abandon(decision, fail=fail)
         assert [request.request_id for request in ended] == (aboard if fail else [])
         for request in ended:
             self.expect_ended(request, FinishReason.ERROR)
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule(ran=st.booleans())
     def run_out_of_memory(self, ran: bool) -> None:
-        assert self.flying is not None
         running = [request for request in self.alive.values() if request.status is RequestStatus.RUNNING]
-        self.batcher.preempt_for_memory(self.flying)
-        self.land(ran)
+        self.batcher.preempt_for_memory(self.lose(ran))
         if running:
             assert min(running, key=lambda r: r.arrival).status is RequestStatus.RUNNING
         for request in running:
@@ -283,17 +338,31 @@ class BatcherMachine(RuleBasedStateMachine):
         assert self.batcher.reset_prefix_cache() == num_cached
         assert self.batcher.kv.num_cached_blocks == 0
 
-    def land(self, ran: bool) -> tuple[BatchDecision, SampledRows]:
-        """The flying step and, if it ran at all, its rows; it runs as late as it can."""
-        assert self.flying is not None and self.flying.inputs is not None
-        decision, inputs = self.flying, self.flying.inputs
-        self.flying = None
+    def land(self) -> tuple[BatchDecision, SampledRows]:
+        """The oldest flying step and its rows; it, and all behind it, run as late as they can."""
+        if not self.launched:
+            self.launch()
+        decision = self.flying.pop(0)
         self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
-        return decision, self.runner.run(inputs).rows if ran else SampledRows([])
+        return decision, self.launched.pop(decision.step_id).wait().rows
+
+    def lose(self, ran: bool) -> BatchDecision:
+        """The oldest flying step, which fails with what is behind it; `ran` if they did their work."""
+        while ran and len(self.launched) < len(self.flying):
+            self.launch()
+        for step in self.launched.values():
+            step.wait()
+        decision = self.flying[0]
+        self.flying.clear()
+        self.launched.clear()
+        return decision
 
     def expect_ended(self, request: Request, reason: FinishReason) -> None:
         """Check an ended request's state and text, and forget it."""
         assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, reason)
+        if reason is FinishReason.STOP:
+            assert request.token_ids[-1] in request.stop_token_ids
+            self.stopped.add(request.request_id)
         if reason is FinishReason.LENGTH:
             assert request.num_output_tokens == request.sampling.max_tokens
         self.check_text(request)
@@ -309,9 +378,10 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_device_never_writes_into_a_free_block(self) -> None:
-        if self.flying is not None and self.flying.inputs is not None:
-            kv = self.batcher.kv
-            written = set((self.flying.inputs.slot_mapping // kv.block_size).tolist())
+        kv = self.batcher.kv
+        for decision in self.flying:
+            assert decision.inputs is not None
+            written = set((decision.inputs.slot_mapping // kv.block_size).tolist())
             assert all(kv.pool.ref_count(block_id) == 1 for block_id in written)
             assert not any(block_id in kv.prefixes for block_id in written), "somebody may find it"
 
@@ -345,15 +415,16 @@ class BatcherMachine(RuleBasedStateMachine):
             return
         steps_left = 200 + 40 * sum(request.max_num_tokens for request in self.alive.values())
         while self.alive:
-            if self.flying is None:
+            if not self.flying:
                 self.step()
             else:
                 self.commit()
             self.each_request_is_in_exactly_one_place()
             steps_left -= 1
             assert steps_left > 0, "the work does not end"
-        if self.flying is not None:
+        while self.flying:
             self.commit()
+        assert not self.runner.violations
         assert self.batcher.kv.num_used_blocks == 0
         assert self.batcher.kv.host.num_free == self.batcher.kv.host.num_blocks
         assert not self.batcher.has_work

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.outputs import NO_TOKEN, BatchDecision, SampledRows
@@ -439,3 +441,43 @@ def test_a_verifier_that_accepts_nothing_still_moves_one_token() -> None:
     bench.batcher.commit(decision, SampledRows([token, NO_TOKEN, NO_TOKEN, NO_TOKEN]))
     assert (a.num_tokens, a.num_computed_tokens) == (5, 4)
     assert a.spec_stats is not None and a.spec_stats.num_recovered == 1
+
+
+# Steps ahead.
+
+
+def test_a_step_is_decided_ahead_only_where_no_drafts_are_to_be_had() -> None:
+    bench = Bench()
+    a, b = bench.decoding("a", "b")
+    first = bench.batcher.step()
+    second = bench.batcher.step_ahead(first)
+    assert second is not None, "nobody has drafted anything"
+    rows = bench.runner.run(first.inputs).rows if first.inputs else SampledRows([])
+    bench.batcher.commit(first, rows)
+    bench.draft_right(a, 3)  # beside the second
+    assert bench.batcher.step_ahead(second) is None
+    assert second.inputs is not None
+    known = replace(second.inputs, token_ids=np.array(rows.token_ids, np.int64))
+    bench.batcher.commit(second, bench.runner.run(known).rows)
+    third, _ = bench.step()
+    assert entries(third) == [("b", 5, 1, 0), ("a", 5, 3, 2)], "the second drew the first draft"
+    assert a.output_token_ids == expected_output(a.token_ids[:3], 6)
+    assert b.output_token_ids == expected_output(b.token_ids[:3], 4)
+
+
+def test_no_step_is_decided_ahead_of_one_that_verifies() -> None:
+    bench = Bench()
+    (a,) = bench.decoding("a")
+    bench.draft_right(a, 2)
+    assert bench.batcher.step_ahead(bench.batcher.step()) is None
+
+
+def test_nor_while_a_drafter_is_to_be_waited_for() -> None:
+    bench = Bench()
+    bench.decoding("a")
+    bench.decoder.awaited = frozenset([0])
+    decision = bench.batcher.step()
+    assert bench.batcher.step_ahead(decision) is None
+    for _, view in bench.decoder._clients[0].values():
+        view.limit = 0  # drafts are not worth it now
+    assert bench.batcher.step_ahead(decision) is not None
