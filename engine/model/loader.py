@@ -184,6 +184,17 @@ def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype)
     return loaded
 
 
+def leave_file(model: PreTrainedModel) -> None:
+    """Give the input embedding and all vectors, which no kernel packs, memory of their own.
+
+    Weights lie in their file's memory, which is given back with the last of them.
+    """
+    embedding = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        if parameter is embedding or parameter.dim() == 1:
+            parameter.data = parameter.data.clone()
+
+
 def stored_dtype(directory: Path, config: PreTrainedConfig) -> torch.dtype:
     """The dtype the configuration names, else that of the first floating-point tensor, else float32."""
     if isinstance(config.dtype, torch.dtype):

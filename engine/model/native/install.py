@@ -12,7 +12,7 @@ import torch
 
 from config import ModelSettings
 from engine.errors import StartRefused
-from engine.model.loader import LoadedModel
+from engine.model.loader import LoadedModel, leave_file
 from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, find_library, library
 from engine.model.native.decoder import NativeDecoder
 from engine.model.native.families import is_known
@@ -43,6 +43,7 @@ def with_kernels(
     try:
         check_usable(loaded)
         kernels = NativeKernels(library(home))
+        leave_file(loaded.model)
         loaded = install(loaded, kernels)
         join_layers(loaded, kernels)
         return loaded
