@@ -33,8 +33,10 @@ def settle_memory() -> None:
     """Keep what is loaded by now out of every later garbage collection, and collect less often from here on.
 
     Requests leave hardly a cycle behind, while one full collection over a loaded model stops every stream.
+    What loading has freed goes back to the system, once.
     """
     gc.collect()
+    _call_glibc("malloc_trim", 0)
     gc.freeze()
     gc.set_threshold(*COLLECT_EVERY)
     gc.enable()
@@ -42,12 +44,13 @@ def settle_memory() -> None:
 
 def _keep_freed_memory() -> None:
     """Make glibc reuse the memory of a step's tensors instead of giving it back and faulting it in again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
-        return
-    for parameter, value in (
-        (_TRIM_THRESHOLD, _KEEP_BYTES),
-        (_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
-        (_ARENA_MAX, 1),  # other arenas are too small to keep it
-    ):
-        mallopt(parameter, value)
+    _call_glibc("mallopt", _TRIM_THRESHOLD, _KEEP_BYTES)
+    _call_glibc("mallopt", _MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    _call_glibc("mallopt", _ARENA_MAX, 1)  # other arenas are too small to keep it
+
+
+def _call_glibc(name: str, *numbers: int) -> None:
+    """Call a function of glibc's own; other C libraries do without."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*numbers)
