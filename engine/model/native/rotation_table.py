@@ -22,7 +22,7 @@ class RotationTable:
         self._rotary: Any = rotary
         self._like = like
         self._is_static = getattr(rotary, "rope_type", None) in _STATIC
-        self._cos, self._sin = self._ask(torch.arange(0))
+        self._cos = self._sin = like.new_empty(0, 0)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines at `positions`, int64 [n], contiguous: each [n, dim]."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.native.families import PROJECTIONS, WHOLE
+from engine.model.native.families import PLAIN, PROJECTIONS, WHOLE
 
 
 @cache
@@ -55,6 +55,40 @@ def test_a_family_is_llama_or_qwen3_in_all_but_name(family: str) -> None:
         assert code[name] == llama[name]
     if family != "mixtral":  # whose experts are computed together
         assert only(code, "MLP") == only(llama, "MLP")
+
+
+@pytest.mark.parametrize("family", sorted(PLAIN))
+def test_nothing_comes_between_the_parts_of_a_plain_family(family: str) -> None:
+    code = code_of(family)
+    assert only(code, "DecoderLayer") == only(code_of("llama"), "DecoderLayer")
+    lines = code[f"{family.capitalize()}Model"].splitlines()
+    begin = lines.index("hidden_states = inputs_embeds")
+    loop, end = lines.index("hidden_states = self.norm(hidden_states)"), len(lines)
+    assert re.match(r" *inputs_embeds(: torch.Tensor)? = self.embed_tokens\(input_ids\)$", lines[3])
+    assert loop + 2 == end and lines[-1].startswith(
+        "return BaseModelOutputWithPast(last_hidden_state=hidden_states,"
+    )
+    assert re.fullmatch(
+        r"position_embeddings = self.rotary_emb\(hidden_states, (position_ids=)?position_ids\)\n"
+        r"for .*decoder_layer in (enumerate\()?self.layers\[:self.config.num_hidden_layers\]\)?:\n"
+        r"    hidden_states = decoder_layer\(hidden_states, attention_mask=.*\)",
+        "\n".join(lines[begin + 1 : loop]),
+    )
+
+
+def test_a_plain_layer_is_what_was_read() -> None:
+    text = re.sub(r"self_attn\(.*\)", "self_attn()", only(code_of("llama"), "DecoderLayer"))
+    assert text.splitlines() == [
+        "residual = hidden_states",
+        "hidden_states = self.input_layernorm(hidden_states)",
+        "hidden_states, _ = self.self_attn()",
+        "hidden_states = residual + hidden_states",
+        "residual = hidden_states",
+        "hidden_states = self.post_attention_layernorm(hidden_states)",
+        "hidden_states = self.mlp(hidden_states)",
+        "hidden_states = residual + hidden_states",
+        "return hidden_states",
+    ]
 
 
 def test_llama_and_qwen3_are_what_was_read() -> None:
