@@ -23,6 +23,12 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def wait_for(moment: Mark) -> None:
+    """Sleep until the device has reached it. Raises what has failed there."""
+    if not isinstance(moment, float):
+        moment.synchronize()
+
+
 def seconds_between(begin: Mark, end: Mark) -> float:
     """The seconds from one mark to a later one; waits until the device has reached it."""
     if isinstance(begin, float) or isinstance(end, float):

@@ -56,7 +56,7 @@ class ModelRunner:
         self._sampler = sampler
         self.scorer = PromptScorer(loaded)
         self._verifier = make_verifier(for_drafts.verification, sampler)
-        self.keeps_features = for_drafts.keeps_features
+        self.for_drafts = for_drafts
         self.kv = self.forward.make_kv(num_blocks, block_size)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 
@@ -76,7 +76,7 @@ class ModelRunner:
             begin = mark(device) if num_swapped else start
             hidden = None
             with self.scorer.watching(inputs.prompt_rows) as seen:
-                if self.keeps_features:
+                if self.for_drafts.keeps_features:
                     logits, hidden = self.forward.with_features(inputs, self.kv)
                 else:
                     logits = self.forward(inputs, self.kv)

@@ -111,6 +111,15 @@ def draw_plain(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
 
     `logits` is [n, vocab] in any float type and is left as it is.
     """
+    size = max(1, _GROUP_LOGITS // logits.shape[1])
+    groups = (slice(first, first + size) for first in range(0, len(logits), size))
+    return torch.cat(
+        [_draw_whole(logits[group], DrawColumns(*(column[group] for column in columns))) for group in groups]
+    )
+
+
+def _draw_whole(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+    """`draw_plain` of rows that fit into memory at once."""
     best = logits.max(dim=1)  # NaN wins
     is_greedy = ~(columns.temperature > 0)  # [n, 1]
     temperature = columns.temperature.masked_fill(is_greedy, 1.0)

@@ -32,7 +32,7 @@ _GROUP_LOGITS = 2**22
 _MIN_ROW_LOGITS = 4096
 # Far above float32's rounding of a gap over a temperature, far below what costs time.
 _PRUNE_SLACK = 1e-3
-_NOT_FINITE = "the logits hold NaN or infinity"
+NOT_FINITE = "the logits hold NaN or infinity"
 _NOTHING_LEFT = "no token is left that all of the grammar, the allowed and the banned tokens permit"
 
 
@@ -114,7 +114,7 @@ class Sampler:
         best = self._best(logits, inputs)
         if not (inputs.temperature.any() or inputs.adjustments or (inputs.num_logprobs >= 0).any()):
             token_ids = torch.where(best.values.isfinite(), best.indices, -1).tolist()
-            errors = {row: _NOT_FINITE for row, token_id in enumerate(token_ids) if token_id < 0}
+            errors = {row: NOT_FINITE for row, token_id in enumerate(token_ids) if token_id < 0}
             return SampledRows(token_ids, row_errors=errors or None)
         step = _Step(logits, inputs, best.values.isfinite().cpu().numpy(), best.indices)
         step.adjust()
@@ -225,7 +225,7 @@ class _Step:
         self.inputs = inputs
         self.sound = sound  # [R] False once a row has an error
         self.token_ids = greedy  # [R] int64
-        self.errors: dict[int, str] = {int(row): _NOT_FINITE for row in np.flatnonzero(~sound)}
+        self.errors: dict[int, str] = {int(row): NOT_FINITE for row in np.flatnonzero(~sound)}
         self._adjusted = logits.new_empty((0, logits.shape[1]), dtype=torch.float32)  # [A, vocab]
         self._slots = np.full(len(sound), -1, dtype=np.int64)  # [R] row of `_adjusted`, -1 = none
 
@@ -246,7 +246,7 @@ class _Step:
             elif value == -np.inf:
                 self._fail(row, _NOTHING_LEFT)
             elif not np.isfinite(value):
-                self._fail(row, _NOT_FINITE)
+                self._fail(row, NOT_FINITE)
 
     def select(self, rows: Rows) -> torch.Tensor:
         """A float32 copy of the logits of `rows`, adjusted where asked."""  # [rows, vocab]
