@@ -159,4 +159,5 @@ def _log(min_p: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def _words(column: NDArray[np.float32] | NDArray[np.float64]) -> Int32:
     """The same bits as words, [n, 1] or [n, 2]."""
-    return np.ascontiguousarray(column).view(np.int32).reshape(len(column), -1)
+    words = np.ascontiguousarray(column).view(np.int32)
+    return words.reshape(len(column), column.itemsize // words.itemsize)

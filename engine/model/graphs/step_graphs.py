@@ -180,9 +180,11 @@ class StepGraphs:
         def compute() -> torch.Tensor:
             return self._forward.compute(token, token, context)
 
-        if not self._limits.keeps_features:
-            return _Probe(tables.shapes, compute(), None)
-        logits, hidden = self._forward.keeping_features(compute)
+        hidden = None
+        if self._limits.keeps_features:
+            logits, hidden = self._forward.keeping_features(compute)
+        else:
+            logits = compute()
         return _Probe(tables.shapes, logits, hidden)
 
 

@@ -1,0 +1,340 @@
+"""The runner of steps that nobody waits for gives what the plain one gives: on a CPU that plays along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import OutOfDeviceMemory
+from engine.model.cuda_runner import CudaRunner
+from engine.model.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
+from engine.model.graphs.step_graphs import GraphLimits
+from engine.model.model_runner import ForDrafts, ModelRunner
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import BlockCopy, LogitAdjustment, StepInputs, StepResult
+from engine.sampling.sampler import Sampler
+from tests.packed import load_tiny, random_tokens
+from tests.recorded import Playback, TabledReference, with_sampling
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+LIMITS = GraphLimits(max_num_seqs=6, max_blocks=16, max_draft_tokens=4)
+TOKENS = random_tokens(np.random.default_rng(7), 40)
+MATCHED = ForDrafts()
+BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_plain(family: str = "llama", for_drafts: ForDrafts = MATCHED) -> ModelRunner:
+    loaded = load_tiny(family)
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    runner = ModelRunner(loaded, NUM_BLOCKS, BLOCK_SIZE, sampler, 4, for_drafts)
+    runner.forward.backend = TabledReference()
+    return runner
+
+
+def make_ahead(
+    family: str = "llama", for_drafts: ForDrafts = MATCHED, recorder: Playback | None = None
+) -> CudaRunner:
+    runner = CudaRunner(make_plain(family, for_drafts), 64, LIMITS, recorder or Playback())
+    runner.graphs.record(recorder or Playback())
+    return runner
+
+
+def count_replays(runner: CudaRunner) -> list[int]:
+    """A list that grows with each recorded pass that is replayed: its places."""
+    seen: list[int] = []
+    for module in runner.pass_modules:
+        module.register_forward_hook(lambda _, __, output: seen.append(output.logits.shape[1]))
+    return seen
+
+
+def decode(rows: Sequence[int], stop: int, temperature: float = 0.0) -> StepInputs:
+    """The token before `stop` of each of these sequences, whose blocks hold noise before it."""
+    parts = [Part(TOKENS[row:] + TOKENS, stop + row - 1, stop + row, BLOCKS[row]) for row in rows]
+    return pack_step(parts, BLOCK_SIZE, temperature=temperature)
+
+
+def verify(rows: Sequence[int], num_drafts: Sequence[int], temperature: float = 0.0) -> StepInputs:
+    """Chains of drafts of these lengths."""
+    parts = []
+    for row, count in zip(rows, num_drafts, strict=True):
+        stop = 11 + row + count
+        parts.append(Part(TOKENS[row:] + TOKENS, stop - 1 - count, stop, BLOCKS[row], range(-1, count - 1)))
+    return pack_step(parts, BLOCK_SIZE, temperature=temperature)
+
+
+def fill_with_noise(*runners: ModelRunner | CudaRunner) -> None:
+    generator = torch.Generator().manual_seed(3)
+    first = runners[0].kv.tensors
+    for tensor in first:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for runner in runners[1:]:
+        for target, source in zip(runner.kv.tensors, first, strict=True):
+            target.copy_(source)
+
+
+def agree(
+    inputs: StepInputs, family: str = "llama", for_drafts: ForDrafts = MATCHED, *, replays: bool = True
+) -> StepResult:
+    """Our result, found to be the plain runner's, with the K/V of every block as that left it."""
+    plain, ahead = make_plain(family, for_drafts), make_ahead(family, for_drafts)
+    fill_with_noise(plain, ahead)
+    replayed = count_replays(ahead)
+    expected, ours = plain.run(inputs), ahead.run(inputs)
+    assert ours.rows == expected.rows
+    assert bool(replayed) == replays
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    if expected.features is not None:
+        assert ours.features is not None
+        for own, same in zip(ours.features, expected.features, strict=True):
+            torch.testing.assert_close(own, same)
+    assert ours.prompt_logprobs == expected.prompt_logprobs
+    return ours
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decodes_are_replayed_with_padding(family: str, temperature: float) -> None:
+    agree(decode([3, 0, 5], 9, temperature), family)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 5, 6])
+def test_any_number_of_decodes(num_sequences: int) -> None:
+    agree(decode(range(num_sequences), 14, 0.7))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chains_of_drafts_are_replayed_and_judged_late(temperature: float) -> None:
+    result = agree(verify([0, 1, 2], [3, 0, 4], temperature))
+    assert -1 in result.rows.token_ids, "some draft was refused"
+
+
+def test_accepted_drafts_are_committed() -> None:
+    """The drafts are what the model itself goes on with."""
+    runner = make_ahead()
+    first = runner.run(decode([0], 9)).rows.token_ids[0]
+    tokens = [*TOKENS[:9], first]
+    second = runner.run(pack_step([Part(tokens, 9, 10, BLOCKS[0])], BLOCK_SIZE)).rows.token_ids[0]
+    part = Part([*tokens, second, 1], 9, 12, BLOCKS[0], (-1, 0))
+    rows = runner.run(pack_step([part], BLOCK_SIZE)).rows
+    assert rows.token_ids[0] == second and rows.token_ids[1] >= 0
+
+
+def test_drafts_that_are_trees_wait() -> None:
+    stop = 14
+    part = Part(TOKENS, stop - 4, stop, BLOCKS[0], (-1, -1, 0))
+    plain, ahead = make_plain(), make_ahead()
+    ahead.graphs._steps.clear()  # the fake attention knows chains only
+    fill_with_noise(plain, ahead)
+    inputs = pack_step([part], BLOCK_SIZE)
+    assert ahead.run(inputs).rows == plain.run(inputs).rows
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_drafts_that_are_judged_by_chance_wait(verification: Any) -> None:
+    agree(verify([0, 1], [2, 3], 1.0), for_drafts=ForDrafts(verification))
+
+
+@pytest.mark.parametrize("inputs", [decode([0, 1], 9), verify([2, 0], [1, 3])])
+def test_features_are_of_the_last_accepted(inputs: StepInputs) -> None:
+    assert agree(inputs, for_drafts=ForDrafts(keeps_features=True)).features
+
+
+def test_prompts_are_not_replayed() -> None:
+    parts = [Part(TOKENS, 0, 30, BLOCKS[0]), Part(TOKENS, 4, 34, [*BLOCKS[1], *BLOCKS[2]])]
+    agree(pack_step(parts, BLOCK_SIZE, temperature=1.0), replays=False)
+
+
+def test_a_short_chunk_is_replayed_whether_it_samples_or_not() -> None:
+    inputs = pack_step([Part(TOKENS, 8, 9, BLOCKS[0]), Part(TOKENS, 0, 5, BLOCKS[1])], BLOCK_SIZE)
+    agree(inputs)
+    unsampled = with_sampling(inputs, **{name: column[:1] for name, column in columns(inputs).items()})
+    agree(replace(unsampled, logits_rows=inputs.logits_rows[:1]))
+    nothing = with_sampling(inputs, **{name: column[:0] for name, column in columns(inputs).items()})
+    assert agree(replace(nothing, logits_rows=inputs.logits_rows[:0])).rows.token_ids == []
+
+
+def columns(inputs: StepInputs) -> dict[str, np.ndarray]:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "num_logprobs")
+    return {name: getattr(inputs.sampling, name) for name in names}
+
+
+MIXED = {
+    "temperature": np.array([0.0, 1.0, 1.3, 0.8, 2.0], np.float32),
+    "top_k": np.array([0, 3, 0, 0, 50], np.int32),
+    "top_p": np.array([1.0, 1.0, 0.6, 1.0, 0.9], np.float32),
+    "min_p": np.array([0.0, 0.0, 0.0, 0.1, 0.01], np.float32),
+    "seed": np.array([1, -2, 3, 4, 2**60], np.int64),
+}
+ASKING: dict[str, dict[str, Any]] = {
+    "logprobs": {"num_logprobs": np.array([-1, 2, 0, -1, -1], np.int32)},
+    "adjustments": {"adjustments": (LogitAdjustment(row=1, banned_token_ids=(3, 4)),)},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("asked", ASKING)
+def test_rows_of_every_kind_in_one_step(asked: str) -> None:
+    inputs = with_sampling(decode(range(5), 12), **MIXED, **ASKING[asked])
+    agree(inputs)
+    longer = Part(TOKENS, 3, 34, [*BLOCKS[4], *BLOCKS[5]])
+    parts = [Part(TOKENS, 9, 10, BLOCKS[row]) for row in range(4)]
+    prefill = pack_step([*parts, longer], BLOCK_SIZE)
+    agree(with_sampling(prefill, **MIXED, **ASKING[asked]), replays=False)
+
+
+def unknown(rows: Sequence[int], stop: int, previous: Sequence[int], temperature: float) -> StepInputs:
+    inputs = decode(rows, stop, temperature)
+    inputs.token_ids[np.array(previous) >= 0] = 0
+    return replace(inputs, previous_rows=np.array(previous, np.int64))
+
+
+@pytest.mark.parametrize("asked", ASKING)
+@pytest.mark.parametrize("first_is_replayed", [True, False])
+def test_tokens_that_only_the_device_knows(asked: str, first_is_replayed: bool) -> None:
+    """Three steps at once: rows change places, one is known, the first step is of any kind."""
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    if not first_is_replayed:
+        plain.forward.backend = ahead._runner.forward.backend
+        ahead.graphs._steps, kept = {}, ahead.graphs._steps
+    first = with_sampling(decode(range(5), 12), **MIXED, **ASKING[asked])
+    drawn = plain.run(first).rows.token_ids
+    second = decode([4, 0, 5, 2], 13, 0.9)
+    second.token_ids[:] = [drawn[4], drawn[0], TOKENS[3], drawn[2]]
+    drawn_next = plain.run(second).rows.token_ids
+    third = decode([5, 4], 14)
+    third.token_ids[:] = [drawn_next[2], drawn_next[0]]
+    expected = plain.run(third).rows.token_ids
+
+    flying = [ahead.launch(first)]
+    if not first_is_replayed:
+        ahead.graphs._steps = kept
+    launched = unknown([4, 0, 5, 2], 13, [4, 0, -1, 2], 0.9)
+    launched.token_ids[2] = TOKENS[3]
+    flying.append(ahead.launch(launched))
+    flying.append(ahead.launch(unknown([5, 4], 14, [2, 0], 0.0)))
+    assert [step.wait().rows.token_ids for step in flying] == [drawn, drawn_next, expected]
+
+
+def test_a_step_behind_drafts_finds_the_last_token_of_each() -> None:
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    inputs = verify([0, 1], [0, 2])
+    expected = plain.run(inputs).rows.token_ids
+    follower = decode([0], 12)
+    follower.token_ids[:] = expected[0]
+    flying = [ahead.launch(inputs), ahead.launch(unknown([0], 12, [0], 0.0))]
+    assert flying[0].wait().rows.token_ids == expected
+    assert flying[1].wait().rows == plain.run(follower).rows
+
+
+def test_rows_that_are_not_finite_fail_alone() -> None:
+    """And a step launched behind them runs on: what it makes of them is thrown away."""
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    for runner in (plain, ahead):
+        runner.kv.values[0][BLOCKS[1][0]] = torch.nan
+    for inputs in (decode([0, 1, 2], 9, 1.0), verify([1, 2], [2, 2])):
+        expected = plain.run(inputs).rows
+        assert expected.row_errors
+        flying = [ahead.launch(inputs), ahead.launch(unknown([0, 1], 9, [0, 1], 0.0))]
+        ours = flying[0].wait().rows
+        for row in expected.row_errors:
+            ours.token_ids[row] = expected.token_ids[row]  # means nothing
+        assert ours == expected
+        assert list(flying[1].wait().rows.row_errors or ()) == [1]
+
+
+def test_blocks_are_moved_first() -> None:
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    inputs = replace(
+        decode([0], 9),
+        scrub_blocks=(60,),
+        block_copies=(BlockCopy(3, 61),),
+        swap_out=(BlockCopy(2, 1),),
+    )
+    plain.run(inputs)
+    result = ahead.run(inputs)
+    assert result.swap_bytes == ahead.kv.block_bytes and result.swap_s > 0
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_times_what_it_does() -> None:
+    result = make_ahead().run(decode([0], 9))
+    assert 0 < result.forward_s < 10 and 0 < result.sample_s < 10 and result.swap_s == 0
+
+
+def test_what_is_recorded() -> None:
+    recorder = Playback()
+    runner = make_ahead(recorder=recorder)
+    assert set(runner.graphs.shapes) == {
+        *(GraphShape(size) for size in (1, 2, 4, 8)),
+        *(GraphShape(size, MAX_QUERY_LEN) for size in (8, 16, 32)),
+    }
+    assert recorder.num_recorded == 2 * len(runner.graphs.shapes), "a pass and a draw each"
+
+
+def test_warming_up_leaves_the_kv_alone() -> None:
+    runner = CudaRunner(make_plain(), 64, LIMITS, Playback())
+    fill_with_noise(runner)
+    before = [tensor.clone() for tensor in runner.kv.tensors]
+    runner.warm_up()
+    assert runner.graphs.shapes
+    for tensor, was in zip(runner.kv.tensors, before, strict=True):
+        assert torch.equal(tensor, was)
+
+
+def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = make_ahead(recorder=Playback(None, None, RuntimeError("it waits for the device\nmore")))
+    assert runner.graphs.shapes == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        "0 kinds of steps are CUDA graphs, no more: it waits for the device"
+    ]
+    assert len(runner.run(decode([0, 1], 9)).rows.token_ids) == 2
+
+
+def test_what_memory_does_not_allow_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = make_ahead(recorder=Playback(*[None] * 5, torch.OutOfMemoryError("full")))
+    assert len(runner.graphs.shapes) == 2
+    assert "2 kinds of steps are CUDA graphs, no more: out of memory" in caplog.text
+    assert len(runner.run(decode([0, 1], 9)).rows.token_ids) == 2
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(torch.OutOfMemoryError("full"), OutOfDeviceMemory), (RuntimeError("broken"), RuntimeError)],
+)
+def test_a_hook_reaches_passes_that_are_replayed(error: Exception, expected: type[Exception]) -> None:
+    runner = make_ahead()
+    for module in runner.pass_modules:
+        module.register_forward_pre_hook(failing(error))
+    with pytest.raises(expected):
+        runner.launch(decode([0], 9))
