@@ -10,8 +10,8 @@ from engine.model.attention.choice import choose_backend
 from engine.model.attention.context import AttentionContext
 from engine.model.attention.cpu import CpuAttention
 from engine.model.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
+from engine.model.attention.paged_rows import PagedRows, RowAttention
 from engine.model.attention.reference import ReferenceAttention
-from engine.model.attention.single_rows import RowAttention, SingleRows
 
 __all__ = [
     "ATTENTION_NAME",
@@ -20,9 +20,9 @@ __all__ = [
     "AttentionContext",
     "CpuAttention",
     "LayerCall",
+    "PagedRows",
     "ReferenceAttention",
     "RowAttention",
-    "SingleRows",
     "StepAttention",
     "choose_backend",
     "register",

@@ -10,8 +10,8 @@ import torch
 from engine.model.attention.backend import AttentionBackend, LayerCall
 from engine.model.attention.context import AttentionContext
 from engine.model.attention.cpu import CpuAttention
+from engine.model.attention.paged_rows import RowAttention
 from engine.model.attention.reference import ReferenceAttention
-from engine.model.attention.single_rows import RowAttention
 from engine.model.kv_tensors import KvTensors
 from engine.model.layer_kv import LayerKv
 from engine.model.rehearsal import Part, pack_step
@@ -22,7 +22,7 @@ _LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and copies that n
 
 
 def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:
-    """The fastest backend that works on `device`; `rows` computes single tokens on a CPU, if there is such.
+    """The fastest backend that works on `device`; `rows` attends from all rows on a CPU, if there is such.
 
     On CUDA that is Triton's, tried with one small step; where it cannot be had, one line of the log says why.
     """

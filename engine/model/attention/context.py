@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from engine.model.attention.backend import AttentionBackend, LayerCall
-from engine.model.attention.cpu import CpuStep
-from engine.model.attention.single_rows import SingleRows
+from engine.model.attention.cpu import PagedStep
+from engine.model.attention.paged_rows import PagedRows
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
@@ -32,9 +32,9 @@ class AttentionContext:
         return self._step.attend(query, call)
 
     @property
-    def native_rows(self) -> SingleRows | None:
+    def native_rows(self) -> PagedRows | None:
         """Every row of the step, where a kernel takes them all past `attend`; else None."""
-        return self._step.native_rows if isinstance(self._step, CpuStep) else None
+        return self._step.rows if isinstance(self._step, PagedStep) else None
 
     @cached_property
     def slots(self) -> torch.Tensor:

@@ -9,50 +9,33 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.model.attention.backend import LayerCall
+from engine.model.attention.backend import LayerCall, StepAttention
 from engine.model.attention.kv_writer import KvWriter
+from engine.model.attention.paged_rows import PagedRows, RowAttention
 from engine.model.attention.query_groups import QueryGroup, Tile, group_sequences
-from engine.model.attention.single_rows import RowAttention, SingleRows, split_single
 from engine.model.kv_tensors import KvTensors
 from engine.outputs import StepInputs
 
 
 class CpuAttention:
-    """The CPU backend. With `rows`, sequences of few tokens attend token by token, which costs no padding."""
+    """The CPU backend. With `rows`, a kernel takes all tokens as they are; else they are put in groups."""
 
     def __init__(self, rows: RowAttention | None = None) -> None:
         self._rows = rows
 
-    def plan(self, inputs: StepInputs, kv: KvTensors) -> CpuStep:
-        """Sequences of few tokens apart, the others grouped by query length and context."""
-        if self._rows is None:
-            return CpuStep(inputs, kv, group_sequences(inputs, kv))
-        single, others = split_single(inputs)
-        groups = group_sequences(inputs, kv, others) if len(others) else []
-        return CpuStep(inputs, kv, groups, single, self._rows)
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
+        """See AttentionBackend."""
+        return CpuStep(inputs, kv) if self._rows is None else PagedStep(inputs, kv, self._rows)
 
 
-class CpuStep:
-    """One step of the CPU backend."""
+class PagedStep:
+    """One step in which a kernel attends from every row."""
 
-    def __init__(
-        self,
-        inputs: StepInputs,
-        kv: KvTensors,
-        groups: list[QueryGroup],
-        single: SingleRows | None = None,
-        rows: RowAttention | None = None,
-    ) -> None:
+    def __init__(self, inputs: StepInputs, kv: KvTensors, kernel: RowAttention) -> None:
+        self.rows = PagedRows.of(inputs)
         self._kv = kv
         self._writer = KvWriter(inputs, kv)
-        self._groups = groups
-        self._single = single
-        self._rows = rows
-
-    @property
-    def native_rows(self) -> SingleRows | None:
-        """Every row of the step, if all attend by the kernel that takes them one by one; else None."""
-        return None if self._groups else self._single
+        self._kernel = kernel
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See StepAttention."""
@@ -60,13 +43,28 @@ class CpuStep:
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
-        if self._single is None and len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
+        pages = self._kv.keys[call.layer], self._kv.values[call.layer]
+        return self._kernel.attend(query, pages, self.rows, call)
+
+
+class CpuStep:
+    """One step as groups of similar sequences, each a few products a layer."""
+
+    def __init__(self, inputs: StepInputs, kv: KvTensors) -> None:
+        self._kv = kv
+        self._writer = KvWriter(inputs, kv)
+        self._groups = group_sequences(inputs, kv)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._writer.write(layer, key, value)
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """See StepAttention."""
+        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._attend_group(self._groups[0], query, call)
         num_tokens, num_heads, _ = query.shape  # and a row behind them for what padding gives
         output = query.new_empty(num_tokens + 1, num_heads, self._kv.layers[call.layer].value_dim)
-        if self._single is not None and self._rows is not None:
-            pages = self._kv.keys[call.layer], self._kv.values[call.layer]
-            self._rows.attend(query, pages, self._single, output, call)
         for group in self._groups:
             if isinstance(group.rows, slice):
                 output[group.rows] = self._attend_group(group, query[group.rows], call)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from engine.outputs import NO_TOKEN, DraftInputs, Int32, Int64, StepInputs
 
+UNSEEN = np.iinfo(np.int32).max
+
 
 class DraftTree:
     """A sequence's newest token and the drafts that branch off behind it (Miao et al. 2023, SpecInfer)."""
@@ -38,6 +40,11 @@ class DraftTree:
             depths = np.where(keys < 0, keys, self._depths[places])
             seen &= depths > self._depths[queries, None] - window
         return seen
+
+    def gaps(self) -> Int32:
+        """By how much deeper each place is than those it sees, UNSEEN for others: [places, places]."""
+        gaps = self._depths[:, None] - self._depths
+        return np.where(self._seen, gaps, UNSEEN).astype(np.int32)
 
 
 def draft_trees(inputs: StepInputs) -> dict[int, DraftTree]:

@@ -137,9 +137,9 @@ class QueryGroup:
         return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, :, None]
 
 
-def group_sequences(inputs: StepInputs, kv: KvTensors, members: Indices | None = None) -> list[QueryGroup]:
-    """Every sequence of `members` (None: all) in exactly one group; padding is bounded by a group's cost."""
-    everyone = np.arange(len(inputs.query_lens)) if members is None else members
+def group_sequences(inputs: StepInputs, kv: KvTensors) -> list[QueryGroup]:
+    """Every sequence in exactly one group; padding is bounded by what another group would cost."""
+    everyone = np.arange(len(inputs.query_lens))
     starts = np.cumsum(inputs.query_lens, dtype=np.intp) - inputs.query_lens
     trees = draft_trees(inputs)
     layer = kv.layers[0]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.model.attention import CONTEXT_KEYWORD, AttentionContext, SingleRows
+from engine.model.attention import CONTEXT_KEYWORD, AttentionContext, PagedRows
 from engine.model.native.families import is_plain
 from engine.model.native.kernels import NativeKernels, attention_record, head_norm_records, norm_record
 from engine.model.native.modules import NativeAttention, NativeGatedMlp, NativeRmsNorm
@@ -64,7 +64,7 @@ class NativeDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     def _decode(
-        self, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext, rows: SingleRows
+        self, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext, rows: PagedRows
     ) -> None:
         """Turn the embedded tokens `hidden` [N, hidden] into what the head reads, in place."""
         cos, sin = self._rotations.rows(positions)

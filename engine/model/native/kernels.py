@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.model.attention import LayerCall, SingleRows
+from engine.model.attention import LayerCall, PagedRows
 from engine.model.native.compiler import NativeUnavailable
 from engine.model.native.packed_weights import PackedWeights
 from engine.model.native.records import (
@@ -147,18 +147,19 @@ class NativeKernels:
         self,
         query: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
-        rows: SingleRows,
-        output: torch.Tensor,
+        rows: PagedRows,
         call: LayerCall,
-    ) -> None:
+    ) -> torch.Tensor:
         """See RowAttention."""
         keys, values = pages
         query = query.contiguous()
+        output = torch.empty_like(query)
         record = attention_record(rows, keys.shape, query.shape[1])
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         record.output = output.data_ptr()
         record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
         self._attend(record)
+        return output
 
     def decoder_scratch(self, decoder: Decoder) -> int:
         """How many numbers of scratch `decode` needs for each token."""
@@ -181,17 +182,18 @@ def head_norm_records(norms: HeadNorms | None) -> tuple[Norm, Norm]:
     return norm_record(norms.query, norms.eps), norm_record(norms.key, norms.eps)
 
 
-def attention_record(rows: SingleRows, pages: Sequence[int], heads: int) -> Attention:
+def attention_record(rows: PagedRows, pages: Sequence[int], heads: int) -> Attention:
     """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
 
     Queries, keys, values and output, window, scale and soft cap are still to be filled in.
     """
     _, kv_heads, block_size, dim = pages
+    given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
     return Attention(
         *(None, None, None),
-        *(tensor.data_ptr() for tensor in (rows.rows, rows.sequences, rows.lengths, rows.tables)),
+        *(None if tensor is None else tensor.data_ptr() for tensor in given),
         None,
-        *(len(rows.rows), rows.tables.shape[1], heads, kv_heads, dim, block_size, rows.longest),
+        *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
     )
 
 

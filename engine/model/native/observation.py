@@ -26,7 +26,7 @@ from engine.model.rehearsal import Part, pack_step
 from engine.outputs import StepInputs
 
 _BLOCK_SIZE = 3
-_LENGTHS = (17, 16, 8)  # attention takes the first in another way than the others
+_LENGTHS = (17, 16, 8)
 
 
 @dataclass(frozen=True, slots=True)

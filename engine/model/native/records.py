@@ -37,13 +37,13 @@ class Rotation(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """See attention.h."""
+    """See tiles.h."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("query", "keys", "values", "rows", "sequences", "lengths")),
-        *((name, POINTER) for name in ("tables", "output")),
-        *((name, INDEX) for name in ("n", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
-        *((name, INDEX) for name in ("longest", "window")),
+        *((name, POINTER) for name in ("query", "keys", "values", "counts", "lengths")),
+        *((name, POINTER) for name in ("tables", "trees", "gaps", "output")),
+        *((name, INDEX) for name in ("sequences", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
+        ("window", INDEX),
         ("scale", FLOAT),
         ("softcap", FLOAT),
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.model.attention import LayerCall, SingleRows
 from engine.model.native.compiler import NativeUnavailable
 from engine.model.native.kernels import HeadNorms, NativeKernels
 from tests.native import compiled_kernels
@@ -139,94 +137,7 @@ def assert_same_vectors(found: torch.Tensor, expected: torch.Tensor, exact: bool
     assert (distances <= ROUNDING * expected.float().norm(dim=-1)).all()
 
 
-class Pages:
-    """K/V of a few sequences in scattered blocks; every slot that none of them owns is NaN."""
-
-    def __init__(self, lengths: list[int], kv_heads: int, dim: int, block_size: int) -> None:
-        counts = [-(-length // block_size) for length in lengths]
-        free = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)).tolist()
-        shape = (len(free), kv_heads, block_size, dim)
-        self.keys = torch.full(shape, float("nan"), dtype=torch.bfloat16)
-        self.values = self.keys.clone()
-        self.tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
-        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            key = noise(length, kv_heads, dim, seed=2 * index)
-            value = noise(length, kv_heads, dim, seed=2 * index + 1)
-            self.own.append((key, value))
-            for at in range(count):
-                block = free.pop()
-                self.tables[index, at] = block
-                part = slice(at * block_size, (at + 1) * block_size)
-                size = len(key[part])
-                self.keys[block, :, :size] = key[part].transpose(0, 1)
-                self.values[block, :, :size] = value[part].transpose(0, 1)
-
-    def rows(self, sequences: list[int], lengths: list[int], rows: list[int]) -> SingleRows:
-        return SingleRows(
-            torch.tensor(rows), torch.tensor(sequences), torch.tensor(lengths), self.tables, max(lengths)
-        )
-
-
-def attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, call: LayerCall
-) -> torch.Tensor:
-    """[heads, dim] of one token in float32, over the newest of `length` positions."""
-    first = 0 if call.window is None else max(0, length - call.window)
-    group = query.shape[0] // key.shape[1]
-    keys, values = (
-        part[first:length].float().repeat_interleave(group, dim=1).transpose(0, 1) for part in (key, value)
-    )
-    scores = (keys @ query.float()[:, :, None])[..., 0] * call.scaling  # [heads, positions]
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    return (scores.softmax(-1)[:, None] @ values)[:, 0]
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (64, 1)])
-@pytest.mark.parametrize("block_size", [1, 7])
-def test_attention(kernels: NativeKernels, dim: int, heads: int, kv_heads: int, block_size: int) -> None:
-    lengths = [1, 40, 23]
-    pages = Pages(lengths, kv_heads, dim, block_size)
-    asked = [(0, 1), (1, 40), (1, 38), (2, 17), (2, 23)]
-    rows = [4, 0, 2, 6, 5]
-    query = noise(7, heads, dim, seed=9)
-    for window, softcap in product((None, 1, 9, 100), (None, 4.0)):
-        call = LayerCall(0, 0.3, window, softcap)
-        output = torch.full((7, heads, dim), 77.0, dtype=torch.bfloat16)
-        single = pages.rows([s for s, _ in asked], [length for _, length in asked], rows)
-        kernels.attend(query, (pages.keys, pages.values), single, output, call)
-        for row, (sequence, length) in zip(rows, asked, strict=True):
-            assert_close(output[row], attended(query[row], *pages.own[sequence], length, call), slack=2)
-        assert (output[[1, 3]] == 77).all()
-
-
-def test_attention_takes_queries_in_any_layout(kernels: NativeKernels) -> None:
-    pages = Pages([20], 2, 32, 4)
-    query = noise(3, 4, 32)
-    sideways = query.transpose(0, 1).contiguous().transpose(0, 1)  # as transformers hands it on
-    outputs = [torch.zeros_like(query), torch.zeros_like(query)]
-    for given, output in zip((query, sideways), outputs, strict=True):
-        rows = pages.rows([0, 0, 0], [18, 19, 20], [0, 1, 2])
-        kernels.attend(given, (pages.keys, pages.values), rows, output, LayerCall(0, 0.2))
-    assert not sideways.is_contiguous()
-    assert torch.equal(*outputs)
-
-
 def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
-    """A row must show that its numbers are broken, and its neighbours must not."""
-    pages = Pages([20, 20], 1, 32, 4)
-    for value in (float("nan"), float("inf")):
-        pages.keys[pages.tables[0, 2], 0, 1, :] = value
-        output = torch.zeros(3, 2, 32, dtype=torch.bfloat16)
-        query = noise(3, 2, 32).abs()
-        query[2] = float("nan")
-        single = pages.rows([0, 1, 1], [20, 20, 20], [0, 1, 2])
-        kernels.attend(query, (pages.keys, pages.values), single, output, LayerCall(0, 0.2))
-        assert not output[0].isfinite().any()
-        assert output[1].isfinite().all()
-        assert not output[2].isfinite().any()
     broken = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
     assert kernels.silu_mul(broken).isnan().all()
     assert kernels.rms_norm(broken, noise(64), 1e-5).isnan().all()
@@ -249,19 +160,6 @@ def check_company(kernels: NativeKernels) -> None:
     weight = noise(576, seed=3)
     assert torch.equal(kernels.rms_norm(x, weight, 1e-5)[7:8], kernels.rms_norm(x[7:8], weight, 1e-5))
     assert torch.equal(kernels.silu_mul(x)[9:10], kernels.silu_mul(x[9:10]))
-    pages = Pages([40, 23, 31], 3, 64, 16)
-    query = noise(8, 9, 64)
-    asked = [(0, 40), (1, 23), (2, 31), (0, 39), (0, 38), (2, 30), (1, 5), (2, 1)]
-    every = torch.zeros_like(query)
-    call = LayerCall(0, 0.125, 17)
-    single = pages.rows([s for s, _ in asked], [length for _, length in asked], list(range(8)))
-    kernels.attend(query, (pages.keys, pages.values), single, every, call)
-    for row, (sequence, length) in enumerate(asked):
-        output = torch.zeros_like(query)
-        kernels.attend(
-            query, (pages.keys, pages.values), pages.rows([sequence], [length], [row]), output, call
-        )
-        assert torch.equal(output[row], every[row])
 
 
 def test_what_is_no_library_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+// Where one thread attends, tile after tile.
+
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+#include "attention_tile.h"
+#include "pages.h"
+#include "tiles.h"
+
+namespace {
+
+inline float* room(Index numbers) { return (float*)std::aligned_alloc(64, parts_of(numbers, 16) * 64); }
+
+class Desk {
+ public:
+  Desk(const Attention& a, const Tiles& tiles)
+      : a_(a), tiles_(tiles), group_(a.heads / a.kv_heads), tile_records_(tiles.most_rows() * record_size(a.dim)),
+        scores_(a.scale, a.softcap), memory_(room(2 * tile_records_ + (KEYS + tiles.most_rows() / 2 + 1) * a.dim)),
+        ahead_(a.keys, a.values, a.dim), seen_(tiles.most_rows()) {
+    whole_ = memory_.get();
+    part_ = whole_ + tile_records_;
+    keys_ = (bf16*)(part_ + tile_records_);
+    values_ = keys_ + KEYS * a.dim;
+    query_ = values_ + KEYS * a.dim;
+  }
+
+  // How many numbers the records of the largest tile are.
+  Index tile_records() const { return tile_records_; }
+
+  // Writes what the span's rows attend to. `next` is what this thread will be asked for next, as far as one knows.
+  void attend(const Span& span, const Span& next) {
+    const Index rows = span.tile.count * group_, last = span.tile.chunks() - 1;
+    clear(whole_, rows, a_.dim);
+    for (Index i = 0; i <= last; i++) {
+      attend_chunk(span.chunk(i), i < last ? span.chunk(i + 1) : next, part_);
+      fold(whole_, part_, rows, a_.dim);
+    }
+    write(span);
+  }
+
+  // The same from the `records` of the tile's chunks, which lie one after another.
+  void gather(const Span& span, const float* records) {
+    const Index rows = span.tile.count * group_;
+    clear(whole_, rows, a_.dim);
+    for (Index i = 0; i < span.tile.chunks(); i++) fold(whole_, records + i * tile_records_, rows, a_.dim);
+    write(span);
+  }
+
+  // The `records` of a span that lies in one chunk.
+  void attend_chunk(const Span& span, const Span& next, float* records) {
+    const Index rows = span.tile.count * group_;
+    take(span);
+    clear(records, rows, a_.dim);
+    for (Index start = span.start / KEYS * KEYS; start < span.stop; start += KEYS) {
+      const Index count = place(span, start, places_);
+      const bool is_last = start + KEYS >= span.stop;
+      ahead_.turn(next_, place(is_last ? next : span, is_last ? next.start / KEYS * KEYS : start + KEYS, next_));
+      pack_keys(a_.keys, places_, count, KEYS, a_.dim, keys_, ahead_);
+      pack_values(a_.values, places_, count, a_.dim, values_, ahead_);
+      for (Index t = 0; t < span.tile.count; t++)
+        std::fill_n(seen_.begin() + t * group_, group_, tiles_.seen(span.tile, t, start));
+      attend_block(rows, query_, keys_, values_, seen_.data(), scores_, a_.dim, records, ahead_);
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+
+  // The queries of the tile's rows, one after another.
+  void take(const Span& span) {
+    const Index size = group_ * a_.dim;
+    const bf16* query = a_.query + span.tile.row * a_.heads * a_.dim + span.head * size;
+    for (Index t = 0; t < span.tile.count; t++)
+      memcpy(query_ + t * size, query + t * a_.heads * a_.dim, size * sizeof(bf16));
+  }
+
+  // Where in the pages a block's positions lie, -1 for those outside the span. Returns of how many, a multiple of 16.
+  Index place(const Span& span, Index start, Index* places) const {
+    const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
+    const Index stop = std::min(span.stop, start + KEYS), count = parts_of(stop - start, 16) * 16;
+    std::fill_n(places, KEYS, -1);
+    for (Index p = std::max(span.start, start); p < stop;) {
+      const Index offset = p % a_.block_size, run = std::min(a_.block_size - offset, stop - p);
+      const Index at = ((table[p / a_.block_size] * a_.kv_heads + span.head) * a_.block_size + offset) * a_.dim;
+      for (Index i = 0; i < run; i++) places[p - start + i] = at + i * a_.dim;
+      p += run;
+    }
+    return count;
+  }
+
+  void write(const Span& span) {
+    for (Index i = 0; i < span.tile.count * group_; i++) {
+      const Index row = (span.tile.row + i / group_) * a_.heads + span.head * group_ + i % group_;
+      finish(whole_ + i * record_size(a_.dim), a_.output + row * a_.dim, a_.dim);
+    }
+  }
+
+  const Attention& a_;
+  const Tiles& tiles_;
+  Index group_, tile_records_;
+  Scores scores_;
+  std::unique_ptr<float, Free> memory_;
+  float *whole_, *part_;           // records of a tile's rows
+  bf16 *keys_, *values_, *query_;  // a block's, in order, and the tile's
+  Index places_[KEYS], next_[KEYS];
+  Ahead ahead_;
+  std::vector<uint64_t> seen_;     // by each row
+};
+
+}  // namespace
