@@ -17,7 +17,7 @@ import torch
 from config import load_settings
 from engine import Engine, TokenLogprobs
 from engine.build import load_parts
-from engine.engine_parts import EngineLimits, Executors
+from engine.engine_parts import EngineLimits, EngineParts, Executors, StepRunner
 from engine.request import FinishReason
 from engine.speculation.spec_stats import SpecStats
 from engine.stream import Finish, RequestStream
@@ -79,12 +79,21 @@ def by_turns(seed: int) -> Executors:
 
 @asynccontextmanager
 async def engine_of(
-    directory: Path, *flags: str, executors: Executors | None = None, home: Path | None = None
+    directory: Path,
+    *flags: str,
+    executors: Executors | None = None,
+    home: Path | None = None,
+    wrap: Callable[[StepRunner], StepRunner] = lambda runner: runner,
 ) -> AsyncIterator[Engine]:
-    """A ready engine; on leaving, nothing is left in it and nothing went wrong."""
+    """A ready engine; on leaving, nothing is left in it and nothing went wrong. `wrap` is for its runner."""
     environ = {} if home is None else {"SLIPSTREAM_HOME": str(home)}
     settings = load_settings([str(directory), *_COMMON, *flags], environ)
-    engine = Engine(lambda: load_parts(settings), EngineLimits(), executors=executors)
+
+    def load() -> EngineParts:
+        parts = load_parts(settings)
+        return replace(parts, runner=wrap(parts.runner))
+
+    engine = Engine(load, EngineLimits(), executors=executors)
     await engine.start()
     try:
         yield engine
@@ -95,6 +104,9 @@ async def engine_of(
 
 async def assert_quiet(engine: Engine) -> None:
     """No request, no block, neither the target's nor a draft model's, and no error of any kind."""
+    async with asyncio.timeout(5):
+        while engine._loaded.batcher._flights:  # noqa: ASYNC110  # a step ahead, for nobody
+            await asyncio.sleep(0.001)
     gauges, metrics = engine.gauges(), engine.metrics
     assert gauges.kv_blocks_used == gauges.num_requests_swapped == 0
     assert gauges.num_requests_running == gauges.num_requests_waiting == 0
