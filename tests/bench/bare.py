@@ -21,6 +21,12 @@ from engine.model.rehearsal import Part, pack_step
 from engine.outputs import StepInputs
 
 
+def fill_kv(kv: KvTensors) -> None:
+    """Write all of it: memory that was never written would be read from one page, much too fast."""
+    for tensor in kv.tensors:
+        tensor.fill_(0.01)
+
+
 class BareModel:
     """One step, prepared once, to be repeated as often as wanted.
 
@@ -29,9 +35,19 @@ class BareModel:
     """
 
     def __init__(
-        self, runner: StepRunner, token_ids: Sequence[int], num_sequences: int, first: int, stop: int
+        self,
+        runner: StepRunner,
+        token_ids: Sequence[int],
+        num_sequences: int,
+        first: int,
+        stop: int,
+        *,
+        real_kv: bool = True,
     ):
-        """Every sequence computes its tokens [first, stop); `token_ids` are drawn from, to have some."""
+        """Every sequence computes its tokens [first, stop); `token_ids` are drawn from, to have some.
+
+        Without `real_kv` what lies before is constants, as fast to read and sooner there.
+        """
         assert isinstance(runner, ModelRunner)
         # The one place outside the runner that takes its parts: a benchmark of what is around the model needs
         # the model alone, and nothing that serves does.
@@ -45,7 +61,10 @@ class BareModel:
             for row in range(num_sequences)
         ]
         self._kv = self._forward.make_kv(num_sequences * blocks, block_size)
-        self._fill(parts)
+        if real_kv:
+            self._fill(parts)
+        else:
+            fill_kv(self._kv)
         self.inputs = pack_step(parts, block_size)
         self._arguments = model_arguments(self.inputs, self._kv, runner)
 

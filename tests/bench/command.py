@@ -16,6 +16,7 @@ from tests.bench.attention import run_attention
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
 from tests.bench.host import run_host
+from tests.bench.kernels import run_kernels
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.peer import Peer
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "host": run_host,
     "decode": run_decode,
     "attention": run_attention,
+    "kernels": run_kernels,
     "scale": run_scale,
     "ttft": run_ttft,
     "scrape": run_scrape,

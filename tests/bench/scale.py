@@ -20,6 +20,7 @@ from engine.model.model_runner import ModelRunner
 from engine.outputs import SampledRows, StepInputs, StepResult
 from engine.request import GenerationRequest, SamplingParams
 from engine.text.tokenizer import Tokenizer
+from tests.bench.bare import fill_kv
 from tests.bench.context import BenchContext
 from tests.bench.decode import LoadedEngine, loaded_engine
 from tests.bench.host import HostStep, host_step, read, steps_for
@@ -74,10 +75,9 @@ class WithoutPrompts:
 
 
 def around_filled(runner: StepRunner) -> WithoutPrompts:
-    """The same around a model's runner whose K/V is all there: pages never written would all be one page."""
+    """The same around a model's runner, its K/V filled."""
     assert isinstance(runner, ModelRunner)
-    for pages in (*runner.kv.keys, *runner.kv.values):
-        pages.fill_(0.01)
+    fill_kv(runner.kv)
     return WithoutPrompts(runner)
 
 
