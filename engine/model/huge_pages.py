@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from threading import Thread
@@ -18,7 +19,6 @@ PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64  # bytes: a line of the cache
 
 _POPULATE_WRITE = 23  # Linux' MADV_POPULATE_WRITE; other systems do not know the number
-_FILLED_AT_ONCE = 4 * PAGE_BYTES  # who asks the system for memory meanwhile waits as long as that takes
 
 
 class HugePages:
@@ -44,8 +44,8 @@ class HugePages:
 def fill_in_background(tensors: Sequence[torch.Tensor]) -> Thread:
     """Have the system find the pages behind contiguous `tensors` now, in the thread returned.
 
-    Else each is found when it is first written to, while others wait for the result. Changes no number;
-    where the system cannot, nothing happens.
+    The first of each come first. Else each is found when it is first written to, while a request waits.
+    Changes no number; where the system cannot, nothing happens.
     """
     thread = Thread(target=_fill, args=(tensors,), name="fill-memory", daemon=True)
     thread.start()
@@ -56,13 +56,22 @@ def _fill(tensors: Sequence[torch.Tensor]) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)  # through ctypes: it lets other threads run
     if madvise is None:
         return
+    with suppress(OSError, AttributeError):  # only when nobody computes, where the system knows such threads
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for tensor in tensors:
-        start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-        stop = tensor.data_ptr() + tensor.nbytes
-        for first in range(start, stop, _FILLED_AT_ONCE):
-            if madvise(first, min(_FILLED_AT_ONCE, stop - first), _POPULATE_WRITE):
-                return
+    for first, stop in _in_order_of_use(tensors):
+        if madvise(first, stop - first, _POPULATE_WRITE):
+            return
+
+
+def _in_order_of_use(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """From and up to which address each page is: the first of every tensor, then the second, to their ends."""
+    for offset in range(0, max((tensor.nbytes for tensor in tensors), default=0), PAGE_BYTES):
+        for tensor in tensors:
+            first = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES + offset
+            stop = min(first + PAGE_BYTES, tensor.data_ptr() + tensor.nbytes)
+            if first < stop:
+                yield first, stop
 
 
 def _map(num_bytes: int) -> torch.Tensor:
