@@ -96,6 +96,8 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        with suppress(ProcessLookupError):  # there is mostly nothing left of it
+            os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.stdout is not None:
             self.process.stdout.close()
 

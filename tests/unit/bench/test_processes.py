@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.bench import processes
@@ -68,6 +70,18 @@ def test_a_child_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert process.returncode == -9
 
 
+def test_what_a_child_started_ends_with_it() -> None:
+    code = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {STUBBORN!r}],"
+        " stdout=subprocess.PIPE).pid, flush=True); sys.stdin.read()"
+    )
+    with Child([sys.executable, "-c", code], piped=True) as child:
+        assert child.process.stdout is not None
+        grandchild = int(child.process.stdout.readline())
+        assert is_running(grandchild)
+    wait_for_exit(grandchild)
+
+
 def test_a_server_that_cannot_start_is_a_failure_with_its_reason() -> None:
     with Server("--no-such-flag") as server, pytest.raises(ChildFailed, match="no-such-flag"):
         server.wait_ready(timeout_s=60)
@@ -85,6 +99,12 @@ def test_children_are_ended_when_the_benchmarks_are_terminated() -> None:
         parent.terminate()
         assert parent.wait(30) == 143
     assert not is_running(pid)
+
+
+def wait_for_exit(pid: int) -> None:
+    """A killed grandchild is gone once its new parent has seen it."""
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(30)
 
 
 def is_running(pid: int) -> bool:
