@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from config import Settings
+from engine.build_runner import RunnerSizes, make_runner, recorded_bytes
 from engine.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
 from engine.cpu_limit import usable_cores
 from engine.engine_parts import EngineInfo, EngineParts
@@ -15,12 +16,11 @@ from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
-from engine.model.model_runner import ForDrafts, ModelRunner
+from engine.model.model_runner import ForDrafts
 from engine.model.model_source import resolve_model
 from engine.model.native.drawing import find_row_draw
 from engine.model.native.install import with_kernels
 from engine.model.packed_forward import PackedForward
-from engine.model.recurrent_runner import RecurrentRunner
 from engine.model.self_check import check_forward
 from engine.model.slot_states import state_bytes
 from engine.model.support import read_architecture
@@ -73,17 +73,19 @@ def put_together(
     sources = tuple(
         replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size)) for source in sources
     )
-    if loaded.rewindable:
-        for_drafts = ForDrafts(
-            verification=settings.speculation.draft_verification,
-            keeps_features=any(source.drafter.reads_features for source in sources),
-        )
-        runner: ModelRunner | RecurrentRunner = ModelRunner(
-            loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts
-        )
-    else:
-        runner = RecurrentRunner(loaded, num_blocks, block_size, settings.scheduler.max_num_seqs, sampler)
-        runner.self_check()
+    sizes = RunnerSizes(
+        num_blocks,
+        block_size,
+        num_host_blocks,
+        settings.scheduler.max_num_seqs,
+        settings.scheduler.max_num_batched_tokens,
+        max_draft_tokens(sources),
+    )
+    for_drafts = ForDrafts(
+        verification=settings.speculation.draft_verification,
+        keeps_features=any(source.drafter.reads_features for source in sources),
+    )
+    runner = make_runner(loaded, sampler, sizes, for_drafts)
     runner.warm_up()
     info = EngineInfo(
         max_model_len=loaded.max_model_len,
@@ -159,7 +161,7 @@ def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
     cache = settings.cache
     if loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
         free, total = torch.cuda.mem_get_info(loaded.device)
-        memory = int(free - total * (1 - cache.gpu_memory_utilization))
+        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - recorded_bytes(settings, loaded)
         return memory, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
     return cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}"
 

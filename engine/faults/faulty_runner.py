@@ -30,8 +30,9 @@ class Flight:
 class FaultyRunner:
     """A StepRunner around another. What comes before the first step, as passes to warm up, are no hits.
 
-    A pass is a hit of each `forward_` point. Faults of it happen where they do in earnest, inside the model.
-    A sequence that is drawn from is a hit of `logits_nan` and of `sampler_raise`, whatever its drafts.
+    It launches nothing ahead, so that it is always known whom a pass is for. A pass is a hit of each
+    `forward_` point. Faults of it happen where they do in earnest, around the model. A sequence that is drawn
+    from is a hit of `logits_nan` and of `sampler_raise`, whatever its drafts.
     """
 
     def __init__(self, plan: FaultPlan, flight: Flight, runner: StepRunner, loaded: LoadedModel) -> None:
@@ -39,8 +40,10 @@ class FaultyRunner:
         self._flight = flight
         self._runner = runner
         self._inputs: StepInputs | None = None  # of the step whose pass is still to come
-        loaded.model.register_forward_pre_hook(self._before_pass)
-        loaded.model.register_forward_hook(self._after_pass)
+        # Passes that are replayed do not come by the model: their runner says what they come by.
+        for module in (loaded.model, *getattr(runner, "pass_modules", ())):
+            module.register_forward_pre_hook(self._before_pass)
+            module.register_forward_hook(self._after_pass)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See StepRunner."""

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from config import PlannedFault
 from engine.errors import OutOfDeviceMemory
+from engine.faults.fault_plan import FaultPlan
+from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.model.cuda_runner import CudaRunner
 from engine.model.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
 from engine.model.graphs.step_graphs import GraphLimits
 from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import BlockCopy, LogitAdjustment, StepInputs, StepResult
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import NOT_FINITE, Sampler
 from tests.packed import load_tiny, random_tokens
 from tests.recorded import Playback, TabledReference, with_sampling
 
@@ -338,3 +341,22 @@ def test_a_hook_reaches_passes_that_are_replayed(error: Exception, expected: typ
         module.register_forward_pre_hook(failing(error))
     with pytest.raises(expected):
         runner.launch(decode([0], 9))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_planned_faults_reach_passes_of_either_kind(recorded: bool) -> None:
+    ahead = make_ahead()
+    if not recorded:
+        ahead.graphs._steps.clear()
+    faults = [
+        PlannedFault("forward_raise", at=1),
+        PlannedFault("logits_nan", at=1, count=2),
+    ]
+    flight = Flight([1, 2])
+    runner = FaultyRunner(FaultPlan(faults), flight, ahead, load_tiny("llama"))
+    inputs = decode([0, 1], 9, 1.0)
+    with pytest.raises(RuntimeError, match="has this pass fail"):
+        runner.run(inputs)
+    assert runner.run(inputs).rows.row_errors == dict.fromkeys((0, 1), NOT_FINITE)
+    rows = runner.run(inputs).rows
+    assert rows.row_errors is None and len(rows.token_ids) == 2
