@@ -65,11 +65,12 @@ def _fill(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _in_order_of_use(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """From and up to which address each page is: the first of every tensor, then the second, to their ends."""
+    """The addresses of a huge page of every tensor, then of the next of every tensor, up to their ends."""
     for offset in range(0, max((tensor.nbytes for tensor in tensors), default=0), PAGE_BYTES):
         for tensor in tensors:
-            first = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES + offset
-            stop = min(first + PAGE_BYTES, tensor.data_ptr() + tensor.nbytes)
+            start = tensor.data_ptr()
+            first = start - start % mmap.PAGESIZE + offset
+            stop = min(first + PAGE_BYTES, start + tensor.nbytes)
             if first < stop:
                 yield first, stop
 

@@ -58,14 +58,17 @@ def test_filling_takes_turns_and_reaches_every_end(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
     pages = HugePages(64 * PAGE_BYTES)
-    tensors = [pages.zeros((length,), torch.uint8) for length in (2 * PAGE_BYTES, PAGE_BYTES + 100)]
+    lengths = (2 * PAGE_BYTES + 10_000, PAGE_BYTES)
+    tensors = [pages.zeros((length,), torch.uint8) for length in lengths]
     fill_in_background(tensors).join()
     start = tensors[0].data_ptr()
-    assert [((first - start) // PAGE_BYTES, size) for first, size in asked] == [
+    second = 2 * PAGE_BYTES + 8192  # where the system's own page begins that the second tensor begins in
+    assert [(first - start, size) for first, size in asked] == [
         (0, PAGE_BYTES),
-        (2, PAGE_BYTES),
-        (1, PAGE_BYTES),
-        (3, 100),
+        (second, PAGE_BYTES),
+        (PAGE_BYTES, PAGE_BYTES),
+        (second + PAGE_BYTES, 10_048 - 8192),
+        (2 * PAGE_BYTES, 10_000),
     ]
 
 
