@@ -23,6 +23,7 @@ from engine.model.native.install import with_kernels
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import check_forward
 from engine.model.slot_states import state_bytes
+from engine.model.step_profile import ProfileLimits, StepProfile, profile_steps
 from engine.model.support import read_architecture
 from engine.part_kinds import PLAIN_PARTS, PartKinds
 from engine.scheduling.batch_config import BatchConfig
@@ -103,8 +104,30 @@ def put_together(
     kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
     batcher = make_batcher(settings, info, kv, decoder, kinds.batcher)
+    if loaded.rewindable:
+        seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
     runner_as_used = kinds.runner(runner, loaded)
     return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, kinds.detokenizer)
+
+
+def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:
+    """What the steps that are measured may use."""
+    return ProfileLimits(
+        num_blocks=info.num_kv_blocks,
+        block_size=info.kv_block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_draft_tokens=info.max_draft_tokens,
+    )
+
+
+def seed_costs(batcher: ContinuousBatcher, profile: StepProfile) -> None:
+    """Tell the scheduler and the drafts' controller what was measured."""
+    batcher.decoder.costs.seed(profile.decodes)
+    plain = [(0, num_seqs, s) for num_seqs, num_tokens, s in profile.decodes if num_seqs == num_tokens]
+    if profile.chunk is not None and plain:
+        num_tokens, seconds = profile.chunk
+        batcher.costs.seed([*plain, (num_tokens, 0, seconds)])
 
 
 def use_compute_threads() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from engine.request import Request
 
 _MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
 _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
+_SEED_ROUNDS = 4  # each as good as so many steps
 _LONG_CHUNK = 64  # prefill tokens from which one step alone tells what they cost
 _SWEEPS = 24
 _MAX_SURPRISE = 4.0  # a step counts as so many times the expected at most: a stall is no cost
@@ -51,6 +53,11 @@ class CostModel:
         is_telling = num_prefill_tokens >= _LONG_CHUNK and self.is_known
         if is_telling or self._num_steps == _FIRST_FIT or self._num_steps % _FIT_EVERY == 0:
             self._fit()
+
+    def seed(self, profile: Iterable[tuple[int, int, float]]) -> None:
+        """Take (prefill tokens, decodes, seconds) that were measured beforehand: known from then on."""
+        for num_prefill_tokens, num_decode_tokens, seconds in list(profile) * _SEED_ROUNDS:
+            self.observe(num_prefill_tokens, num_decode_tokens, seconds)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         """Learn from K/V blocks that were copied to or from host memory."""
