@@ -19,6 +19,7 @@ from tests.bench.host import run_host
 from tests.bench.kernels import run_kernels
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
+from tests.bench.memory import run_memory
 from tests.bench.peer import Peer
 from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
@@ -39,6 +40,7 @@ Benchmark = Callable[[BenchContext], list[Section]]
 
 BENCHMARKS: dict[str, Benchmark] = {
     "start": run_start,
+    "memory": run_memory,
     "host": run_host,
     "decode": run_decode,
     "attention": run_attention,

@@ -12,15 +12,17 @@ from tests.bench.report import Bar, Section
 from tests.bench.workloads import prompts_of
 
 BAR_S = 15.0
+READY_BAR_S = 6.0
+CASES: dict[str, tuple[str, ...]] = {"slipstream serve": (), "--compile off": ("--compile", "off")}
 TIMEOUT_S = 60.0
 
 
-def start_s(context: BenchContext, seed: int) -> tuple[float, float]:
+def start_s(context: BenchContext, flags: tuple[str, ...], seed: int) -> tuple[float, float]:
     """Seconds from starting the process until it was ready, and until its first token had come."""
     prompt = prompts_of(context.words, 1, 16, seed)[0]
     body = {"prompt": prompt.text, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     started = perf_counter()
-    with Server(*context.flags) as server:
+    with Server(*context.flags, *flags) as server:
         server.wait_ready()
         ready = perf_counter()
         records = asyncio.run(run_burst(server.host, server.port, [body], TIMEOUT_S))
@@ -28,13 +30,16 @@ def start_s(context: BenchContext, seed: int) -> tuple[float, float]:
 
 
 def run_start(context: BenchContext) -> list[Section]:
-    """The section `start` with its bar."""
+    """The section `start` with its bars."""
     section = Section("start", "slipstream serve, installed, model converted")
-    runs = []
+    runs: dict[str, list[tuple[float, float]]] = {case: [] for case in CASES}
     for run in range(context.runs):
-        context.say(f"start, run {run + 1}/{context.runs}")
-        runs.append(start_s(context, run))
-    section.add("slipstream serve", "ready", "s", [ready for ready, _ in runs])
-    first = section.add("slipstream serve", "first token", "s", [first for _, first in runs])
-    section.bars.append(Bar("start to first streamed token", BAR_S, "s", first.median, at_least=False))
+        for case, flags in CASES.items():
+            context.say(f"start, {case}, run {run + 1}/{context.runs}")
+            runs[case].append(start_s(context, flags, run))
+    for case, times in runs.items():
+        ready = section.add(case, "ready", "s", [ready for ready, _ in times])
+        first = section.add(case, "first token", "s", [first for _, first in times])
+        section.bars.append(Bar(f"{case}: ready", READY_BAR_S, "s", ready.median, at_least=False))
+        section.bars.append(Bar(f"{case}: first streamed token", BAR_S, "s", first.median, at_least=False))
     return [section]
