@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.kv.paged_kv_manager import PagedKvManager
-from engine.model.packed_forward import PackedForward
+from engine.model.kv_tensors import KvTensors
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class DraftKv:
     scrubbed before anybody else gets them. Used by one thread at a time.
     """
 
-    def __init__(self, forward: PackedForward, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        max_blocks = -(-forward.loaded.max_model_len // block_size)
-        self.manager = PagedKvManager(num_blocks, block_size, max_num_seqs, max_blocks)
-        self.tensors = forward.make_kv(num_blocks, block_size)
+    def __init__(self, tensors: KvTensors, max_num_seqs: int, max_model_len: int) -> None:
+        max_blocks = -(-max_model_len // tensors.block_size)
+        self.manager = PagedKvManager(tensors.num_blocks, tensors.block_size, max_num_seqs, max_blocks)
+        self.tensors = tensors
         self._held: dict[str, _Held] = {}  # least recently used first
 
     def num_computed(self, request_id: str) -> int:
@@ -46,11 +46,17 @@ class DraftKv:
         """
         held = self._held.pop(request_id, None)
         self._held[request_id] = held or _Held()  # now the most recently used
+        if self.extend(request_id, num_tokens, current):
+            return True
+        self.drop(request_id)
+        return False
+
+    def extend(self, request_id: str, num_tokens: int, current: Collection[str]) -> bool:
+        """The same, but that a sequence for which there is not enough room keeps what it has."""
         while not self.manager.allocate(request_id, num_tokens):
             others = (other for other in self._held if other not in current and other in self.manager)
             victim = next(others, None)
             if victim is None or num_tokens > self.manager.max_tokens_per_seq:
-                self.drop(request_id)
                 return False
             self.drop(victim)
         return True

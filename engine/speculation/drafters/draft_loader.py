@@ -6,18 +6,24 @@ import logging
 from pathlib import Path
 
 import tokenizers
+import torch
 
 from config import ModelSettings, Settings
 from engine.errors import StartRefused, UnsupportedModel
+from engine.model.cuda_runner import CudaRunner
+from engine.model.graphs.recorder import CudaRecorder
+from engine.model.graphs.step_graphs import GraphLimits
 from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_files import first_line
+from engine.model.model_runner import ModelRunner
 from engine.model.model_source import resolve_model
 from engine.model.native.install import with_kernels
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import check_forward
 from engine.model.support import exact_context_limit, read_architecture
-from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes
+from engine.sampling.sampler import Sampler
+from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
 
 log = logging.getLogger("slipstream.speculation")
 
@@ -58,7 +64,29 @@ def load_draft_model(
     loaded = with_kernels(
         loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len)
     )
-    return DraftModelDrafter(loaded, sizes, settings.speculation.draft_verification)
+    verification = settings.speculation.draft_verification
+    return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+
+
+def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice | None:
+    """How a draft model on a GPU runs, warmed up, with K/V of its own; None on a CPU.
+
+    Its steps are recorded in memory of their own, so that they may be at work beside the target's.
+    """
+    if loaded.device.type != "cuda":
+        return None
+    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, Sampler(loaded.vocab_size, loaded.device))
+    runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), CudaRecorder(loaded.device))
+    runner.warm_up()
+    stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(loaded.device))
+    return OnDevice(runner, stream)
+
+
+def draft_graphs(loaded: LoadedModel, sizes: DraftSizes) -> GraphLimits:
+    """What a draft model's recorded steps hold: after an accepted chain two tokens are new, else one."""
+    max_blocks = -(-loaded.max_model_len // sizes.block_size)
+    return GraphLimits(sizes.max_num_seqs, max_blocks, max_draft_tokens=1)
 
 
 def count_draft_blocks(loaded: LoadedModel, block_size: int, max_num_seqs: int, memory_bytes: int) -> int:

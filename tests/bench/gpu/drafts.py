@@ -10,6 +10,7 @@ import uvloop
 
 from engine.build_speculation import MODEL_TOKENS
 from engine.model.loader import LoadedModel
+from engine.speculation.drafters.draft_loader import on_device
 from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.speculation.speculative_decoder import DraftSource
 from engine.text.tokenizer import Tokenizer
@@ -95,9 +96,8 @@ async def _measure(bench: Bench, section: Section, pair: _Pair, arm: str) -> dic
     sources: tuple[DraftSource, ...] = ()
     if arm != "off":
         blocks = settings.cache.num_kv_blocks or 0
-        drafter = DraftModelDrafter(
-            pair.draft, DraftSizes(pair.target.vocab_size, blocks, BLOCK_SIZE, max_num_seqs=most)
-        )
+        draft_sizes = DraftSizes(pair.target.vocab_size, blocks, BLOCK_SIZE, max_num_seqs=most)
+        drafter = DraftModelDrafter(pair.draft, draft_sizes, on_device=on_device(pair.draft, draft_sizes))
         sources = (DraftSource(drafter, MODEL_TOKENS),)
     rates: dict[tuple[str, int], float] = {}
     async with made_engine(settings, pair.target, pair.tokenizer, sources) as made:
