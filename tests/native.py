@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, library
 from engine.model.native.drawing import NativeDraw
 from engine.model.native.kernels import NativeKernels
 
@@ -21,11 +21,16 @@ def _compiled() -> tuple[NativeKernels, NativeDraw]:
 
 
 def compiled_kernels() -> NativeKernels:
-    """The kernels, compiled once a process; skips the test with the reason where they cannot be had."""
+    """The kernels, compiled once a process; skips the test with the reason where no machine could have them.
+
+    Source that does not compile fails it.
+    """
     try:
-        return _compiled()[0]
+        check_cpu()
+        find_compiler()
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
+    return _compiled()[0]
 
 
 def compiled_draw() -> NativeDraw:

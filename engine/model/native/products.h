@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int TILE = 12;          // rows of x in one tile: 24 sums fill the registers, beside two weights
+constexpr int TILE = 8;            // rows of x in one tile at most: 16 sums keep both multipliers busy
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
@@ -41,16 +41,42 @@ struct Target {
   }
 };
 
-// x[M, k] times one panel, plus bias [32], null for none.
+// The panel to be read next, asked for while there is time: without it, computing and reading take turns.
+struct NextPanel {
+  const char* at;
+  Index step;  // for each pair of inputs
+
+  void operator()(Index pair) const {
+    _mm_prefetch(at + pair * step, _MM_HINT_T1);
+    _mm_prefetch(at + pair * step + 64, _MM_HINT_T1);
+  }
+};
+
+// One panel of weights, what is added to its 32 outputs (null for none), and the panel behind it.
+template <class Panel>
+struct Columns {
+  Panel panel;
+  const bf16* bias;
+  Index k;
+  const char* next;
+  Index pair_bytes;  // what a pair of inputs takes there
+
+  NextPanel next_panel(Index part, Index parts) const {
+    return {next + part * (k / 2) * pair_bytes / parts, pair_bytes / parts};
+  }
+};
+
+// x[M, k] times the columns.
 template <int M, class Panel>
-void tile(const bf16* x, const Panel& panel, const bf16* bias, Index k, Target to) {
+void tile(const bf16* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
   __m512 sums[M][2];
   for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
-  for (Index j = 0; j < k / 2; j++) {
-    const __m512bh left = panel.pair(j, 0), right = panel.pair(j, 1);
+  for (Index j = 0; j < w.k / 2; j++) {
+    const __m512bh left = w.panel.pair(j, 0), right = w.panel.pair(j, 1);
+    next_panel(j);
     for (int i = 0; i < M; i++) {
       int32_t both;
-      memcpy(&both, x + i * k + 2 * j, 4);
+      memcpy(&both, x + i * w.k + 2 * j, 4);
       const __m512bh v = (__m512bh)_mm512_set1_epi32(both);
       sums[i][0] = _mm512_dpbf16_ps(sums[i][0], left, v);
       sums[i][1] = _mm512_dpbf16_ps(sums[i][1], right, v);
@@ -59,7 +85,8 @@ void tile(const bf16* x, const Panel& panel, const bf16* bias, Index k, Target t
   for (int i = 0; i < M; i++)
     for (int half = 0; half < 2; half++) {
       const Index by = 16 * half;
-      __m512 v = finished(sums[i][half], panel.scales ? panel.scales + by : nullptr, bias ? bias + by : nullptr);
+      const float* scales = w.panel.scales ? w.panel.scales + by : nullptr;
+      __m512 v = finished(sums[i][half], scales, w.bias ? w.bias + by : nullptr);
       const Target here = to.at(i, by);
       if (here.residual) v = _mm512_add_ps(rounded(v), load(here.residual));
       store(here.y, v);
@@ -67,17 +94,21 @@ void tile(const bf16* x, const Panel& panel, const bf16* bias, Index k, Target t
 }
 
 template <int M, class Panel>
-void tile_of(Index rows, const bf16* x, const Panel& panel, const bf16* bias, Index k, Target to) {
+void tile_of(Index rows, const bf16* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
   if (rows == M)
-    tile<M>(x, panel, bias, k, to);
+    tile<M>(x, w, next_panel, to);
   else if constexpr (M > 1)
-    tile_of<M - 1>(rows, x, panel, bias, k, to);
+    tile_of<M - 1>(rows, x, w, next_panel, to);
 }
 
+// x[n, k] times the columns, in tiles of about the same size, each of which asks for its part of what comes next.
 template <class Panel>
-void tiles(const bf16* x, Index n, const Panel& panel, const bf16* bias, Index k, Target to) {
-  for (Index i = 0; i < n; i += TILE)
-    tile_of<TILE>(std::min<Index>(TILE, n - i), x + i * k, panel, bias, k, to.at(i));
+void tiles(const bf16* x, Index n, const Columns<Panel>& w, Target to) {
+  const Index parts = (n + TILE - 1) / TILE, size = (n + parts - 1) / std::max<Index>(1, parts);
+  for (Index part = 0; part * size < n; part++) {
+    const Index first = part * size;
+    tile_of<TILE>(std::min(size, n - first), x + first * w.k, w, w.next_panel(part, parts), to.at(first));
+  }
 }
 
 // Rows x [n, k] times panel `p`. The one place that knows kinds of weights apart.
@@ -85,17 +116,19 @@ void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
   const Index k = w.k, first = p * PANEL;
   const bf16* bias = w.bias ? w.bias + first : nullptr;
   if (w.kind == BFLOAT16) {
-    tiles(x, n, Bf16Panel{(const bf16*)w.packed + first * k, nullptr}, bias, k, to);
+    const bf16* panel = (const bf16*)w.packed + first * k;
+    tiles<Bf16Panel>(x, n, {{panel, nullptr}, bias, k, (const char*)(panel + PANEL * k), 4 * PANEL}, to);
     return;
   }
   const Int8Panel panel{(const int8_t*)w.packed + first * k, (const float*)w.scales + first};
+  const char* next = (const char*)(panel.at + PANEL * k);
   if (n <= TILE) {
-    tiles(x, n, panel, bias, k, to);
+    tiles<Int8Panel>(x, n, {panel, bias, k, next, 2 * PANEL}, to);
     return;
   }
   static thread_local std::vector<bf16> space;
   space.resize(PANEL * k);
-  tiles(x, n, panel.expanded(space.data(), k), bias, k, to);
+  tiles<Bf16Panel>(x, n, {panel.expanded(space.data(), k), bias, k, next, 2 * PANEL}, to);
 }
 
 // Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
