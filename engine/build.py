@@ -48,9 +48,9 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     sources = load_sources(settings, loaded, directory, kv_bytes)
     if loaded.rewindable:
         check_forward(PackedForward(loaded))
-        loaded = with_kernels(
-            loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
-        )
+    loaded = with_kernels(
+        loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
+    )
     return put_together(settings, loaded, tokenizer, sources, kinds)
 
 

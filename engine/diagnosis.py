@@ -30,7 +30,8 @@ class DeviceFacts:
 class ModelFacts:
     """What is served. `pending` is what a start does before it loads; None of the rest was not found out.
 
-    `compiled` is what the compiled kernels will be used for, or why for nothing.
+    `compiled` is what the compiled kernels will be used for, or why for nothing, `quantized` what becomes of
+    the weights that they read.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelFacts:
     vocab_size: int | None = None
     has_chat_template: bool | None = None
     compiled: str | None = None
+    quantized: str | None = None
 
 
 @dataclass(slots=True)

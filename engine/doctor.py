@@ -26,7 +26,8 @@ from engine.model.loader import LoadedModel, choose_device
 from engine.model.locate import FoundModel, find_model
 from engine.model.model_files import read_json
 from engine.model.native.compiler import NativeUnavailable
-from engine.model.native.install import foresee, missing_kernels
+from engine.model.native.install import foresee, refuse_without
+from engine.model.native.quantization import foresee_weights
 from engine.model.outline import NoOutline, outline_model, read_stored, weight_bytes
 from engine.model.slot_states import state_bytes
 from engine.model.support import Architecture
@@ -102,6 +103,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> 
     if outline is not None:
         _describe_model(model, outline, dtype, settings.model.dtype)
         model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
+        if settings.model.quantization == "int8" and model.compiled is not None:
+            model.quantized = foresee_weights(outline.model)
         _warn_of_slow_dtype(found, outline)
         _examine_cache(found, settings, outline)
         _examine_drafts(found, settings, outline, directory)
@@ -141,8 +144,7 @@ def _foresee_kernels(settings: Settings, outline: LoadedModel) -> str:
     try:
         return foresee(outline, settings.home)
     except NativeUnavailable as reason:
-        if settings.model.compile == "on":
-            raise missing_kernels(reason) from reason
+        refuse_without(settings.model, reason)
         return f"not used: {reason}"
 
 

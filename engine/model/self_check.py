@@ -43,7 +43,7 @@ def check_forward(forward: PackedForward | RecurrentForward) -> None:
 def _difference(forward: PackedForward | RecurrentForward) -> float:
     """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
     sequences = _sequences(forward)
-    return _distance(_packed_logits(forward, sequences), _plain_logits(forward, sequences))
+    return logits_distance(_packed_logits(forward, sequences), _plain_logits(forward, sequences))
 
 
 @torch.inference_mode()
@@ -54,10 +54,16 @@ def packed_sample(forward: PackedForward) -> torch.Tensor:
 
 def packed_difference(sample: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
     """How far two samples of a model in `dtype` are apart, in words; None if by no more than rounding."""
-    difference, tolerance = _distance(sample, expected), _TOLERANCES[dtype]
+    difference, tolerance = logits_distance(sample, expected), _TOLERANCES[dtype]
     if difference <= tolerance:
         return None
     return f"by {difference:.2g} of their spread (limit {tolerance})"
+
+
+def logits_distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The median over rows of the distance between two [rows, vocab], as a part of the expected spread."""
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)  # [tokens]
+    return float(((logits - expected).norm(dim=-1) / spread).median())
 
 
 def _sequences(forward: PackedForward | RecurrentForward) -> list[list[int]]:
@@ -66,12 +72,6 @@ def _sequences(forward: PackedForward | RecurrentForward) -> list[list[int]]:
     return [
         generator.integers(0, forward.loaded.vocab_size, min(length, limit)).tolist() for length in _LENGTHS
     ]
-
-
-def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median over rows of the distance between two [rows, vocab], as a part of the expected spread."""
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)  # [tokens]
-    return float(((logits - expected).norm(dim=-1) / spread).median())
 
 
 def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:

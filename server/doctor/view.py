@@ -88,6 +88,8 @@ def _device(device: DeviceFacts, model: ModelFacts | None) -> Iterator[Row]:
     yield "kernels", f"torch's for {device.capability}, {one_dnn}, {device.num_threads} threads"
     if model is not None and model.compiled is not None:
         yield "compiled", model.compiled
+    if model is not None and model.quantized is not None:
+        yield "weights", model.quantized
 
 
 def _model(model: ModelFacts) -> Iterator[Row]:

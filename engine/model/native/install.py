@@ -19,6 +19,7 @@ from engine.model.native.families import is_known
 from engine.model.native.kernels import NativeKernels
 from engine.model.native.observation import observe
 from engine.model.native.places import Place, find_places
+from engine.model.native.quantization import quantize, unquantized
 from engine.model.native.replacement import make_equal
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import packed_difference, packed_sample
@@ -33,10 +34,10 @@ class LogitsChanged(Exception):
 def with_kernels(
     loaded: LoadedModel, settings: ModelSettings, home: Path, reload: Callable[[], LoadedModel]
 ) -> LoadedModel:
-    """The model with our modules in it, as `--compile` asks; the log says what became of it.
+    """The model with our modules in it, as the settings ask; the log says what became of it.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when the changed one turns
-    out to be of no use. Raises StartRefused if `on` cannot be had.
+    out to be of no use. Raises StartRefused if what is insisted on cannot be had.
     """
     if settings.compile == "off":
         return loaded
@@ -45,23 +46,26 @@ def with_kernels(
         kernels = NativeKernels(library(home))
         leave_file(loaded.model)
         loaded = install(loaded, kernels)
+        if settings.quantization == "int8":
+            quantize(loaded, kernels)
         join_layers(loaded, kernels)
         return loaded
     except NativeUnavailable as reason:
-        if settings.compile == "on":
-            raise missing_kernels(reason) from reason
+        refuse_without(settings, reason)
         log.info("compiled kernels are not used: %s", reason)
         return loaded
     except LogitsChanged as reason:
-        if settings.compile == "on":
-            raise missing_kernels(f"the kernels change the logits {reason}") from reason
+        refuse_without(settings, f"the kernels change the logits {reason}")
         log.warning("compiled kernels are not used: they change the logits %s", reason)
         return reload()
 
 
-def missing_kernels(reason: object) -> StartRefused:
-    """What to raise where kernels are asked for and cannot be had."""
-    return StartRefused(f"--compile on: {reason}. Leave it out to do without.")
+def refuse_without(settings: ModelSettings, reason: object) -> None:
+    """Raise StartRefused, for `reason`, where kernels that cannot be had are insisted on."""
+    if settings.quantization != "none":
+        raise unquantized(f"no compiled kernels: {reason}")
+    if settings.compile == "on":
+        raise StartRefused(f"--compile on: {reason}. Leave it out to do without.")
 
 
 def check_usable(loaded: LoadedModel) -> None:

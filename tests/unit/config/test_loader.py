@@ -117,6 +117,15 @@ def test_bad_values_say_where_what_and_what_is_allowed(key: str, value: str, all
     assert str(caught.value) == f"flag {flag}: {key} = '{value}' is not allowed; expected {allowed}"
 
 
+def test_integers_need_the_kernels_that_read_them() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--quantization", "int8", "--compile", "off"], {})
+    wrong = "flag --quantization: model.quantization = 'int8' is not allowed"
+    assert str(caught.value) == f"{wrong}; expected --compile auto or on beside it"
+    for asked in ("auto", "on"):
+        assert load_settings(["--quantization", "int8", "--compile", asked], {}).model.quantization == "int8"
+
+
 def test_bad_values_name_environment_and_file_alike(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings([], {"SLIPSTREAM_SERVER__STRICT_PARAMS": "perhaps"})

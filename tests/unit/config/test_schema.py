@@ -19,6 +19,7 @@ CONTRACT = {
         "revision": "",
         "chat-template": "",
         "compile": "auto",
+        "quantization": "none",
     },
     "cache": {
         "kv-block-size": "16",
