@@ -21,8 +21,10 @@ class SwapTensors:
     """Room in host memory for `num_blocks` blocks of `kv`: one row a block, all its layers side by side.
 
     So a block is moved in one transfer, and successive host blocks in one together. Memory is taken when a
-    block of its segment is first reserved, and pinned when the device is CUDA: room that nobody uses costs
-    nothing. Transfers are queued on the current stream, in the order of the calls, and not waited for.
+    block of its segment is first reserved, so room that nobody uses costs nothing. On CUDA it is pinned, and
+    the first segment is there from the start: few servers ever need a second.
+
+    Transfers are queued on the current stream, in the order of the calls, and not waited for.
     Used on the model's thread only.
     """
 
@@ -34,6 +36,8 @@ class SwapTensors:
         self._batch = max(1, _STAGING_BYTES // kv.block_bytes)
         self._segment = max(1, _SEGMENT_BYTES // kv.block_bytes)  # blocks
         self._segments: dict[int, torch.Tensor] = {}  # each [blocks, numbers of a block]
+        if kv.device.type == "cuda" and num_blocks:
+            self.reserve([0])
 
     @property
     def reserved_bytes(self) -> int:

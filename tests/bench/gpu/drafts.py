@@ -104,11 +104,16 @@ async def _measure(bench: Bench, section: Section, pair: _Pair, arm: str) -> dic
         for batch in sizes.draft_batches:
             bench.say(f"drafts {arm}, batch {batch}")
             runs = []
+            stats = made.engine.metrics.speculation
+            proposed, accepted = stats.num_proposed, stats.num_accepted
             for run in range(RUNS + 1):  # the first is for the schedule, and the lengths, to be found out
                 prompts = random_prompts(pair.target.vocab_size, batch, _PROMPT_TOKENS, 100 * batch + run)
                 runs.append(BurstFigures.of(await burst(made.engine, prompts, sizes.draft_tokens)))
             kept = [figures.output_tokens_per_s for figures in runs[1:]]
             section.add(f"batch {batch}", arm, "tokens/s", kept)
             rates[arm, batch] = statistics.median(kept)
+            if arm == "sync" and stats.num_proposed > proposed:
+                share = (stats.num_accepted - accepted) / (stats.num_proposed - proposed)
+                section.add(f"batch {batch}", "accepted", "%", [100 * share])
             bench.keep(section)
     return rates
