@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int:
@@ -18,8 +19,37 @@ def usable_cores(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int:
 
     `groups` lists the process's control groups, `mount` is where the kernel shows their settings.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *map(int, _quotas(groups, mount))]))
+    return max(1, min([len(_processors()), *map(int, _quotas(groups, mount))]))
+
+
+def whole_cores(processors: Path = _PROCESSORS) -> int:
+    """The cores that the process may run on, two processors that share one counted once; at least 1.
+
+    `processors` is where the kernel shows which share one; those it does not show count one each.
+    """
+    siblings = set()
+    for number in _processors():
+        try:
+            siblings.add((processors / f"cpu{number}/topology/thread_siblings_list").read_text().strip())
+        except OSError:
+            siblings.add(str(number))
+    return max(1, len(siblings))
+
+
+def thread_counts(usable: int, whole: int) -> tuple[int, ...]:
+    """How many compute threads are worth a try, what is likely best first.
+
+    All that may be used; one for each whole core, whose second half adds little to products of matrices and
+    takes from its cache; and one less than all, which leaves a core to what else runs.
+    """
+    return tuple(dict.fromkeys(max(1, count) for count in (usable, min(usable, whole), usable - 1)))
+
+
+def _processors() -> list[int]:
+    """The numbers of the processors that the process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _quotas(groups: Path, mount: Path) -> Iterator[float]:

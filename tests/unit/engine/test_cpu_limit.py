@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu_limit import usable_cores
+from engine.cpu_limit import thread_counts, usable_cores, whole_cores
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +54,31 @@ def test_the_older_version(tmp_path: Path, quota: str, expected: int) -> None:
 
 def test_a_system_without_control_groups(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none", tmp_path) == 64
+
+
+def test_processors_that_share_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5}, raising=False)
+    for number, siblings in {0: "0,4", 1: "1,5", 2: "2,6", 4: "0,4", 5: "1,5"}.items():
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert whole_cores(tmp_path) == 3
+
+
+def test_without_a_word_of_the_kernel_each_processor_is_a_core(tmp_path: Path) -> None:
+    assert whole_cores(tmp_path) == 64
+
+
+@pytest.mark.parametrize(
+    ("usable", "whole", "expected"),
+    [
+        (16, 8, (16, 8, 15)),
+        (2, 2, (2, 1)),
+        (2, 1, (2, 1)),
+        (1, 1, (1,)),
+        (3, 64, (3, 2)),
+        (64, 32, (64, 32, 63)),
+    ],
+)
+def test_which_numbers_of_threads_are_tried(usable: int, whole: int, expected: tuple[int, ...]) -> None:
+    assert thread_counts(usable, whole) == expected
