@@ -71,9 +71,12 @@ def draft_rounds(drafter: DraftModelDrafter, names: Sequence[str], rounds: int, 
             jobs.append(DraftJob(about, number, told[name], tuple(tokens[told[name] :]), len(tokens), CHAIN))
         for draft in drafter.draft(jobs).drafts:
             tokens = known[draft.request_id]
+            told[draft.request_id] = len(tokens)
+            if draft.is_behind:
+                continue
             assert list(draft.token_ids) == walked(tokens[-1], CHAIN), (number, draft)
             kept = draft.token_ids[: CHAIN if number % 2 else 1]
-            told[draft.request_id] = len(tokens) + len(kept)
+            told[draft.request_id] += len(kept)
             tokens += [*kept, 20 + number]
     drafter.close(list(names))
     assert drafter.num_used_blocks == 0
