@@ -1,0 +1,91 @@
+"""Recorded steps over the CUDA kernels, through Triton's interpreter on the CPU; `make test-triton`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.attention import ReferenceAttention
+from engine.model.cuda_runner import CudaRunner
+from engine.model.graphs.step_graphs import GraphLimits
+from engine.model.model_runner import ModelRunner
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import StepInputs
+from engine.sampling.sampler import Sampler
+from tests.packed import load_tiny, random_tokens
+from tests.recorded import Playback
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
+
+pytestmark = [
+    pytest.mark.triton,
+    # What numpy remarks where a GPU is silent: rows of padding end as 0 / 0, and mean nothing.
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
+]
+
+BLOCK_SIZE = 4
+TOKENS = random_tokens(np.random.default_rng(7), 80)
+BLOCKS = [list(range(16 * row, 16 * row + 16)) for row in range(4)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_plain(family: str) -> ModelRunner:
+    loaded = load_tiny(family)
+    runner = ModelRunner(loaded, 64, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))
+    runner.forward.backend = ReferenceAttention()
+    return runner
+
+
+def make_ahead(family: str) -> CudaRunner:
+    plain = make_plain(family)
+    plain.forward.backend = TritonAttention(Gpu(4, 200_000))
+    runner = CudaRunner(plain, 64, GraphLimits(3, max_blocks=16, max_draft_tokens=3), Playback())
+    runner.graphs.record(Playback())
+    assert runner.graphs.shapes
+    return runner
+
+
+def part(row: int, stop: int, count: int = 1, parents: tuple[int, ...] = ()) -> Part:
+    return Part(TOKENS[row:], stop - count, stop, BLOCKS[row], parents)
+
+
+STEPS = {
+    "decodes": [part(0, 9), part(3, 60), part(1, 31)],
+    "one decode": [part(2, 17)],
+    "chains": [part(0, 12, 4, (-1, 0, 1)), part(1, 9), part(2, 50, 2, (-1,))],
+    "a tree": [part(3, 20, 4, (-1, -1, 1)), part(1, 9)],
+    "a short prompt": [part(1, 40), part(0, 6, 6)],
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", STEPS)
+def test_recorded_steps_are_the_plain_ones(family: str, name: str) -> None:
+    plain, ahead = make_plain(family), make_ahead(family)
+    generator = torch.Generator().manual_seed(3)
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        mine.copy_(torch.randn(mine.shape, generator=generator))
+        theirs.copy_(mine)
+    replayed: list[object] = []
+    ahead.pass_modules[0].register_forward_hook(lambda *_: replayed.append(1))
+    inputs: StepInputs = pack_step(STEPS[name], BLOCK_SIZE, temperature=1.0)
+    assert ahead.run(inputs).rows == plain.run(inputs).rows
+    assert replayed
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
