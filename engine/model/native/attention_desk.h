@@ -17,14 +17,10 @@ class Desk {
  public:
   Desk(const Attention& a, const Tiles& tiles)
       : a_(a), tiles_(tiles), group_(a.heads / a.kv_heads), tile_records_(tiles.most_rows() * record_size(a.dim)),
-        scores_(a.scale, a.softcap), memory_(room(2 * tile_records_ + (KEYS + tiles.most_rows() / 2 + 1) * a.dim)),
-        ahead_(a.keys, a.values, a.dim), seen_(tiles.most_rows()) {
-    whole_ = memory_.get();
-    part_ = whole_ + tile_records_;
-    keys_ = (bf16*)(part_ + tile_records_);
-    values_ = keys_ + KEYS * a.dim;
-    query_ = values_ + KEYS * a.dim;
-  }
+        memory_(room(2 * tile_records_ + (KEYS + tiles.most_rows() / 2 + 1) * a.dim)),
+        whole_(memory_.get()), part_(whole_ + tile_records_), keys_((bf16*)(part_ + tile_records_)),
+        values_(keys_ + KEYS * a.dim), query_(values_ + KEYS * a.dim), seen_(tiles.most_rows()),
+        upcoming_(a.keys, a.values, a.dim), block_{keys_, values_, Scores(a.scale, a.softcap), a.dim, upcoming_} {}
 
   // How many numbers the records of the largest tile are.
   Index tile_records() const { return tile_records_; }
@@ -56,12 +52,13 @@ class Desk {
     for (Index start = span.start / KEYS * KEYS; start < span.stop; start += KEYS) {
       const Index count = place(span, start, places_);
       const bool is_last = start + KEYS >= span.stop;
-      ahead_.turn(next_, place(is_last ? next : span, is_last ? next.start / KEYS * KEYS : start + KEYS, next_));
-      pack_keys(a_.keys, places_, count, KEYS, a_.dim, keys_, ahead_);
-      pack_values(a_.values, places_, count, a_.dim, values_, ahead_);
+      const Index later = is_last ? next.start / KEYS * KEYS : start + KEYS;
+      upcoming_.turn(next_, place(is_last ? next : span, later, next_));
+      pack_keys(a_.keys, places_, count, a_.dim, keys_, upcoming_);
+      pack_values(a_.values, places_, count, a_.dim, values_, upcoming_);
       for (Index t = 0; t < span.tile.count; t++)
         std::fill_n(seen_.begin() + t * group_, group_, tiles_.seen(span.tile, t, start));
-      attend_block(rows, query_, keys_, values_, seen_.data(), scores_, a_.dim, records, ahead_);
+      attend_block(block_, rows, query_, seen_.data(), records);
     }
   }
 
@@ -78,7 +75,8 @@ class Desk {
       memcpy(query_ + t * size, query + t * a_.heads * a_.dim, size * sizeof(bf16));
   }
 
-  // Where in the pages a block's positions lie, -1 for those outside the span. Returns of how many, a multiple of 16.
+  // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, some too many
+  // to make it a multiple of 16.
   Index place(const Span& span, Index start, Index* places) const {
     const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
     const Index stop = std::min(span.stop, start + KEYS), count = parts_of(stop - start, 16) * 16;
@@ -102,13 +100,13 @@ class Desk {
   const Attention& a_;
   const Tiles& tiles_;
   Index group_, tile_records_;
-  Scores scores_;
   std::unique_ptr<float, Free> memory_;
   float *whole_, *part_;           // records of a tile's rows
-  bf16 *keys_, *values_, *query_;  // a block's, in order, and the tile's
-  Index places_[KEYS], next_[KEYS];
-  Ahead ahead_;
+  bf16 *keys_, *values_, *query_;  // a block's, as they are multiplied, and the tile's
   std::vector<uint64_t> seen_;     // by each row
+  Index places_[KEYS], next_[KEYS];
+  Upcoming upcoming_;
+  Block block_;
 };
 
 }  // namespace

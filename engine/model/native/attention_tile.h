@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int TOGETHER = 6;        // rows that are multiplied at once: 6 * 4 sums, beside the keys
-constexpr Index AHEAD = 16;        // rows of the next block that are asked for between two parts of the work
-constexpr float NOTHING = -3e38f;  // the largest score of a row that has seen none; differences stay numbers
+constexpr int TOGETHER = 6;         // rows that are multiplied at once: 6 * 4 sums, beside the keys
+constexpr Index ROWS_AT_ONCE = 16;  // rows of the next block that are asked for between two parts of the work
+constexpr float NOTHING = -3e38f;   // the largest score of a row that has seen none; differences stay numbers
 
 // 2^x for x <= 0 within 5e-5 of its value, and 1 for 0. NaN stays NaN.
 inline __m512 power(__m512 x) {
@@ -47,11 +47,11 @@ class Scores {
   float scale_, limit_;
 };
 
-// Turns one row's products with V * 16 keys into weights, and brings its record's total and largest up to date.
-// Returns by what its sums are to be multiplied first. `seen` has a bit for each key.
+// Turns one row's products with V * 16 keys into weights, and brings its total and largest score, which lie one
+// behind the other, up to date. Returns by what its sums are to be multiplied. `seen` has a bit for each key.
 template <int V>
-inline __m512 weigh(const __m512* products, uint64_t seen, const Scores& scores, float* total, float* largest,
-                    bf16* weights) {
+inline __m512 weigh(const __m512* products, uint64_t seen, const Scores& scores, float* total, bf16* weights) {
+  float* largest = total + 16;
   const __m512 before = _mm512_load_ps(largest), hidden = _mm512_set1_ps(-INFINITY);
   __m512 s[V], top = before;
   for (int v = 0; v < V; v++) {
@@ -78,15 +78,14 @@ inline __m512bh pair_of(const bf16* p) {
 }
 
 // The sums of M rows over 16 * D dimensions: times its factor, plus each row's weights [.., KEYS] times the values
-// [positions / 2][dim][2].
-template <int M, int D>
-inline void add_values(const bf16* weights, const __m512* factors, const bf16* values, Index positions, Index dim,
-                       float* records) {
+// of V * 16 positions.
+template <int M, int V, int D>
+inline void add_values(const bf16* weights, const __m512* factors, const bf16* values, Index dim, float* records) {
   __m512 sums[M][D];
   for (int i = 0; i < M; i++)
     for (int d = 0; d < D; d++)
       sums[i][d] = _mm512_mul_ps(_mm512_load_ps(records + i * record_size(dim) + 16 * d), factors[i]);
-  for (Index p = 0; p < positions; p += 2, values += 2 * dim) {
+  for (Index p = 0; p < V * 16; p += 2, values += 2 * dim) {
     __m512bh of[D];
     for (int d = 0; d < D; d++) of[d] = pairs(values + 32 * d);
     for (int i = 0; i < M; i++) {
@@ -98,56 +97,60 @@ inline void add_values(const bf16* weights, const __m512* factors, const bf16* v
     for (int d = 0; d < D; d++) _mm512_store_ps(records + i * record_size(dim) + 16 * d, sums[i][d]);
 }
 
-// M rows of `query` [.., dim] against the first V * 16 keys [dim / 2][KEYS][2] and values of a block.
+// What rows attend to together, and how.
+struct Block {
+  const bf16 *keys, *values;  // as pages.h packs them
+  Scores scores;
+  Index dim;
+  Upcoming& upcoming;
+};
+
+// M rows of `query` [.., dim] against the first V * 16 positions of a block.
 template <int M, int V>
-void attend_rows(const bf16* query, const bf16* keys, const bf16* values, const uint64_t* seen, const Scores& scores,
-                 Index dim, float* records, Ahead& ahead) {
+void attend_rows(const Block& b, const bf16* query, const uint64_t* seen, float* records) {
+  const Index dim = b.dim, size = record_size(dim);
   __m512 products[M][V];
   for (auto& row : products)
     for (auto& part : row) part = _mm512_setzero_ps();
   for (Index j = 0; j < dim / 2; j++) {
     __m512bh of[V];
-    for (int v = 0; v < V; v++) of[v] = pairs(keys + (j * KEYS + 16 * v) * 2);
+    for (int v = 0; v < V; v++) of[v] = pairs(b.keys + (j * KEYS + 16 * v) * 2);
     for (int i = 0; i < M; i++) {
       const __m512bh asked = pair_of(query + i * dim + 2 * j);
       for (int v = 0; v < V; v++) products[i][v] = _mm512_dpbf16_ps(products[i][v], asked, of[v]);
     }
   }
-  ahead.some(AHEAD);
+  b.upcoming.some(ROWS_AT_ONCE);
   alignas(64) bf16 weights[M * KEYS];
   __m512 factors[M];
-  for (int i = 0; i < M; i++) {
-    float* record = records + i * record_size(dim);
-    factors[i] = weigh<V>(products[i], seen[i], scores, record + dim, record + dim + 16, weights + i * KEYS);
-  }
-  ahead.some(AHEAD);
+  for (int i = 0; i < M; i++)
+    factors[i] = weigh<V>(products[i], seen[i], b.scores, records + i * size + dim, weights + i * KEYS);
+  b.upcoming.some(ROWS_AT_ONCE);
   Index d = 0;
-  for (; d + 64 <= dim; d += 64) add_values<M, 4>(weights, factors, values + 2 * d, V * 16, dim, records + d);
-  if (d < dim) add_values<M, 2>(weights, factors, values + 2 * d, V * 16, dim, records + d);
+  for (; d + 64 <= dim; d += 64) add_values<M, V, 4>(weights, factors, b.values + 2 * d, dim, records + d);
+  if (d < dim) add_values<M, V, 2>(weights, factors, b.values + 2 * d, dim, records + d);
 }
 
-// Any number of rows, each with its mask. Keys behind the last that any of a few rows sees are not looked at.
-template <int M = TOGETHER, int V = 4>
-void attend_some(Index rows, Index vectors, const bf16* query, const bf16* keys, const bf16* values,
-                 const uint64_t* seen, const Scores& scores, Index dim, float* records, Ahead& ahead) {
+// The same for as many rows and vectors of positions as there are.
+template <int M = TOGETHER, int V = KEYS / 16>
+void attend_some(Index rows, Index vectors, const Block& b, const bf16* query, const uint64_t* seen,
+                 float* records) {
   if constexpr (M > 1)
-    if (rows < M)
-      return attend_some<M - 1, V>(rows, vectors, query, keys, values, seen, scores, dim, records, ahead);
+    if (rows < M) return attend_some<M - 1, V>(rows, vectors, b, query, seen, records);
   if constexpr (V > 1)
-    if (vectors < V)
-      return attend_some<M, V - 1>(rows, vectors, query, keys, values, seen, scores, dim, records, ahead);
-  attend_rows<M, V>(query, keys, values, seen, scores, dim, records, ahead);
+    if (vectors < V) return attend_some<M, V - 1>(rows, vectors, b, query, seen, records);
+  attend_rows<M, V>(b, query, seen, records);
 }
 
-void attend_block(Index rows, const bf16* query, const bf16* keys, const bf16* values, const uint64_t* seen,
-                  const Scores& scores, Index dim, float* records, Ahead& ahead) {
+// Any number of rows, each with its mask. Positions behind the last that a few of them see are not looked at.
+void attend_block(const Block& b, Index rows, const bf16* query, const uint64_t* seen, float* records) {
   for (Index i = 0; i < rows; i += TOGETHER) {
     const Index together = std::min<Index>(TOGETHER, rows - i);
     uint64_t any = 0;
     for (Index r = i; r < i + together; r++) any |= seen[r];
     if (any)
-      attend_some(together, (64 - __builtin_clzll(any) + 15) / 16, query + i * dim, keys, values, seen + i, scores,
-                  dim, records + i * record_size(dim), ahead);
+      attend_some(together, parts_of(64 - __builtin_clzll(any), 16), b, query + i * b.dim, seen + i,
+                  records + i * record_size(b.dim));
   }
 }
 

@@ -36,9 +36,9 @@ inline __m512i row_of(const bf16* rows, Index place) {
 
 // Asks for the rows of a block that is needed next, a few at a time between other work: so memory is never waited
 // for, nor ever idle.
-class Ahead {
+class Upcoming {
  public:
-  Ahead(const bf16* keys, const bf16* values, Index d) : keys_(keys), values_(values), d_(d) {}
+  Upcoming(const bf16* keys, const bf16* values, Index d) : keys_(keys), values_(values), d_(d) {}
 
   // Turns to the block at `places`, which must stay until the next.
   void turn(const Index* places, Index count) { places_ = places, count_ = count, at_ = 0; }
@@ -57,26 +57,26 @@ class Ahead {
   const Index* places_ = nullptr;
 };
 
-// `count` rows of d, a multiple of 16, at `places`, as [d / 2][stride][2].
-void pack_keys(const bf16* rows, const Index* places, Index count, Index stride, Index d, bf16* packed, Ahead& ahead) {
+// `count` rows of d, a multiple of 16, at `places`, as [d / 2][KEYS][2].
+void pack_keys(const bf16* rows, const Index* places, Index count, Index d, bf16* packed, Upcoming& upcoming) {
   for (Index p = 0; p < count; p += 16)
     for (Index j = 0; j < d; j += 32) {
       __m512i r[16];
-      ahead.some(6);
+      upcoming.some(6);
       for (int i = 0; i < 16; i++) r[i] = row_of(rows + j, places[p + i]);
       transpose(r);
-      for (int i = 0; i < 16; i++) _mm512_store_si512(packed + ((j / 2 + i) * stride + p) * 2, r[i]);
+      for (int i = 0; i < 16; i++) _mm512_store_si512(packed + ((j / 2 + i) * KEYS + p) * 2, r[i]);
     }
 }
 
 // `count` rows of d, an even number, at `places`, as [count / 2][d][2].
-void pack_values(const bf16* rows, const Index* places, Index count, Index d, bf16* packed, Ahead& ahead) {
+void pack_values(const bf16* rows, const Index* places, Index count, Index d, bf16* packed, Upcoming& upcoming) {
   alignas(64) static constexpr uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (Index p = 0; p < count; p += 2)
     for (Index j = 0; j < d; j += 32) {
-      ahead.some(1);
+      upcoming.some(1);
       const __m512i even = row_of(rows + j, places[p]), odd = row_of(rows + j, places[p + 1]);
       _mm512_store_si512(packed + (p * d) + 2 * j, _mm512_permutex2var_epi16(even, low, odd));
       _mm512_store_si512(packed + (p * d) + 2 * j + 32, _mm512_permutex2var_epi16(even, high, odd));
