@@ -81,6 +81,13 @@ def draw_tokens(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 class RowDraw(Protocol):
     """A way to draw rows that is faster on some device than tensor operations, by the same law and noise."""
 
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first of the greatest of each row of `logits` [n, vocab], int64 [n].
+
+        NO_TOKEN where one is NaN or the greatest is infinite.
+        """
+        ...
+
     def draw(
         self, logits: torch.Tensor, rows: Rows, inputs: SamplingInputs, keys: torch.Tensor
     ) -> torch.Tensor:
@@ -113,10 +120,10 @@ class Sampler:
         """
         best = self._best(logits, inputs)
         if not (inputs.temperature.any() or inputs.adjustments or (inputs.num_logprobs >= 0).any()):
-            token_ids = torch.where(best.values.isfinite(), best.indices, -1).tolist()
+            token_ids = best.tolist()
             errors = {row: NOT_FINITE for row, token_id in enumerate(token_ids) if token_id < 0}
             return SampledRows(token_ids, row_errors=errors or None)
-        step = _Step(logits, inputs, best.values.isfinite().cpu().numpy(), best.indices)
+        step = _Step(logits, inputs, (best >= 0).cpu().numpy(), best)
         step.adjust()
         self._draw(step)
         token_ids = step.token_ids.tolist()
@@ -132,7 +139,7 @@ class Sampler:
         is zeros. Raises ValueError when the shapes do not fit.
         """
         best = self._best(logits, inputs)
-        step = _Step(logits, inputs, best.values.isfinite().cpu().numpy(), best.indices)
+        step = _Step(logits, inputs, (best >= 0).cpu().numpy(), best)
         step.adjust()
         probs = torch.zeros(logits.shape, dtype=torch.float64, device=self._device)
         greedy = np.flatnonzero(step.sound & (inputs.temperature <= 0))
@@ -168,12 +175,15 @@ class Sampler:
             token_ids[row] = NO_TOKEN
         return DrawnDrafts(token_ids, law, errors)
 
-    def _best(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.return_types.max:
-        """The greatest of each row and where it is: NaN wins, so that a finite one means a sound row."""
+    def _best(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """Where each row's greatest is, the first of equals; NO_TOKEN where it is not finite. [R]"""
         expected = (inputs.num_rows, self._vocab_size)
         if tuple(logits.shape) != expected:
             raise ValueError(f"logits have shape {tuple(logits.shape)}, expected {expected}")
-        return logits.max(dim=1)
+        if self._row_draw is not None:
+            return self._row_draw.best(logits)
+        greatest = logits.max(dim=1)  # NaN wins
+        return torch.where(greatest.values.isfinite(), greatest.indices, NO_TOKEN)
 
     def _filtered(self, inputs: SamplingInputs) -> NDArray[np.bool_]:
         """Which rows have a top-k or a top-p that is on. [R]"""

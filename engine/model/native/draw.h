@@ -36,6 +36,17 @@ struct Row {  // scratch
   Index count;  // of the ids listed
 };
 
+// 16 logits from place j on of the row that begins at `first`; -inf behind its end.
+inline __m512 logits_at(const void* logits, bool is_bf16, Index first, Index j, Index vocab) {
+  const Index left = std::max<Index>(0, vocab - j);
+  const __mmask16 real = left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1);
+  const __m512 least = _mm512_set1_ps(-INFINITY);
+  if (!is_bf16) return _mm512_mask_loadu_ps(least, real, (const float*)logits + first + j);
+  const __m256i raw = _mm256_maskz_loadu_epi16(real, (const bf16*)logits + first + j);
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+  return _mm512_mask_mov_ps(least, real, _mm512_castsi512_ps(bits));
+}
+
 // Gaps of the whole row, infinite behind its end, and the smallest of each block.
 inline void find_gaps(const Draw* d, Index i, Row& row) {
   const Index vocab = d->vocab, padded = (vocab + GAP_BLOCK - 1) / GAP_BLOCK * GAP_BLOCK, first = d->rows[i] * vocab;
@@ -44,15 +55,7 @@ inline void find_gaps(const Draw* d, Index i, Row& row) {
   const __m512 least = _mm512_set1_ps(-INFINITY);
   __m512 top = least;
   for (Index j = 0; j < padded; j += 16) {
-    const Index left = std::min<Index>(16, std::max<Index>(0, vocab - j));
-    const __mmask16 real = (__mmask16)((1u << left) - 1);
-    __m512 v = least;
-    if (d->is_bf16) {
-      const __m256i raw = _mm256_maskz_loadu_epi16(real, (const bf16*)d->logits + first + j);
-      v = _mm512_mask_mov_ps(v, real, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16)));
-    } else {
-      v = _mm512_mask_loadu_ps(v, real, (const float*)d->logits + first + j);
-    }
+    const __m512 v = logits_at(d->logits, d->is_bf16, first, j, vocab);
     _mm512_storeu_ps(&row.gaps[j], v);
     top = _mm512_max_ps(top, v);
   }
@@ -232,6 +235,31 @@ inline Index winner(const Draw* d, Index i, const Row& row) {
 }  // namespace
 
 extern "C" {
+
+// The first of each row's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
+void slip_best(const void* logits, Index is_bf16, Index n, Index vocab, Index* token_ids) {
+#pragma omp parallel for schedule(static) if (n > 1)
+  for (Index i = 0; i < n; i++) {
+    __m512 top = _mm512_set1_ps(-INFINITY);
+    __mmask16 bad = 0;
+    for (Index j = 0; j < vocab; j += 16) {
+      const __m512 v = logits_at(logits, is_bf16, i * vocab, j, vocab);
+      bad |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+      top = _mm512_max_ps(top, v);
+    }
+    const float greatest = _mm512_reduce_max_ps(top);
+    token_ids[i] = -1;
+    if (bad || std::isinf(greatest)) continue;
+    const __m512 wanted = _mm512_set1_ps(greatest);
+    for (Index j = 0; j < vocab; j += 16) {
+      const __m512 v = logits_at(logits, is_bf16, i * vocab, j, vocab);
+      const __mmask16 equal = _mm512_cmp_ps_mask(v, wanted, _CMP_EQ_OQ);
+      if (!equal) continue;
+      token_ids[i] = j + __builtin_ctz(equal);
+      break;
+    }
+  }
+}
 
 void slip_draw(const Draw* d) {
 #pragma omp parallel if (d->n > 1)

@@ -48,16 +48,26 @@ class NativeDraw:
 
     def __init__(self, library: Path) -> None:
         try:
-            self._draw = ctypes.CDLL(str(library)).slip_draw
+            loaded = ctypes.CDLL(str(library))
         except OSError as error:
             raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
+        self._best, self._draw = loaded.slip_best, loaded.slip_draw
+        self._best.argtypes, self._best.restype = [POINTER, INDEX, INDEX, INDEX, POINTER], None
         self._draw.argtypes, self._draw.restype = [ctypes.POINTER(_Draw)], None
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """See RowDraw."""
+        logits = _readable(logits)
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        is_bf16 = logits.dtype is torch.bfloat16
+        self._best(logits.data_ptr(), is_bf16, *logits.shape, token_ids.data_ptr())
+        return token_ids
 
     def draw(
         self, logits: torch.Tensor, rows: Int64, inputs: SamplingInputs, keys: torch.Tensor
     ) -> torch.Tensor:
         """See RowDraw."""
-        logits = (logits if logits.dtype is torch.bfloat16 else logits.float()).contiguous()
+        logits = _readable(logits)
         token_ids = torch.empty(len(inputs.seed), dtype=torch.int64)
         top_p = inputs.top_p.astype(np.float64)
         with np.errstate(divide="ignore"):
@@ -77,3 +87,8 @@ class NativeDraw:
             )
         )
         return token_ids
+
+
+def _readable(logits: torch.Tensor) -> torch.Tensor:
+    """The logits as the kernels read them."""
+    return (logits if logits.dtype is torch.bfloat16 else logits.float()).contiguous()

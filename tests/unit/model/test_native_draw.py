@@ -91,3 +91,18 @@ def test_a_row_that_is_not_finite_ends_alone(draw: NativeDraw) -> None:
     logits[1, 7] = torch.nan
     found = Sampler(100, CPU, draw).sample(logits, inputs_of([Row(temperature=1.0, top_p=0.9)] * 3))
     assert list(found.row_errors or ()) == [1]
+
+
+def test_the_best_of_a_row_is_the_first_of_equals_or_none_where_the_row_is_not_finite(
+    draw: NativeDraw,
+) -> None:
+    logits = torch.zeros(5, 70)
+    logits[1, [40, 69]] = 3.0
+    logits[2, 5] = torch.nan
+    logits[3, 68] = torch.inf
+    logits[4] = -torch.inf
+    assert draw.best(logits).tolist() == [0, 40, -1, -1, -1]
+    assert draw.best(logits.bfloat16()).tolist() == [0, 40, -1, -1, -1]
+    logits[4, 69] = -5.0
+    assert draw.best(logits[4:]).tolist() == [69]
+    assert draw.best(logits[:0]).tolist() == []
