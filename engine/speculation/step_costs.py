@@ -23,6 +23,7 @@ _PLAIN_EVERY = 256  # steps, at the least, in which one without drafts is wanted
 _SEED_WEIGHT = 4
 _GUESS = 0.25  # of a straight line between two knots, where others would lie
 _FAR = 65536  # tokens
+_DRAWN_EVERY = 8  # observations of sizes that are known well; each moves its average by a sixteenth at most
 _TRUSTED_SPAN = 8  # tokens; the slope of a curve that spans so few counts half beyond its end
 
 
@@ -66,13 +67,15 @@ class _Curve:
         self._knots: dict[int, _Knot] = {}
         self._sorted: list[_Knot] | None = None
 
-    def observe(self, num_tokens: int, seconds: float, step: int) -> None:
+    def observe(self, num_tokens: int, seconds: float, step: int) -> bool:
+        """Learn from a step; True if the curve may be quite another by it."""
         knot = self.knot(num_tokens)
         if knot is None:
             self._knots[_index(num_tokens)] = _Knot(num_tokens, seconds, 1.0, step)
             self._sorted = None
-        else:
-            knot.observe(num_tokens, seconds, step)
+            return True
+        knot.observe(num_tokens, seconds, step)
+        return knot.weight < _MOST_WEIGHT
 
     def forget(self, step: int) -> None:
         """Drop what was last seen long before that step."""
@@ -109,24 +112,25 @@ class StepCosts:
         self._step = 0
         self._plain = _Curve()
         self._wider: list[_Curve] = []  # by bit length of the sequences
-        self._lines: dict[int, tuple[list[float], list[float]] | None] = {}  # until the next observation
+        self._lines: dict[int, tuple[list[float], list[float]] | None] = {}  # until there is news
 
     def observe(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         """Learn from one step that computed so many tokens of so many sequences."""
         if num_seqs < 1 or num_tokens < num_seqs or seconds <= 0:
             return
         self._step += 1
-        self._lines.clear()
         if num_tokens == num_seqs:
-            self._plain.observe(num_tokens, seconds, self._step)
+            is_news = self._plain.observe(num_tokens, seconds, self._step)
         else:
             bucket = num_seqs.bit_length()
             while bucket >= len(self._wider):
                 self._wider.append(_Curve())
-            self._wider[bucket].observe(num_tokens, seconds, self._step)
+            is_news = self._wider[bucket].observe(num_tokens, seconds, self._step)
         if self._step % _LONE_MEMORY == 0:
             for curve in self._wider:
                 curve.forget(self._step)
+        if is_news or self._step % _DRAWN_EVERY == 0:
+            self._lines.clear()
 
     def seed(self, profile: Sequence[tuple[int, int, float]]) -> None:
         """Take (sequences, tokens, seconds) that were measured beforehand."""
