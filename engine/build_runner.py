@@ -12,6 +12,7 @@ from engine.model.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.model.loader import LoadedModel
 from engine.model.model_runner import ForDrafts, ModelRunner
 from engine.model.recurrent_runner import RecurrentRunner
+from engine.sampling.draw_choice import choose_draw
 from engine.sampling.sampler import Sampler
 
 Runner: TypeAlias = ModelRunner | CudaRunner | RecurrentRunner
@@ -40,7 +41,8 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
         return runner
     max_blocks = -(-loaded.max_model_len // block_size)
     limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
-    return CudaRunner(runner, sizes.max_num_tokens, limits, CudaRecorder(loaded.device))
+    recorder, draw = CudaRecorder(loaded.device), choose_draw(loaded.device)
+    return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draw)
 
 
 def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:

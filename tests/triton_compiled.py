@@ -22,11 +22,12 @@ from triton.compiler import ASTSource
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.model.attention.triton_tile import TritonTile
 from engine.model.attention.triton_work import KEY_STEP, Workforce
+from engine.sampling.triton_draw import score_kernel
 
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
-INTEGERS = ("stride", "words", "window")
+INTEGERS = ("stride", "words", "window", "size")
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -84,9 +85,11 @@ def compile_kernel(
 def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("query", "key", "value", "keys", "values", "output"):
+    if name in ("log_min_p", "scores"):
+        return "*fp64"
+    if name in ("query", "key", "value", "keys", "values", "output", "logits", "best"):
         return f"*{dtype}"
-    if name in ("partial_sums", "partial_weights"):
+    if name in ("partial_sums", "partial_weights", "temperature"):
         return "*fp32"
     if name in ("scale", "cap"):
         return "fp32"
@@ -132,6 +135,7 @@ def main() -> int:
         dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
         store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}
         print(capability, "store:", *compile_kernel(store_kernel, "bf16", store, capability))
+        print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
     return 1 if bad else 0
 
 

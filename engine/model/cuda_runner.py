@@ -9,13 +9,13 @@ import torch
 
 from engine.model.attention.device_ints import DeviceInts
 from engine.model.device import mark, out_of_memory_named
-from engine.model.graphs.device_pass import DevicePass, EagerPasses
+from engine.model.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
 from engine.model.graphs.launched import DrawnTokens, Launched, StepMarks
 from engine.model.graphs.recorder import Recorder
 from engine.model.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.model.model_runner import ModelRunner, last_rows
 from engine.outputs import Int32, Int64, StepInputs, StepResult
-from engine.sampling.device_draw import can_draw, draw_filtered, filtered_rows
+from engine.sampling.device_draw import PlainDraw, can_draw, draw_filtered, draw_plain, filtered_rows
 from engine.speculation.draft_rows import DraftRows
 from engine.speculation.verified import Verified
 
@@ -29,7 +29,14 @@ class CudaRunner:
     method runs on the one thread that made it; a launched step may be waited for on any.
     """
 
-    def __init__(self, runner: ModelRunner, max_rows: int, limits: GraphLimits, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_rows: int,
+        limits: GraphLimits,
+        recorder: Recorder,
+        plain_draw: PlainDraw = draw_plain,
+    ) -> None:
         self._runner = runner
         self._recorder = recorder
         self.kv = kv = runner.kv
@@ -39,10 +46,9 @@ class CudaRunner:
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
-        self._eager = EagerPasses(runner.forward, kv, self._drawn, keeps_features=keeps_features)
-        self.graphs = StepGraphs(
-            runner.forward, kv, self._drawn, limits._replace(keeps_features=keeps_features)
-        )
+        tokens = TokenMemory(self._drawn, plain_draw)
+        self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
+        self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
 
     @property
     def pass_modules(self) -> tuple[torch.nn.Module, ...]:

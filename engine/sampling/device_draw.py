@@ -7,8 +7,8 @@ an equal score falls to the lower id, among filtered tokens to the likelier one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ class DrawColumns(NamedTuple):
             words["log_min_p"].view(torch.float64),
             words["keys"],
         )
+
+
+PlainDraw: TypeAlias = Callable[[torch.Tensor, DrawColumns], torch.Tensor]
 
 
 class FilteredRows(NamedTuple):

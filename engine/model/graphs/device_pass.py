@@ -13,7 +13,19 @@ from engine.model.attention.device_ints import DeviceInts
 from engine.model.kv_tensors import KvTensors
 from engine.model.packed_forward import PackedForward
 from engine.outputs import Int32, Int64, StepInputs
-from engine.sampling.device_draw import DrawColumns, column_words, draw_plain
+from engine.sampling.device_draw import DrawColumns, PlainDraw, column_words
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMemory:
+    """Where the last step's tokens stay on the device, with room for any, and who draws plain rows."""
+
+    tokens: torch.Tensor  # int64 [places]
+    plain_draw: PlainDraw
+
+    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> None:
+        """Queue the plain draw of the first places, those of `logits`."""
+        self.tokens[: len(logits)].copy_(self.plain_draw(logits, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +44,19 @@ class DevicePass:
 class EagerPasses:
     """Passes of any size, each operation queued by itself.
 
-    `drawn` int64 has room for the rows of any step; the last step's tokens are in it.
+    Of the `memory` a step's tokens take as many places as it has rows.
     """
 
     def __init__(
-        self, forward: PackedForward, kv: KvTensors, drawn: torch.Tensor, *, keeps_features: bool
+        self, forward: PackedForward, kv: KvTensors, memory: TokenMemory, *, keeps_features: bool
     ) -> None:
         self._forward = forward
         self._kv = kv
-        self._drawn = drawn
+        self._memory = memory
         self._keeps_features = keeps_features
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass:
-        """Queue the pass; `previous` [N] are places of `drawn`, -1 for tokens that are known."""
+        """Queue the pass; `previous` [N] are places of the last tokens, -1 for known ones."""
         num_rows = len(inputs.logits_rows)
         places = np.arange(num_rows)
         words = {
@@ -55,7 +67,7 @@ class EagerPasses:
         }
         ints = DeviceInts({name: array.shape for name, array in words.items()}, self._kv.device)
         ints.put(words)
-        token_ids = fill_in(ints["token_ids"], ints["previous"], self._drawn)
+        token_ids = fill_in(ints["token_ids"], ints["previous"], self._memory.tokens)
         context = AttentionContext(inputs, self._kv, self._forward.backend)
         rows = ints["rows"].long()
 
@@ -71,7 +83,7 @@ class EagerPasses:
         def draw() -> None:
             if num_rows:
                 columns = DrawColumns.of({name: ints[name] for name in DrawColumns._fields})
-                self._drawn[:num_rows].copy_(draw_plain(logits, columns))
+                self._memory.draw(logits, columns)
 
         return DevicePass(logits, places, draw, hidden)
 

@@ -9,14 +9,14 @@ import torch
 
 from engine.model.attention import AttentionContext, StepAttention
 from engine.model.attention.triton_tables import Bucket, StepTables
-from engine.model.graphs.device_pass import DevicePass, fill_in, token_words
+from engine.model.graphs.device_pass import DevicePass, TokenMemory, fill_in, token_words
 from engine.model.graphs.graph_shapes import GraphShape
 from engine.model.graphs.recorder import Recorder
 from engine.model.kv_tensors import KvTensors
 from engine.model.packed_forward import PackedForward
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import Int64, StepInputs
-from engine.sampling.device_draw import DrawColumns, column_shapes, column_words, draw_plain
+from engine.sampling.device_draw import DrawColumns, column_shapes, column_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class GraphMemory:
     """
 
     words: torch.Tensor  # int32 [words]
-    drawn: torch.Tensor  # int64 [places]
+    tokens: TokenMemory
     logits: torch.Tensor  # [places, vocab]
     hidden: torch.Tensor | None  # [places, hidden]
 
@@ -82,8 +82,7 @@ class RecordedStep:
         self._forward = forward
         self._context = context_over(attention, kv)
         self._num_places = num_places = shape.num_tokens
-        self._all_drawn = memory.drawn
-        self._drawn = memory.drawn[:num_places]
+        self._tokens = memory.tokens
         self.logits = memory.logits[:num_places]
         self.hidden = None if memory.hidden is None else memory.hidden[:num_places]
         arrays = tables.arrays
@@ -112,7 +111,7 @@ class RecordedStep:
 
     def _compute(self) -> None:
         arrays = self._tables.arrays
-        token_ids = fill_in(arrays["token_ids"], arrays["previous"], self._all_drawn)
+        token_ids = fill_in(arrays["token_ids"], arrays["previous"], self._tokens.tokens)
         positions = arrays["positions"].long().clamp_(min=0)
 
         def compute() -> torch.Tensor:
@@ -126,4 +125,4 @@ class RecordedStep:
         self.logits.copy_(logits)
 
     def _draw(self) -> None:
-        self._drawn.copy_(draw_plain(self.logits, self._columns))
+        self._tokens.draw(self.logits, self._columns)

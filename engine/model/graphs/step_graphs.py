@@ -19,7 +19,7 @@ from engine.model.attention import StepAttention
 from engine.model.attention.triton_tables import StepTables
 from engine.model.attention.triton_work import HeadShape, Workforce
 from engine.model.device import is_out_of_memory
-from engine.model.graphs.device_pass import DevicePass
+from engine.model.graphs.device_pass import DevicePass, TokenMemory
 from engine.model.graphs.graph_shapes import GraphShape, graph_shapes, shape_for
 from engine.model.graphs.recorded_step import (
     GraphMemory,
@@ -84,17 +84,14 @@ class _Probe(NamedTuple):
 
 
 class StepGraphs:
-    """Records steps over `kv` and replays them; none before `record`. For the thread that runs the model.
-
-    `drawn` keeps the tokens of the last step on the device, where the next one finds them.
-    """
+    """Records steps over `kv` and replays them; none before `record`. For the thread that runs the model."""
 
     def __init__(
-        self, forward: PackedForward, kv: KvTensors, drawn: torch.Tensor, limits: GraphLimits
+        self, forward: PackedForward, kv: KvTensors, tokens: TokenMemory, limits: GraphLimits
     ) -> None:
         self._forward = forward
         self._kv = kv
-        self._drawn = drawn
+        self._tokens = tokens
         self._limits = limits
         self._steps: dict[GraphShape, RecordedStep] = {}
         self.module = Replay()
@@ -161,7 +158,7 @@ class StepGraphs:
         )
         return GraphMemory(
             words=torch.empty(num_words, dtype=torch.int32, device=self._kv.device),
-            drawn=self._drawn,
+            tokens=self._tokens,
             logits=probe.logits.new_zeros((num_places, probe.logits.shape[1])),
             hidden=None
             if probe.hidden is None
