@@ -47,6 +47,14 @@ def test_a_start_that_would_work_is_code_0(model: str, capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_weights_that_cannot_be_integers_stop_a_start(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = doctor(capsys, model, *SMALL, "--quantization", "int8", "--json")
+    found = json.loads(out)
+    reason = "no compiled kernels: they compute in bfloat16, the model in float32"
+    assert code == 1 and found["problems"] == [f"--quantization int8: {reason}. Leave it out to do without."]
+    assert found["model"]["quantized"] is None
+
+
 def test_json_holds_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = doctor(capsys, "--json", model, *SMALL)
     found: dict[str, Any] = json.loads(out)

@@ -269,19 +269,22 @@ async def _hear(stream: Any) -> list[int]:
     return [token for delta in [delta async for delta in stream] for token in delta.token_ids]
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(
-    tmp_path: Path, kernels: NativeKernels
+    quantization: str, tmp_path: Path, kernels: NativeKernels
 ) -> None:
     """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""
     target = save_tiny_model("llama", tmp_path / "target")
     repetitive_model(head_dim=32).bfloat16().save_pretrained(target)
-    alone = await spoken(target, tmp_path, 1, "--speculative-method", "none")
+    weights = f"--quantization={quantization}"
+    without = (weights, "--speculative-method", "none")
+    alone = await spoken(target, tmp_path, 1, *without)
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
     always = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
-    assert await spoken(target, tmp_path, 8, "--speculative-method", "none") == alone
+    assert await spoken(target, tmp_path, 8, *without) == alone
     for seats in (1, 8):
         lookup = ("--speculative-method", "ngram", "--num-speculative-tokens", "5", *always)
-        assert await spoken(target, tmp_path, seats, *lookup) == alone
+        assert await spoken(target, tmp_path, seats, weights, *lookup) == alone
 
 
 # --- --compile ---

@@ -1,0 +1,147 @@
+"""Models with 8-bit weights: near the plain model in all they compute, or refused with one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config import load_settings
+from engine.errors import StartRefused
+from engine.model.loader import LoadedModel
+from engine.model.native import compiler
+from engine.model.native.compiler import NativeUnavailable
+from engine.model.native.decoder import NativeDecoder
+from engine.model.native.install import with_kernels
+from engine.model.native.modules import NativeLinear
+from engine.model.native.records import BFLOAT16, INT8
+from engine.model.packed_forward import PackedForward
+from engine.model.self_check import logits_distance, packed_sample
+from tests.packed import as_loaded
+from tests.recurrent import load_recurrent
+from tests.speculated import single_threaded
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernels are kept, compiled once; skips the test where they cannot be."""
+    found = tmp_path_factory.mktemp("home")
+    try:
+        compiler.library(found)
+    except NativeUnavailable as reason:
+        pytest.skip(f"compiled kernels: {reason}")
+    return found
+
+
+def fresh(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> LoadedModel:
+    return as_loaded(tiny_model(family, dtype=dtype, **{"head_dim": 32, **changes}))
+
+
+def served(loaded: LoadedModel, home: Path, *flags: str) -> LoadedModel:
+    settings = load_settings(["m", *flags], environ={}).model
+    return with_kernels(loaded, settings, home, lambda: loaded)
+
+
+def refusal(loaded: LoadedModel, home: Path) -> str:
+    with pytest.raises(StartRefused) as caught:
+        served(loaded, home, "--quantization", "int8")
+    return (
+        str(caught.value).removeprefix("--quantization int8: ").removesuffix(". Leave it out to do without.")
+    )
+
+
+def kinds(loaded: LoadedModel) -> set[int]:
+    return {module.weights.kind for module in loaded.model.modules() if isinstance(module, NativeLinear)}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "gemma2"])
+def test_logits_are_near_the_plain_models(family: str, home: Path) -> None:
+    plain = packed_sample(PackedForward(fresh(family)))
+    loaded = served(fresh(family), home, "--quantization", "int8")
+    assert kinds(loaded) == {INT8}
+    assert 0.002 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.1
+
+
+def test_without_the_flag_nothing_is_rounded(home: Path) -> None:
+    assert kinds(served(fresh(), home)) == {BFLOAT16}
+
+
+def test_all_layers_in_one_call_read_the_integers(home: Path) -> None:
+    """Their addresses were taken after the weights had moved: nothing that was freed is read."""
+    loaded = served(fresh(), home, "--quantization", "int8")
+    joined = loaded.model.base_model
+    assert isinstance(joined, NativeDecoder)
+    found = packed_sample(PackedForward(loaded))
+    loaded.model.set_submodule(loaded.model.base_model_prefix, joined.plain)
+    assert torch.equal(packed_sample(PackedForward(loaded)), found)
+
+
+def test_a_tied_embedding_stays_as_it_is(home: Path) -> None:
+    before = fresh(tie_word_embeddings=True).model.get_input_embeddings().weight.clone()
+    loaded = served(fresh(tie_word_embeddings=True), home, "--quantization", "int8")
+    assert isinstance(loaded.model.get_output_embeddings(), NativeLinear)
+    assert torch.equal(loaded.model.get_input_embeddings().weight, before)
+
+
+def test_what_was_done_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "slipstream.model"):
+        served(fresh(), home, "--quantization", "int8")
+    assert any(line.startswith("weights of 8-bit integers: ") for line in caplog.messages)
+
+
+def test_a_model_that_it_spoils_is_refused(home: Path) -> None:
+    """One input of the head is always zero and has weights so large that the others round to nothing."""
+    loaded = fresh(tie_word_embeddings=False)
+    with torch.no_grad():
+        loaded.model.model.norm.weight[0] = 0
+        loaded.model.lm_head.weight[:, 0] = 1000
+    reason = refusal(loaded, home)
+    assert reason.startswith("it changes the logits by ") and reason.endswith(" of their spread (limit 0.4)")
+
+
+def on_cuda(loaded: LoadedModel) -> LoadedModel:
+    return replace(loaded, device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: on_cuda(fresh()), "they are for CPUs, the model is on cuda:0"),
+        (
+            lambda: fresh(dtype=torch.float32),
+            "they compute in bfloat16, the model in float32",
+        ),
+        (
+            lambda: load_recurrent("mamba2", torch.bfloat16),
+            "the model keeps recurrent states",
+        ),
+        (
+            lambda: as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)),
+            "GPT2LMHeadModel is not among the models they were made for",
+        ),
+    ],
+)
+def test_models_that_cannot_have_it_are_refused(
+    make: Callable[[], LoadedModel], reason: str, tmp_path: Path
+) -> None:
+    assert refusal(make(), tmp_path) == f"no compiled kernels: {reason}"
+
+
+def test_a_machine_that_cannot_have_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert refusal(fresh(), tmp_path) == "no compiled kernels: there is no C++ compiler (no-such-compiler)"
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert refusal(fresh(), tmp_path) == "no compiled kernels: the CPU has no AVX-512 BF16"
