@@ -23,6 +23,7 @@ from tests.bench.memory import run_memory
 from tests.bench.peer import Peer
 from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
+from tests.bench.quantization import run_quantization
 from tests.bench.report import Section, bars_table, report_json
 from tests.bench.scale import run_scale
 from tests.bench.scrape import run_scrape
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode": run_decode,
     "attention": run_attention,
     "kernels": run_kernels,
+    "quantization": run_quantization,
     "scale": run_scale,
     "ttft": run_ttft,
     "scrape": run_scrape,

@@ -1,0 +1,194 @@
+"""What 8-bit weights cost in accuracy and save in time: the same model in bfloat16 and int8, on the kernels.
+
+Also run as `python -m tests.bench.quantization`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+from engine.build import use_compute_threads
+from engine.model.loader import LoadedModel, load_model
+from engine.model.native.install import with_kernels
+from engine.model.packed_forward import PackedForward
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import StepInputs
+from tests.bench.bare import fill_kv
+from tests.bench.context import BenchContext
+from tests.bench.machine import REPOSITORY
+from tests.bench.report import Section
+
+WINDOW = 512  # tokens that are judged together
+NUM_WINDOWS = 4
+PROMPT, CONTINUED = 64, 128  # tokens of a window that are continued, and by how many
+DECODED = (1, 8, 32)  # sequences that decode at once
+CONTEXT_TOKENS = 128  # of each
+PREFILLED = 512  # tokens of the prompt that is timed
+BLOCK_SIZE = 16
+STEPS = 8  # of one timing
+# Text that is nobody else's: our own.
+TEXTS = ("README.md", "tests/bench/README.md", "deploy/ray/README.md", "deploy/kubernetes/README.md")
+
+
+class Agreement(NamedTuple):
+    """One model beside another: mean divergence in nats, and the part of the same first choices."""
+
+    divergence: float
+    same_choice: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model by the name of its weights' format."""
+
+    name: str
+    loaded: LoadedModel
+
+    @torch.inference_mode()
+    def log_probabilities(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Of every next token: [len(tokens), vocab] in float32."""
+        forward, blocks = PackedForward(self.loaded), range(-(-len(tokens) // BLOCK_SIZE))
+        step = pack_step([Part(tokens, 0, len(tokens), blocks)], BLOCK_SIZE, every_row=True)
+        return forward(step, forward.make_kv(len(blocks), BLOCK_SIZE)).float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def continued(self, prompt: Sequence[int]) -> list[int]:
+        """The likeliest tokens after `prompt`, one by one."""
+        forward, blocks = PackedForward(self.loaded), range(-(-(len(prompt) + CONTINUED) // BLOCK_SIZE))
+        kv = forward.make_kv(len(blocks), BLOCK_SIZE)
+        tokens, first = list(prompt), 0
+        while len(tokens) < len(prompt) + CONTINUED:
+            step = pack_step([Part(tokens, first, len(tokens), blocks)], BLOCK_SIZE)
+            first = len(tokens)
+            tokens.append(int(forward(step, kv)[0].argmax()))
+        return tokens[len(prompt) :]
+
+    @torch.inference_mode()
+    def step_s(self, step: StepInputs) -> float:
+        """The seconds of one pass over a step, in a loop of a few; what lies before it is constants."""
+        forward = PackedForward(self.loaded)
+        kv = forward.make_kv(int(step.block_tables.max()) + 1, BLOCK_SIZE)
+        fill_kv(kv)
+        forward(step, kv)
+        started = perf_counter()
+        for _ in range(STEPS):
+            forward(step, kv)
+        return (perf_counter() - started) / STEPS
+
+
+def run_quantization(context: BenchContext) -> list[Section]:
+    """Accuracy and speed."""
+    use_compute_threads()
+    directory = context.model_directory
+    settings = context.settings.model.model_copy(update={"compile": "on"})
+    models = []
+    for name in ("none", "int8"):
+        context.say(f"loading the model, quantization {name}")
+        asked = settings.model_copy(update={"quantization": name})
+        loaded = load_model(directory, asked)
+        served = with_kernels(loaded, asked, context.settings.home, lambda: loaded)  # noqa: B023 - used at once
+        models.append(Model("bfloat16" if name == "none" else name, served))
+    windows = read_windows(directory)
+    exact = Model("float32", load_model(directory, settings.model_copy(update={"dtype": "float32"})))
+    context.say("reading texts")
+    accuracy = measure_accuracy([exact, *models], windows)
+    del exact
+    context.say("continuing texts")
+    measure_divergence(accuracy, models, windows)
+    context.say("timing steps")
+    return [accuracy, measure_speed(models, context.runs)]
+
+
+def read_windows(directory: Path) -> list[list[int]]:
+    """The texts' first tokens, as many as are judged, cut into windows."""
+    text = "\n".join((REPOSITORY / name).read_text(encoding="utf-8") for name in TEXTS)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokens = tokenizer(text[: NUM_WINDOWS * WINDOW * 8], add_special_tokens=False)["input_ids"]
+    return [tokens[start * WINDOW : (start + 1) * WINDOW] for start in range(NUM_WINDOWS)]
+
+
+def measure_accuracy(models: Sequence[Model], windows: Sequence[list[int]]) -> Section:
+    """Perplexity of each model, and each beside the first and beside the one before it."""
+    losses: dict[str, list[float]] = {model.name: [] for model in models}
+    agreements: dict[tuple[str, str], list[Agreement]] = {}
+    for window in windows:
+        found = {model.name: model.log_probabilities(window) for model in models}
+        following = torch.tensor(window[1:])[:, None]
+        for name, log_p in found.items():
+            losses[name].append(float(-log_p[:-1].gather(1, following).mean()))
+        exact, plain, small = found
+        for pair in ((exact, plain), (exact, small), (plain, small)):
+            agreements.setdefault(pair, []).append(agreement(found[pair[0]], found[pair[1]]))
+    section = Section("accuracy", f"{len(windows)} windows of {WINDOW} tokens of our own documentation")
+    for name, values in losses.items():
+        perplexity = torch.tensor(values).mean().exp()
+        section.add(name, "perplexity", "", [float(perplexity)])
+    for (one, other), parts in agreements.items():
+        case = f"{other} beside {one}"
+        section.add(case, "KL divergence", "nats", [statistics.fmean(part.divergence for part in parts)])
+        same = statistics.fmean(part.same_choice for part in parts)
+        section.add(case, "same likeliest token", "%", [100 * same])
+    section.notes.append("float32: transformers' own forward of the same stored weights.")
+    return section
+
+
+def agreement(exact: torch.Tensor, other: torch.Tensor) -> Agreement:
+    """Of two [tokens, vocab] of log probabilities."""
+    divergence = (exact.exp() * (exact - other)).sum(-1).mean()
+    return Agreement(float(divergence), float((exact.argmax(-1) == other.argmax(-1)).float().mean()))
+
+
+def measure_divergence(section: Section, models: Sequence[Model], windows: Sequence[list[int]]) -> None:
+    """Where greedy continuations by two models part, in tokens; those that never do count as whole."""
+    one, other = models
+    shared = []
+    for prompt in (window[:PROMPT] for window in windows):
+        pairs = list(zip(one.continued(prompt), other.continued(prompt), strict=True))
+        shared.append(next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+    case = f"{other.name} beside {one.name}"
+    section.add(case, f"greedy, same first of {CONTINUED}", "tokens", shared)
+
+
+def measure_speed(models: Sequence[Model], runs: int) -> Section:
+    """Passes over the same steps, by each model in turns."""
+    section = Section("speed", f"one pass, decodes at {CONTEXT_TOKENS} tokens of context")
+    for name, step in timed_steps():
+        times: dict[str, list[float]] = {model.name: [] for model in models}
+        for _ in range(runs):
+            for model in models:
+                times[model.name].append(model.step_s(step))
+        for kind, values in times.items():
+            section.add(name, kind, "ms", [1e3 * value for value in values])
+        plain, small = times.values()
+        section.add(name, "ratio", "x", [a / b for a, b in zip(plain, small, strict=True)])
+    return section
+
+
+def timed_steps() -> list[tuple[str, StepInputs]]:
+    """Steps by name: decodes of so many sequences, and a prompt."""
+    tokens = [100 + number % 1000 for number in range(PREFILLED)]
+    blocks = -(-CONTEXT_TOKENS // BLOCK_SIZE)
+    steps = []
+    for count in DECODED:
+        parts = [
+            Part(tokens, CONTEXT_TOKENS - 1, CONTEXT_TOKENS, range(row * blocks, (row + 1) * blocks))
+            for row in range(count)
+        ]
+        steps.append((f"{count} decoding", pack_step(parts, BLOCK_SIZE)))
+    prompt = Part(tokens, 0, PREFILLED, range(-(-PREFILLED // BLOCK_SIZE)))
+    return [*steps, (f"prompt of {PREFILLED}", pack_step([prompt], BLOCK_SIZE))]
+
+
+if __name__ == "__main__":
+    from tests.bench.command import run
+
+    sys.exit(run(["quantization", *sys.argv[1:]]))
