@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import uvloop
 
@@ -15,7 +17,7 @@ from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSize
 from engine.speculation.speculative_decoder import DraftSource
 from engine.text.tokenizer import Tokenizer
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.engines import BLOCK_SIZE, burst, made_engine, random_prompts, settings_for
+from tests.bench.gpu.engines import BLOCK_SIZE, MadeEngine, burst, made_engine, random_prompts, settings_for
 from tests.bench.gpu.made_models import make_model, make_walk, random_walk, strayed
 from tests.bench.report import Bar, Section
 from tests.bench.streams import BurstFigures
@@ -25,6 +27,8 @@ SYNC_BAR, ASYNC_BAR, NEVER_BAR = 1.5, 1.0, 0.97
 RUNS = 2
 _PROMPT_TOKENS = 32
 _ARMS = ("off", "sync", "async", "auto")
+
+Rates: TypeAlias = dict[tuple[str, int], float]  # tokens a second by schedule and batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,13 @@ class _Pair:
     tokenizer: Tokenizer
 
 
+class _Found(NamedTuple):
+    """Tokens a second of each schedule's runs, and how much of the drafts was right."""
+
+    rates: dict[str, list[float]]
+    accepted_percent: float
+
+
 def run_drafts(bench: Bench) -> Section:
     """All schedules over all batches, and the bars."""
     sizes = bench.sizes
@@ -45,22 +56,16 @@ def run_drafts(bench: Bench) -> Section:
         f"up to {MODEL_TOKENS} tokens",
     )
     section.notes.append(
-        "From the first request to the last token; the runs after a first, in which schedules are found out."
+        "From the first request to the last token, schedules in turns; the runs after a first one, in which "
+        "they find out what pays. accepted: of the drafts of sync."
     )
-    pair = _make_pair(bench)
-    rates: dict[tuple[str, int], float] = {}
-    for arm in _ARMS:
-        rates |= uvloop.run(_measure(bench, section, pair, arm))
+    rates = uvloop.run(_measure(bench, section, _make_pair(bench)))
     _judge(section, sizes.draft_batches, rates)
     return section
 
 
-def _judge(section: Section, batches: Sequence[int], rates: dict[tuple[str, int], float]) -> None:
-    """The bars, and each schedule over none."""
-    for batch in batches:
-        for arm in _ARMS[1:]:
-            gain = rates[arm, batch] / rates["off", batch]
-            section.add(f"batch {batch}", f"{arm} / off", "x", [gain])
+def _judge(section: Section, batches: Sequence[int], rates: Rates) -> None:
+    """The bars."""
     alone = min(batches)
     over_off = rates["sync", alone] / rates["off", alone]
     section.bars.append(Bar(f"sync / off, batch {alone}", SYNC_BAR, "x", over_off, at_least=True))
@@ -84,36 +89,56 @@ def _make_pair(bench: Bench) -> _Pair:
 
 
 def _max_tokens(bench: Bench) -> int:
-    return _PROMPT_TOKENS + bench.sizes.draft_tokens
+    return _PROMPT_TOKENS + bench.sizes.draft_tokens + MODEL_TOKENS
 
 
-async def _measure(bench: Bench, section: Section, pair: _Pair, arm: str) -> dict[tuple[str, int], float]:
-    """One schedule over all batches: output tokens a second, by schedule and batch."""
-    sizes = bench.sizes
-    most, max_tokens = max(sizes.draft_batches), _max_tokens(bench)
+async def _measure(bench: Bench, section: Section, pair: _Pair) -> Rates:
+    """Output tokens a second of every schedule, by schedule and batch."""
+    rates: Rates = {}
+    async with AsyncExitStack() as stack:
+        engines = {}
+        for arm in _ARMS:
+            bench.say(f"an engine for {arm}")
+            engines[arm] = await stack.enter_async_context(_engine(bench, pair, arm))
+        for batch in bench.sizes.draft_batches:
+            found = await _in_turns(bench, engines, batch)
+            name = f"batch {batch}"
+            for arm, runs in found.rates.items():
+                section.add(name, arm, "tokens/s", runs)
+                rates[arm, batch] = statistics.median(runs)
+            for arm in _ARMS[1:]:
+                section.add(name, f"{arm} / off", "x", [rates[arm, batch] / rates["off", batch]])
+            section.add(name, "accepted", "%", [found.accepted_percent])
+            bench.keep(section)
+    return rates
+
+
+def _engine(bench: Bench, pair: _Pair, arm: str) -> AbstractAsyncContextManager[MadeEngine]:
+    """The engine that drafts by this schedule."""
+    most, max_tokens = max(bench.sizes.draft_batches), _max_tokens(bench)
     flags = () if arm == "off" else ("--speculative-method", "auto", "--speculation-schedule", arm)
-    settings = settings_for(most, max_tokens + MODEL_TOKENS, *flags)
+    settings = settings_for(most, max_tokens, *flags)
     sources: tuple[DraftSource, ...] = ()
     if arm != "off":
         blocks = settings.cache.num_kv_blocks or 0
         draft_sizes = DraftSizes(pair.target.vocab_size, blocks, BLOCK_SIZE, max_num_seqs=most)
         drafter = DraftModelDrafter(pair.draft, draft_sizes, on_device=on_device(pair.draft, draft_sizes))
         sources = (DraftSource(drafter, MODEL_TOKENS),)
-    rates: dict[tuple[str, int], float] = {}
-    async with made_engine(settings, pair.target, pair.tokenizer, sources) as made:
-        for batch in sizes.draft_batches:
-            bench.say(f"drafts {arm}, batch {batch}")
-            runs = []
-            stats = made.engine.metrics.speculation
-            proposed, accepted = stats.num_proposed, stats.num_accepted
-            for run in range(RUNS + 1):  # the first is for the schedule, and the lengths, to be found out
-                prompts = random_prompts(pair.target.vocab_size, batch, _PROMPT_TOKENS, 100 * batch + run)
-                runs.append(BurstFigures.of(await burst(made.engine, prompts, sizes.draft_tokens)))
-            kept = [figures.output_tokens_per_s for figures in runs[1:]]
-            section.add(f"batch {batch}", arm, "tokens/s", kept)
-            rates[arm, batch] = statistics.median(kept)
-            if arm == "sync" and stats.num_proposed > proposed:
-                share = (stats.num_accepted - accepted) / (stats.num_proposed - proposed)
-                section.add(f"batch {batch}", "accepted", "%", [100 * share])
-            bench.keep(section)
-    return rates
+    return made_engine(settings, pair.target, pair.tokenizer, sources)
+
+
+async def _in_turns(bench: Bench, engines: dict[str, MadeEngine], batch: int) -> _Found:
+    """Runs of one batch, of each engine after the others; the first does not count."""
+    bench.say(f"batch {batch}")
+    rates: dict[str, list[float]] = {arm: [] for arm in engines}
+    stats = engines["sync"].engine.metrics.speculation
+    proposed, accepted = stats.num_proposed, stats.num_accepted
+    for run in range(RUNS + 1):
+        for arm, made in engines.items():
+            vocab_size = made.parts.info.vocab_size
+            prompts = random_prompts(vocab_size, batch, _PROMPT_TOKENS, 100 * batch + run)
+            figures = BurstFigures.of(await burst(made.engine, prompts, bench.sizes.draft_tokens))
+            if run:
+                rates[arm].append(figures.output_tokens_per_s)
+    num_proposed = max(1, stats.num_proposed - proposed)
+    return _Found(rates, 100 * (stats.num_accepted - accepted) / num_proposed)

@@ -223,7 +223,8 @@ async def decode_step(made: MadeEngine, batch: int, context: int, steps: int) ->
     vocab_size = made.parts.info.vocab_size
     prompts = random_prompts(vocab_size, batch, prompt_tokens, seed=batch + context)
     # They need not start together: those that came first go on until the last have settled.
-    max_tokens = 2 * SETTLE_STEPS + steps + batch * prompt_tokens // 4096
+    num_starts = batch * prompt_tokens // made.parts.batcher.config.max_num_batched_tokens
+    max_tokens = 2 * SETTLE_STEPS + steps + num_starts
     records = await burst(made.engine, prompts, max_tokens)
     begin = max(record.event_times[SETTLE_STEPS - 1] for record in records)
     first_to_end = min(records, key=lambda record: record.event_times[-1])

@@ -67,7 +67,7 @@ class DeviceTrace:
         self.busy = [
             (event.time_range.start, event.time_range.end)
             for event in events
-            if event.device_type.name == "CUDA"
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
         ]
 
     def settled(self) -> list[tuple[float, float]]:

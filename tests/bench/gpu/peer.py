@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ BAR = 1.5
 RUNS = 2
 _PAGE_TOKENS = 256  # its own default
 _MAX_BATCH_TOKENS = 4096
+_PATIENCE_S = 6.0  # most of it goes into its graphs, which it records anew each time
 
 
 def run_peer(bench: Bench) -> Section:
@@ -29,7 +31,7 @@ def run_peer(bench: Bench) -> Section:
     section = Section("transformers", f"{shape.name}, {tokens} tokens after {tokens}, {sizes.dtype}")
     section.notes.append(
         "Both from the first request to the last token; transformers' own times, without setting up "
-        "and warming up its manager. The later of two runs of each."
+        "and warming up its manager. The best of a few runs of each."
     )
     has_flash = "is" if is_flash_attn_2_available() else "is not"
     section.notes.append(f"flash_attn, with which transformers is faster, {has_flash} installed.")
@@ -63,7 +65,8 @@ async def _ours(bench: Bench, prompts: dict[int, list[list[int]]]) -> dict[int, 
             bench.say(f"ours, batch {batch}")
             for _ in range(RUNS):
                 records = await burst(made.engine, given, sizes.peer_tokens)
-                rates[batch] = BurstFigures.of(records).output_tokens_per_s
+                rate = BurstFigures.of(records).output_tokens_per_s
+                rates[batch] = max(rate, rates.get(batch, 0.0))
     return rates
 
 
@@ -92,7 +95,8 @@ class _Peer:
         )
         generation = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1)
         rate = 0.0
-        for _ in range(RUNS):
+        began = perf_counter()
+        while not rate or (self._has_graphs and perf_counter() - began < _PATIENCE_S):
             outputs = self._model.generate_batch(
                 inputs=prompts,
                 generation_config=generation,
@@ -100,5 +104,5 @@ class _Peer:
                 record_timestamps=True,
             )
             records = [record_of(output, max_tokens) for output in outputs.values()]
-            rate = BurstFigures.of(records).output_tokens_per_s
+            rate = max(rate, BurstFigures.of(records).output_tokens_per_s)
         return rate
