@@ -75,11 +75,11 @@ class Desk {
       memcpy(query_ + t * size, query + t * a_.heads * a_.dim, size * sizeof(bf16));
   }
 
-  // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, some too many
-  // to make it a multiple of 16.
+  // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, or more
+  // to make it a multiple of 32.
   Index place(const Span& span, Index start, Index* places) const {
     const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
-    const Index stop = std::min(span.stop, start + KEYS), count = parts_of(stop - start, 16) * 16;
+    const Index stop = std::min(span.stop, start + KEYS), count = parts_of(stop - start, 32) * 32;
     std::fill_n(places, KEYS, -1);
     for (Index p = std::max(span.start, start); p < stop;) {
       const Index offset = p % a_.block_size, run = std::min(a_.block_size - offset, stop - p);

@@ -137,8 +137,8 @@ void attend_some(Index rows, Index vectors, const Block& b, const bf16* query, c
                  float* records) {
   if constexpr (M > 1)
     if (rows < M) return attend_some<M - 1, V>(rows, vectors, b, query, seen, records);
-  if constexpr (V > 1)
-    if (vectors < V) return attend_some<M, V - 1>(rows, vectors, b, query, seen, records);
+  if constexpr (V > 2)
+    if (vectors <= V / 2) return attend_some<M, V / 2>(rows, vectors, b, query, seen, records);
   attend_rows<M, V>(b, query, seen, records);
 }
 
