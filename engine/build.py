@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ import torch
 from config import Settings
 from engine.build_runner import RunnerSizes, make_runner, recorded_bytes
 from engine.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
-from engine.cpu_limit import usable_cores
+from engine.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.engine_parts import EngineInfo, EngineParts
 from engine.errors import StartRefused
 from engine.kv.paged_kv_manager import PagedKvManager
+from engine.model.compute_threads import choose_threads
 from engine.model.kv_tensors import bytes_per_block
 from engine.model.loader import LoadedModel, load_model
 from engine.model.model_runner import ForDrafts
@@ -31,6 +33,8 @@ from engine.scheduling.batcher import ContinuousBatcher
 from engine.scheduling.policy import make_policy
 from engine.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger("slipstream.engine")
 
 # Where the user leaves it to us: with prompts computed beside them, streams go on at seven tokens a second.
 _GAP_LIMIT_S = 0.15
@@ -51,7 +55,10 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     loaded = with_kernels(
         loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
     )
-    return put_together(settings, loaded, tokenizer, sources, kinds)
+    threads = str(choose_threads(loaded, worthwhile_threads()))
+    log.info("compute threads: %s", threads)
+    parts = put_together(settings, loaded, tokenizer, sources, kinds)
+    return replace(parts, info=replace(parts.info, compute_threads=threads))
 
 
 def put_together(
@@ -128,6 +135,11 @@ def seed_costs(batcher: ContinuousBatcher, profile: StepProfile) -> None:
     if profile.chunk is not None and plain:
         num_tokens, seconds = profile.chunk
         batcher.costs.seed([*plain, (num_tokens, 0, seconds)])
+
+
+def worthwhile_threads() -> tuple[int, ...]:
+    """The numbers of compute threads that a start tries, what it begins with first."""
+    return thread_counts(usable_cores(), whole_cores())
 
 
 def use_compute_threads() -> None:

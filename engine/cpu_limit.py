@@ -12,6 +12,7 @@ from pathlib import Path
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/sys/devices/system/cpu")
+_MANY_CORES = 4
 
 
 def usable_cores(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int:
@@ -40,9 +41,11 @@ def thread_counts(usable: int, whole: int) -> tuple[int, ...]:
     """How many compute threads are worth a try, what is likely best first.
 
     All that may be used; one for each whole core, whose second half adds little to products of matrices and
-    takes from its cache; and one less than all, which leaves a core to what else runs.
+    takes from its cache; and one less than all, which leaves a core to what else runs. One of few cores is
+    too much to give away for what may be a busy moment, and a start cannot tell.
     """
-    return tuple(dict.fromkeys(max(1, count) for count in (usable, min(usable, whole), usable - 1)))
+    spared = usable - 1 if usable >= _MANY_CORES else usable
+    return tuple(dict.fromkeys((usable, min(usable, whole), spared)))
 
 
 def _processors() -> list[int]:

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DeviceFacts:
-    """What computes. `features` are instructions or capabilities that matter for speed, by name."""
+    """What computes. `features` are instructions or capabilities that matter for speed, by name.
+
+    `thread_counts` are the numbers of threads that a start measures on a CPU, to compute with the best.
+    """
 
     device: str
     name: str
@@ -22,6 +25,7 @@ class DeviceFacts:
     capability: str
     one_dnn: bool
     num_threads: int
+    thread_counts: tuple[int, ...] = ()
     memory_bytes: int | None = None
     free_bytes: int | None = None
 

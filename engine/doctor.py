@@ -17,6 +17,7 @@ from engine.build import (
     kv_memory,
     read_chat_template,
     use_compute_threads,
+    worthwhile_threads,
 )
 from engine.build_speculation import draft_methods, load_sources
 from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
@@ -71,6 +72,7 @@ def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
         facts.features = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
         facts.free_bytes, facts.memory_bytes = torch.cuda.mem_get_info(device)
     else:
+        facts.thread_counts = worthwhile_threads()
         facts.features = {
             "AVX2": bool(torch.cpu._is_avx2_supported()),
             "AVX-512": bool(torch.cpu._is_avx512_supported()),

@@ -30,7 +30,7 @@ class EngineInfo:
 
     `num_host_blocks` is how many blocks of preempted requests fit host memory.
     `draft_methods` are the draft sources at hand, and `max_draft_tokens` the most drafts a step verifies of
-    one request; 0 without speculation.
+    one request; 0 without speculation. `compute_threads` says how many threads compute, and why so many.
     """
 
     max_model_len: int
@@ -44,6 +44,7 @@ class EngineInfo:
     draft_methods: tuple[str, ...] = ()
     max_draft_tokens: int = 0
     num_host_blocks: int = 0
+    compute_threads: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class ThreadChoice:
     def __str__(self) -> str:
         """In words."""
         if not self.seconds:
-            return f"{self.count}, the only choice"
+            return str(self.count)
         tried = ", ".join(f"{1e3 * s:.1f} ms with {count}" for count, s in self.seconds.items())
         return f"{self.count}: a step takes {tried}"
 

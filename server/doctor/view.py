@@ -86,6 +86,8 @@ def _device(device: DeviceFacts, model: ModelFacts | None) -> Iterator[Row]:
         yield "lacks", ", ".join(lacks)
     one_dnn = "with oneDNN" if device.one_dnn else "without oneDNN"
     yield "kernels", f"torch's for {device.capability}, {one_dnn}, {device.num_threads} threads"
+    if len(device.thread_counts) > 1:
+        yield "threads", f"a start tries {', '.join(map(str, device.thread_counts))}, and keeps the fastest"
     if model is not None and model.compiled is not None:
         yield "compiled", model.compiled
     if model is not None and model.quantized is not None:

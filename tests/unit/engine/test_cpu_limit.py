@@ -73,11 +73,12 @@ def test_without_a_word_of_the_kernel_each_processor_is_a_core(tmp_path: Path) -
     ("usable", "whole", "expected"),
     [
         (16, 8, (16, 8, 15)),
-        (2, 2, (2, 1)),
-        (2, 1, (2, 1)),
-        (1, 1, (1,)),
-        (3, 64, (3, 2)),
         (64, 32, (64, 32, 63)),
+        (4, 4, (4, 3)),
+        (3, 64, (3,)),
+        (2, 1, (2, 1)),
+        (2, 2, (2,)),
+        (1, 1, (1,)),
     ],
 )
 def test_which_numbers_of_threads_are_tried(usable: int, whole: int, expected: tuple[int, ...]) -> None:

@@ -57,7 +57,8 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
     assert found.cache.num_full_seqs == info.num_kv_blocks // (MAX_POSITIONS // 16)
     assert found.model.has_chat_template is info.has_chat_template is True
     assert found.drafts is not None and found.drafts.methods == info.draft_methods
-    assert found.device.num_threads >= 1
+    assert found.device.thread_counts[0] == found.device.num_threads
+    assert info.compute_threads.split(":")[0] in map(str, found.device.thread_counts)
 
 
 @pytest.mark.parametrize(
