@@ -25,12 +25,9 @@ from engine.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.scheduling.request_queue import RequestQueue
 from engine.scheduling.seats import Seats
 from engine.scheduling.step_inputs import NO_MOVES, BlockMoves, build_step_inputs, next_tokens
-from engine.scheduling.token_budget import TokenBudget
+from engine.scheduling.step_planner import StepPlanner
 from engine.speculation.draft_tape import DraftedToken
 from engine.speculation.speculative_decoder import SpeculativeDecoder
-
-_LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
-_Chunk = tuple[Request, int]  # with the tokens that this step computes
 
 
 class ContinuousBatcher:
@@ -72,7 +69,7 @@ class ContinuousBatcher:
         cost = MeasuredSwapCost(self.costs, config.kv_block_bytes)
         preemption = PreemptionPolicy(config.preemption, config.max_preemptions, cost)
         self._seats = Seats(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
-        self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
+        self._planner = StepPlanner(config, self._queue, self._seats, policy, self.costs, self._requeue)
         self._step_id = 0
         self._preempted: list[tuple[Request, bool]] = []  # since the last decision; True if by swap
         self._flights = Flights()
@@ -195,100 +192,14 @@ class ContinuousBatcher:
         """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
         assert not self._flights, "the last decision is neither committed nor abandoned"
         self._step_id += 1
-        config = self.config
-        budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self._seats:
-            only_newest = len(request.token_ids) - request.num_computed_tokens == 1
-            (decodes if only_newest else prefills).append(request)
-        limit = budget.decode_limit(self._reserve(prefills))
-        chosen = self._seats.take_turns(decodes, limit)
-        preempted, stalled = self._seats.make_room(chosen)
-        if preempted:
-            self._requeue(preempted)
-            chosen = [request for request in chosen if request.status is RequestStatus.RUNNING]
-            prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
-        if stalled is not None:  # all others need no more blocks than they have
-            decodes.remove(stalled)
-            running = [request for request in decodes if request.status is RequestStatus.RUNNING]
-            chosen = self._seats.take_turns(running, limit)
-        decodes = chosen
-        budget.take_decodes(len(decodes))
-        if decodes:
-            self._keep_gap_short(budget)
-        chunks = self._chunk(prefills, budget)
-        return self._decide(decodes, chunks, budget)
-
-    def _keep_gap_short(self, budget: TokenBudget) -> None:
-        """Leave prefill and drafts what the step has time for by what steps cost, but always some.
-
-        Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
-        the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
-        """
-        if self.config.gap_limit_s is not None:
-            fitting = self.costs.prefill_tokens_within(self.config.gap_limit_s, budget.num_decode_tokens)
-            if fitting is not None:
-                budget.limit_others(max(fitting, _LEAST_CHUNK))
-
-    def _reserve(self, prefills: list[Request]) -> int:
-        """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.
-
-        A budget of one token goes to decodes and prefill by turns. Nothing, where nobody takes turns.
-        """
-        if not self._policy.takes_turns:
-            return 0
-        if not prefills and self._next_in_queue() is None:
-            return 0
-        half = (self._token_limit + self._step_id % 2) // 2
-        return min(half, self.kv.block_size, self.config.max_prefill_tokens)
-
-    def _next_in_queue(self) -> Request | None:
-        """The first in the queue if it can be seated now; nobody overtakes it if it cannot.
-
-        Those that could, but had better not, are held on the way.
-        """
-        while (request := self._queue.peek()) is not None and self._seats.can_take(request):
-            leader = self._leader(request)
-            if leader is None:
-                return request
-            self._queue.hold(request.request_id, leader)
-        return None
-
-    def _leader(self, request: Request) -> str | None:
-        """Whom a waiting request should be held for, not to compute what that one will."""
-        parent = self._queue.get(request.fork_of or "") if self.kv.can_rewind else None
-        if parent is not None and parent.status is request.status is RequestStatus.WAITING:
-            return request.fork_of
-        return self._seats.leader(request)
-
-    def _chunk(self, prefills: list[Request], budget: TokenBudget) -> list[_Chunk]:
-        """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy."""
-        key = self._policy.key
-        seated = sorted(prefills, key=key, reverse=True)  # the best is last
-        chunks: list[_Chunk] = []
-        while budget.prefill_left > 0:
-            waiting = self._next_in_queue()
-            if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
-                request = self._queue.pop()
-                self._seats.take(request)
-                self.decoder.open(request)
-            elif seated:
-                request = seated.pop()
-            else:
-                break
-            missing = len(request.token_ids) - request.num_computed_tokens
-            chunks.append((request, budget.take_chunk(missing)))
-            self._policy.charge(request, chunks[-1][1], 0)
-        chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
-        return chunks
-
-    def _decide(self, decodes: list[Request], chunks: list[_Chunk], budget: TokenBudget) -> BatchDecision:
-        """Write the order for this step and let it fly, unless it is empty."""
-        verified = choose_drafts(self.decoder, decodes, budget, self._seats)
+        plan = self._planner.plan(self._step_id)
+        for request in plan.newcomers:
+            self.decoder.open(request)
+        budget = plan.budget
+        verified = choose_drafts(self.decoder, plan.decodes, budget, self._seats)
         with_drafts = {cargo.scheduled.request_id for cargo in verified}
-        cargo = [next_tokens(request) for request in decodes if request.request_id not in with_drafts]
-        cargo += [next_tokens(request, count) for request, count in chunks]
+        cargo = [next_tokens(request) for request in plan.decodes if request.request_id not in with_drafts]
+        cargo += [next_tokens(request, count) for request, count in plan.chunks]
         cargo += verified
         moves = self._seats.block_moves() if cargo else NO_MOVES
         decision = BatchDecision(
@@ -314,10 +225,9 @@ class ContinuousBatcher:
         """
         assert len(self._flights) == 1, "a step ahead follows the only one in flight"
         flight = self._flights.oldest(decision)
-        limit = min(self.config.max_decode_seqs, self._token_limit)
-        if self._next_in_queue() is not None:
+        if self._planner.next_in_queue() is not None:
             return None
-        cargo = plan_ahead(flight, self._seats, self.decoder, limit)
+        cargo = plan_ahead(flight, self._seats, self.decoder, self._planner.max_decodes)
         if cargo is None:
             return None
         self._step_id += 1
@@ -344,7 +254,7 @@ class ContinuousBatcher:
         if left:
             self._release(left, flight.found_good(rows))
         self._seats.settle()
-        self._token_limit = min(self._token_limit + 1, self.config.max_num_batched_tokens)
+        self._planner.allow_more()
         committed: list[CommittedToken] = []
         row = 0
         for (_, first, count, samples, num_drafts), request, drafted, _ in flight.cargo:
@@ -430,7 +340,7 @@ class ContinuousBatcher:
         flight = self._flights.oldest(decision)
         aboard = sorted((cargo.request for cargo in flight.cargo), key=self._policy.key)
         self.abandon(decision, fail=False)
-        self._token_limit = max(1, decision.num_tokens // 2)
+        self._planner.allow_less(decision.num_tokens // 2)
         lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
         if not self.kv.can_rewind:
             lower = [r for r in aboard if r.status is RequestStatus.RUNNING]

@@ -212,7 +212,7 @@ class BatcherMachine(RuleBasedStateMachine):
             assert samplers[row] == entry.request_id
             assert entry == (request.request_id, request.num_tokens, 1, True, 0)
             assert request.num_tokens + 1 < request.max_num_tokens
-            self.held[entry.request_id] = max(self.held[entry.request_id], request.num_tokens + 1)
+            self.held[entry.request_id] = max(request.num_tokens + 1, self.held[entry.request_id])
         self.take_off(decision, decision.inputs)
 
     def take_off(self, decision: BatchDecision, inputs: StepInputs) -> None:
@@ -262,7 +262,8 @@ class BatcherMachine(RuleBasedStateMachine):
             assert entry.first_position == request.num_computed_tokens
             assert entry.samples == (entry.first_position + entry.num_tokens == request.num_tokens)
             spent = request.num_preemptions >= config.max_preemptions
-            self.held[entry.request_id] = request.max_num_tokens if spent else request.num_tokens
+            needed = request.max_num_tokens if spent else request.num_tokens
+            self.held[entry.request_id] = max(needed, self.held.get(entry.request_id, 0))  # of a step ahead
 
     @precondition(lambda self: self.flying)
     @rule(bad_row=st.one_of(st.none(), st.none(), st.integers(0, 3)))

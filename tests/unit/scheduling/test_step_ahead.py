@@ -239,6 +239,25 @@ def test_only_committed_blocks_are_published() -> None:
     assert batcher.kv.num_published("a") == 2
 
 
+def test_blocks_are_moved_by_one_step_only() -> None:
+    batcher = make_batcher(num_blocks=5, max_model_len=20, preemption="swap", num_host_blocks=5)
+    decoding(batcher, 7, 7, max_tokens=9)
+    batcher.commit(batcher.step(), SampledRows([1, 1]))
+    first, second = two_steps(batcher)
+    assert first.inputs is not None and second.inputs is not None
+    assert first.swapped == ("b",)
+    assert len(first.inputs.swap_out) == 2
+    assert second.inputs.swap_out == (), "its blocks are another's by now"
+    batcher = make_batcher()
+    batcher.add(make_request("a", 3, max_tokens=9))
+    batcher.add(make_request("b", range(3), arrival=1, fork_of="a"))
+    batcher.commit(batcher.step(), SampledRows([1]))
+    first, second = two_steps(batcher)
+    assert first.inputs is not None and second.inputs is not None
+    assert len(first.inputs.block_copies) == 1
+    assert second.inputs.block_copies == ()
+
+
 # When a step fails.
 
 
