@@ -20,6 +20,7 @@ WORD = re.compile(r"Ġ[a-z]{2,}")  # a space and a lower-case word, as byte-leve
 PREFIX_TOKENS = 512
 OWN_TOKENS = 17
 PASSAGES = HARBOUR, REPORT, LIGHTHOUSE.partition("\n\n")[2]  # 160 to 200 tokens each
+OPENING_WORDS = 8  # from which on a passage is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,9 @@ def shared_prefix(words: Words, seed: int, *, warm: bool) -> Workload:
 
 def repeated_passage(words: Words, seed: int) -> Workload:
     """REP: a text and the beginning of the same text again; its number keeps one run's K/V from the next."""
-    passage = PASSAGES[seed % len(PASSAGES)]
-    text = f"{seed}. {passage.strip()}\n\nHere is the same passage again:\n\n{seed}."
+    passage = PASSAGES[seed % len(PASSAGES)].split()
+    opening = " ".join(passage[:OPENING_WORDS])
+    text = f"{seed}. {' '.join(passage)}\n\nHere is the same passage again:\n\n{seed}. {opening}"
     return Workload("REP", "1 stream, a passage to be repeated / 128 out", (words.encode(text),), 128)
 
 
