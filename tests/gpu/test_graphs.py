@@ -1,0 +1,255 @@
+"""Recorded steps, tokens that stay on the device and draws that nobody waits for, on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.cuda_runner import CudaRunner
+from engine.model.graphs.step_graphs import GraphLimits
+from engine.model.loader import LoadedModel
+from engine.model.model_runner import ModelRunner
+from engine.model.rehearsal import Part, pack_step
+from engine.outputs import LogitAdjustment, StepInputs
+from engine.sampling.device_draw import (
+    DrawColumns,
+    column_words,
+    draw_filtered,
+    draw_plain,
+    filtered_rows,
+)
+from engine.sampling.draw_choice import choose_draw
+from engine.sampling.sampler import Sampler
+from tests.packed import as_loaded, random_tokens
+from tests.recorded import with_sampling
+from tests.sampling_reference import Row, inputs_of
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine.model.graphs.recorder import CudaRecorder  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+BLOCK_SIZE = 16
+NUM_SEQS = 12
+BLOCKS_EACH = 16
+TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
+LIMITS = GraphLimits(NUM_SEQS, BLOCKS_EACH, max_draft_tokens=5)
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def load(family: str, **changes: Any) -> LoadedModel:
+    return replace(as_loaded(tiny_model(family, **changes).to(CUDA)), device=CUDA)
+
+
+def make_plain(loaded: LoadedModel) -> ModelRunner:
+    sampler = Sampler(loaded.vocab_size, CUDA)
+    return ModelRunner(loaded, NUM_SEQS * BLOCKS_EACH, BLOCK_SIZE, sampler)
+
+
+def make_ahead(loaded: LoadedModel) -> CudaRunner:
+    runner = CudaRunner(make_plain(loaded), 512, LIMITS, CudaRecorder(CUDA), choose_draw(CUDA))
+    runner.warm_up()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[ModelRunner, CudaRunner]:
+    loaded = load("llama")
+    plain, ahead = make_plain(loaded), make_ahead(loaded)
+    assert len(ahead.graphs.shapes) == len(LIMITS.shapes())
+    return plain, ahead
+
+
+def blocks(row: int) -> range:
+    return range(row * BLOCKS_EACH, (row + 1) * BLOCKS_EACH)
+
+
+def part(row: int, stop: int, count: int = 1, num_drafts: int = 0) -> Part:
+    return Part(TOKENS[row:], stop - count, stop, blocks(row), range(-1, num_drafts - 1))
+
+
+def same_noise(*runners: ModelRunner | CudaRunner) -> None:
+    for tensors in zip(*(runner.kv.tensors for runner in runners), strict=True):
+        tensors[0].normal_()
+        for other in tensors[1:]:
+            other.copy_(tensors[0])
+
+
+STEPS = {
+    "one": [part(3, 200)],
+    "some": [part(row, 30 + 17 * row) for row in range(5)],
+    "all": [part(row, 250 - row) for row in range(NUM_SEQS)],
+    "chains": [part(0, 90), part(1, 60, 6, 5), part(2, 33, 2, 1)],
+    "a tree": [part(0, 90), Part(TOKENS, 60, 64, blocks(4), (-1, -1, 1))],
+    "a prompt": [part(0, 90), part(5, 180, 150)],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_are_the_plain_ones(
+    name: str, temperature: float, llama: tuple[ModelRunner, CudaRunner]
+) -> None:
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    inputs = pack_step(STEPS[name], BLOCK_SIZE, temperature=temperature)
+    ours = ahead.run(inputs)
+    assert ours.rows == plain.run(inputs).rows
+    assert 0 < ours.forward_s < 10 and 0 < ours.sample_s < 10
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+MIXED = {
+    "temperature": np.array([0.0, 1.0, 1.3, 0.8, 2.0], np.float32),
+    "top_k": np.array([0, 3, 0, 0, 50], np.int32),
+    "top_p": np.array([1.0, 1.0, 0.6, 1.0, 0.9], np.float32),
+    "min_p": np.array([0.0, 0.0, 0.0, 0.1, 0.01], np.float32),
+    "seed": np.array([1, -2, 3, 4, 2**60], np.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"adjustments": (LogitAdjustment(row=1, banned_token_ids=(3,)),)}], ids=["plain", "more"]
+)
+def test_rows_of_every_kind(asked: dict[str, Any], llama: tuple[ModelRunner, CudaRunner]) -> None:
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    inputs = with_sampling(pack_step(STEPS["some"], BLOCK_SIZE), **MIXED, **asked)
+    assert ahead.run(inputs).rows == plain.run(inputs).rows
+
+
+def next_decodes(rows: Sequence[int], stop: int, previous: Sequence[int]) -> StepInputs:
+    inputs = pack_step([part(row, stop) for row in rows], BLOCK_SIZE, temperature=1.0)
+    inputs.token_ids[:] = 0
+    return replace(inputs, previous_rows=np.array(previous, np.int64))
+
+
+def test_launches_wait_for_nothing_and_know_the_tokens(llama: tuple[ModelRunner, CudaRunner]) -> None:
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    rows = list(range(7))
+    first = pack_step([part(row, 40) for row in rows], BLOCK_SIZE, temperature=1.0)
+    expected = [plain.run(first).rows.token_ids]
+    for stop in range(41, 60):
+        step = pack_step([part(row, stop) for row in rows], BLOCK_SIZE, temperature=1.0)
+        step.token_ids[:] = expected[-1]
+        expected.append(plain.run(step).rows.token_ids)
+    with waiting_refused():
+        flying = [ahead.launch(first)]
+        flying += [ahead.launch(next_decodes(rows, stop, rows)) for stop in range(41, 60)]
+    with ThreadPoolExecutor(1) as elsewhere:
+        results = list(elsewhere.map(lambda step: step.wait(), flying))
+    assert [result.rows.token_ids for result in results] == expected
+
+
+def test_prompts_and_filtered_rows_are_launched_without_waiting(
+    llama: tuple[ModelRunner, CudaRunner],
+) -> None:
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    parts = [*(part(row, 90) for row in range(4)), part(5, 180, 150)]
+    inputs = with_sampling(pack_step(parts, BLOCK_SIZE), **MIXED)
+    expected = plain.run(inputs).rows
+    ahead.run(inputs)  # compiles what a prompt of this size needs
+    same_noise(plain, ahead)
+    expected = plain.run(inputs).rows
+    with waiting_refused():
+        step = ahead.launch(inputs)
+    assert step.wait().rows == expected
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_stops_no_later_step(
+    llama: tuple[ModelRunner, CudaRunner],
+) -> None:
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    for runner in (plain, ahead):
+        runner.kv.values[0][blocks(1)[0]] = torch.nan
+    inputs = pack_step([part(row, 40) for row in range(3)], BLOCK_SIZE, temperature=1.0)
+    flying = [ahead.launch(inputs), ahead.launch(next_decodes([0, 2], 41, [0, 2]))]
+    assert list(flying[0].wait().rows.row_errors or ()) == [1]
+    assert flying[1].wait().rows.row_errors is None
+    for runner in (plain, ahead):
+        for tensor in runner.kv.tensors:
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2"])
+def test_families_that_are_recorded(family: str) -> None:
+    loaded = load(family)
+    plain, ahead = make_plain(loaded), make_ahead(loaded)
+    assert ahead.graphs.shapes
+    same_noise(plain, ahead)
+    inputs = pack_step(STEPS["some"], BLOCK_SIZE, temperature=1.0)
+    assert ahead.run(inputs).rows == plain.run(inputs).rows
+
+
+def test_a_model_that_waits_for_the_device_is_served_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with caplog.at_level(logging.WARNING):
+        loaded = load("llama", rope_parameters=rope)
+        plain, ahead = make_plain(loaded), make_ahead(loaded)
+    assert ahead.graphs.shapes == () and "no more:" in caplog.text
+    same_noise(plain, ahead)
+    inputs = pack_step(STEPS["some"], BLOCK_SIZE)
+    assert ahead.run(inputs).rows == plain.run(inputs).rows
+
+
+def test_draws_over_a_real_vocabulary_are_the_samplers_and_wait_for_nothing() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        Row(
+            temperature=float(rng.choice([0.0, 0.3, 1.0, 1.7])),
+            top_k=int(rng.choice([0, 0, 1, 50])),
+            top_p=float(rng.choice([1.0, 0.2, 0.95])),
+            min_p=float(rng.choice([0.0, 0.02])),
+            seed=int(rng.integers(2**62)),
+            position=row,
+        )
+        for row in range(40)
+    ]
+    inputs = inputs_of(rows)
+    logits = (torch.randn(40, 128_256, device=CUDA) * 3).bfloat16()
+    expected = Sampler(128_256, CUDA).sample(logits, inputs).token_ids
+    words = column_words(inputs, np.arange(40), 40)
+    columns = DrawColumns.of({name: torch.from_numpy(word).to(CUDA) for name, word in words.items()})
+    groups = [
+        (
+            group,
+            torch.from_numpy(group.rows).to(CUDA),
+            {name: torch.from_numpy(word).to(CUDA) for name, word in group.words.items()},
+        )
+        for group in filtered_rows(inputs, 128_256)
+    ]
+    draw = choose_draw(CUDA)
+    assert draw is not draw_plain
+    draw(logits, columns)  # compiles
+    with waiting_refused():
+        drawn = draw(logits, columns)
+        slow = draw_plain(logits, columns)
+        for group, at, sent in groups:
+            some = draw_filtered(logits.index_select(0, at), group.filters(sent), sent["keys"])
+            drawn.index_copy_(0, at, some)
+            slow.index_copy_(0, at, some)
+    assert drawn.tolist() == slow.tolist() == expected
