@@ -78,6 +78,7 @@ class EngineLoop:
         self._empty_steps = 0
         self._decision: BatchDecision | None = None  # that of the step being carried out
         self._ahead: BatchDecision | None = None  # launched behind it
+        self._landed_at = 0.0  # the last step that went well
         self._next_report = clock() + REPORT_EVERY_S
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
@@ -162,6 +163,7 @@ class EngineLoop:
         self._report(started)
         self._run_ahead.choose_arm(self._batcher.num_running)
         ahead, self._ahead = self._ahead, None
+        began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()
         if decision.inputs is None:
             self._note_empty_step()
@@ -176,7 +178,9 @@ class EngineLoop:
             result = await self._read(decision)
             self._carry_out_endings()
             if result is not None:
+                self._landed_at = self._clock()
                 self._take(decision, result, started)
+                self._record(decision, self._landed_at - began)
         self._measure_drain(self._clock() - started)
         self._decision = None
 
@@ -210,8 +214,7 @@ class EngineLoop:
         return ahead
 
     def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
-        """Commit and deliver what a step came to, and learn from it."""
-        now = self._clock()
+        """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
         committed = self._batcher.commit(decision, result.rows)
         self._keep_features(decision, result)
         self._learn_costs(decision, result)
@@ -219,8 +222,7 @@ class EngineLoop:
         self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
         if decision.inputs is not None and decision.inputs.prompt_rows is not None:
             self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
-        self._deliver(committed, result.rows, now)
-        self._record(decision, now - started)
+        self._deliver(committed, result.rows, self._landed_at)
 
     def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
         if result.features is None:
