@@ -8,7 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.model.attention.draft_tree import DraftTree, accepted_moves, draft_trees, last_accepted_rows
+from engine.model.attention.draft_tree import (
+    UNSEEN,
+    DraftTree,
+    accepted_moves,
+    draft_trees,
+    last_accepted_rows,
+)
+from engine.model.attention.paged_rows import PagedRows
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import NO_TOKEN, StepInputs
 
@@ -30,6 +37,34 @@ def sees(tree: DraftTree, window: int | None) -> list[str]:
     """A row a place, keys from two before the newest token to one behind the drafts."""
     seen = tree.sees(np.arange(6), np.arange(-2, 7), window)
     return ["".join("x" if entry else "." for entry in row) for row in seen]
+
+
+def test_gaps_are_differences_of_depth() -> None:
+    gaps = DraftTree(np.array(PARENTS, dtype=np.int32)).gaps()
+    expected = ["0.....", "10....", "1.0...", "2.10..", "2.1.0.", "3.21.0"]
+    rows = ["".join("." if gap == UNSEEN else str(gap) for gap in row) for row in gaps.tolist()]
+    assert rows == expected
+
+
+def test_a_kernel_gets_lengths_tables_and_trees() -> None:
+    rows = PagedRows.of(make_step(CHAIN, PARENTS, [], [-1, -1]))
+    assert rows.counts.tolist() == [4, 6, 1, 3]
+    assert rows.lengths.tolist() == [10, 12, 7, 9]
+    assert rows.tables[:, 0].tolist() == [0, 4, 8, 12]
+    assert rows.trees is not None and rows.trees.tolist() == [-1, 0, -1, 36]
+    assert rows.gaps is not None and rows.gaps[36:].tolist() == [
+        0,
+        UNSEEN,
+        UNSEEN,
+        1,
+        0,
+        UNSEEN,
+        1,
+        UNSEEN,
+        0,
+    ]
+    assert all(tensor.is_contiguous() for tensor in (rows.counts, rows.lengths, rows.tables, rows.gaps))
+    assert PagedRows.of(make_step(CHAIN)).trees is None
 
 
 def test_a_draft_sees_its_branch_only() -> None:
