@@ -67,13 +67,15 @@ def test_other_weights_become_the_nearest_that_can_be_had(
     kernels: NativeKernels, n: int, width: int, out: int
 ) -> None:
     weight, x = noise(out, width), noise(n, width, seed=2) / width**0.5
-    weight *= torch.logspace(-6, 3, out).bfloat16()[:, None]  # a scale for each output
+    sizes = torch.logspace(-6, 3, out).bfloat16()  # a scale for each output
+    weight, bias = weight * sizes[:, None], noise(out, seed=3) * sizes
     weight[3] = 0
-    found = kernels.linear(x, quantized(kernels, weight)).float()
-    expected = x.float() @ rounded(weight).T
     terms = x.float().abs() @ rounded(weight).abs().T
-    assert ((found - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * terms).all()
-    plain = kernels.linear(x, kernels.pack(weight)).float()
+    for added in (None, bias):
+        expected = x.float() @ rounded(weight).T + (0 if added is None else added.float())
+        found = kernels.linear(x, quantized(kernels, weight, added)).float()
+        assert ((found - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * terms).all()
+    plain = kernels.linear(x, kernels.pack(weight, bias)).float()
     assert (found - plain).norm() <= 0.02 * plain.norm()
 
 
