@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import pytest
 
-from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, library
-from engine.model.native.drawing import NativeDraw
+from engine.model.native.compiler import NativeUnavailable, library
 from engine.model.native.kernels import NativeKernels
 
 
 @cache
-def _compiled() -> tuple[NativeKernels, NativeDraw]:
-    with TemporaryDirectory() as home:
-        made = library(Path(home))
-        return NativeKernels(made), NativeDraw(made)
-
-
-def compiled_kernels() -> NativeKernels:
-    """The kernels, compiled once a process; skips the test with the reason where no machine could have them.
-
-    Source that does not compile fails it.
-    """
+def compiled_home() -> Path:
+    """A home with the kernels in it, compiled once a process; skips the test where they cannot be had."""
+    home = Path(mkdtemp())
+    atexit.register(rmtree, home, ignore_errors=True)
     try:
-        check_cpu()
-        find_compiler()
+        library(home)
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
-    return _compiled()[0]
+    return home
 
 
-def compiled_draw() -> NativeDraw:
-    """As `compiled_kernels`, for draws."""
-    compiled_kernels()
-    return _compiled()[1]
+@cache
+def compiled_kernels() -> NativeKernels:
+    """The kernels, loaded once a process; skips the test with the reason where they cannot be had."""
+    try:
+        return NativeKernels(library(compiled_home()))
+    except NativeUnavailable as reason:
+        pytest.skip(f"compiled kernels: {reason}")

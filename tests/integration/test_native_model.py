@@ -25,7 +25,7 @@ from engine.model.native.modules import NativeAttention, NativeGatedMlp, NativeL
 from engine.model.packed_forward import PackedForward
 from engine.model.rehearsal import Part, pack_step
 from engine.outputs import BlockCopy
-from tests.native import compiled_kernels
+from tests.native import compiled_home, compiled_kernels
 from tests.packed import (
     as_loaded,
     plain_logits,
@@ -270,21 +270,19 @@ async def _hear(stream: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(
-    quantization: str, tmp_path: Path, kernels: NativeKernels
-) -> None:
+async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(quantization: str, tmp_path: Path) -> None:
     """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""
     target = save_tiny_model("llama", tmp_path / "target")
     repetitive_model(head_dim=32).bfloat16().save_pretrained(target)
-    weights = f"--quantization={quantization}"
+    home, weights = compiled_home(), f"--quantization={quantization}"
     without = (weights, "--speculative-method", "none")
-    alone = await spoken(target, tmp_path, 1, *without)
+    alone = await spoken(target, home, 1, *without)
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
     always = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
-    assert await spoken(target, tmp_path, 8, *without) == alone
+    assert await spoken(target, home, 8, *without) == alone
     for seats in (1, 8):
         lookup = ("--speculative-method", "ngram", "--num-speculative-tokens", "5", *always)
-        assert await spoken(target, tmp_path, seats, weights, *lookup) == alone
+        assert await spoken(target, home, seats, weights, *lookup) == alone
 
 
 # --- --compile ---

@@ -15,13 +15,13 @@ from config import load_settings
 from engine.errors import StartRefused
 from engine.model.loader import LoadedModel
 from engine.model.native import compiler
-from engine.model.native.compiler import NativeUnavailable
 from engine.model.native.decoder import NativeDecoder
 from engine.model.native.install import with_kernels
 from engine.model.native.modules import NativeLinear
 from engine.model.native.records import BFLOAT16, INT8
 from engine.model.packed_forward import PackedForward
 from engine.model.self_check import logits_distance, packed_sample
+from tests.native import compiled_home
 from tests.packed import as_loaded
 from tests.recurrent import load_recurrent
 from tests.speculated import single_threaded
@@ -34,15 +34,9 @@ def small() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels are kept, compiled once; skips the test where they cannot be."""
-    found = tmp_path_factory.mktemp("home")
-    try:
-        compiler.library(found)
-    except NativeUnavailable as reason:
-        pytest.skip(f"compiled kernels: {reason}")
-    return found
+@pytest.fixture
+def home() -> Path:
+    return compiled_home()
 
 
 def fresh(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> LoadedModel:
