@@ -1,7 +1,7 @@
 """Attention on the CPU: by a compiled kernel where there is one, else by a few batched products a layer.
 
-There grouped heads are folded into the query length, so that keys are never repeated. Measured on two cores in
-bfloat16 against torch's fused attention: twice as fast for 32 decodes, three times for a long chunk.
+There grouped heads are folded into the query length, so that keys are never repeated. Measured on two cores
+in bfloat16 against torch's fused attention: twice as fast for 32 decodes, three times for a long chunk.
 """
 
 from __future__ import annotations

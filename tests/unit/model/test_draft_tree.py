@@ -41,7 +41,7 @@ def sees(tree: DraftTree, window: int | None) -> list[str]:
 
 def test_gaps_are_differences_of_depth() -> None:
     gaps = DraftTree(np.array(PARENTS, dtype=np.int32)).gaps()
-    expected = ["0.....", "10....", "1.0...", "2.10..", "2.1.0.", "3.21.0"]
+    expected = ["0.....", "10....", "1.0...", "2.10..", "2.1.0.", "3.2.10"]
     rows = ["".join("." if gap == UNSEEN else str(gap) for gap in row) for row in gaps.tolist()]
     assert rows == expected
 
