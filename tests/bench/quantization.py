@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from tests.bench.report import Section
 
 WINDOW = 512  # tokens that are judged together
 NUM_WINDOWS = 4
-PROMPT, CONTINUED = 64, 128  # tokens of a window that are continued, and by how many
+PROMPT, CONTINUED = 64, 64  # tokens that are continued, from a window's start and its middle, and by how many
 DECODED = (1, 8, 32)  # sequences that decode at once
 CONTEXT_TOKENS = 128  # of each
 PREFILLED = 512  # tokens of the prompt that is timed
@@ -101,9 +102,9 @@ def run_quantization(context: BenchContext) -> list[Section]:
     exact = Model("float32", load_model(directory, settings.model_copy(update={"dtype": "float32"})))
     context.say("reading texts")
     accuracy = measure_accuracy([exact, *models], windows)
-    del exact
     context.say("continuing texts")
-    measure_divergence(accuracy, models, windows)
+    measure_divergence(accuracy, [exact, *models], windows)
+    del exact
     context.say("timing steps")
     return [accuracy, measure_speed(models, context.runs)]
 
@@ -117,7 +118,7 @@ def read_windows(directory: Path) -> list[list[int]]:
 
 
 def measure_accuracy(models: Sequence[Model], windows: Sequence[list[int]]) -> Section:
-    """Perplexity of each model, and each beside the first and beside the one before it."""
+    """Perplexity of each model, and each beside those before it."""
     losses: dict[str, list[float]] = {model.name: [] for model in models}
     agreements: dict[tuple[str, str], list[Agreement]] = {}
     for window in windows:
@@ -125,9 +126,8 @@ def measure_accuracy(models: Sequence[Model], windows: Sequence[list[int]]) -> S
         following = torch.tensor(window[1:])[:, None]
         for name, log_p in found.items():
             losses[name].append(float(-log_p[:-1].gather(1, following).mean()))
-        exact, plain, small = found
-        for pair in ((exact, plain), (exact, small), (plain, small)):
-            agreements.setdefault(pair, []).append(agreement(found[pair[0]], found[pair[1]]))
+        for one, other in combinations(found, 2):
+            agreements.setdefault((one, other), []).append(agreement(found[one], found[other]))
     section = Section("accuracy", f"{len(windows)} windows of {WINDOW} tokens of our own documentation")
     for name, values in losses.items():
         perplexity = torch.tensor(values).mean().exp()
@@ -149,13 +149,17 @@ def agreement(exact: torch.Tensor, other: torch.Tensor) -> Agreement:
 
 def measure_divergence(section: Section, models: Sequence[Model], windows: Sequence[list[int]]) -> None:
     """Where greedy continuations by two models part, in tokens; those that never do count as whole."""
-    one, other = models
-    shared = []
-    for prompt in (window[:PROMPT] for window in windows):
-        pairs = list(zip(one.continued(prompt), other.continued(prompt), strict=True))
-        shared.append(next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs)))
-    case = f"{other.name} beside {one.name}"
-    section.add(case, f"greedy, same first of {CONTINUED}", "tokens", shared)
+    prompts = [window[start : start + PROMPT] for window in windows for start in (0, WINDOW // 2)]
+    texts = {model.name: [model.continued(prompt) for prompt in prompts] for model in models}
+    for one, other in combinations(texts, 2):
+        shared = [parted(*pair) for pair in zip(texts[one], texts[other], strict=True)]
+        section.add(f"{other} beside {one}", f"greedy, same first of {CONTINUED}", "tokens", shared)
+
+
+def parted(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts of one length begin with in common."""
+    pairs = zip(one, other, strict=True)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), len(one))
 
 
 def measure_speed(models: Sequence[Model], runs: int) -> Section:
