@@ -31,6 +31,7 @@ BATCHES = (1, 8, 64, 256, 1024)
 PROMPT_TOKENS = 32
 SETTLE_STEPS = 20
 BLOCK_SIZE = 16
+DRAIN_S = 10.0  # for the loop to see that those that waited are no longer wanted
 RING = 64  # steps after which the words come round again
 FIXED_US, PER_SEQUENCE_US = 100.0, 5.0
 MOST_GROWTH = 1.5  # of the cost of one more sequence, from 64-256 to 256-1024
@@ -106,6 +107,7 @@ async def host_step(
         await asyncio.gather(*(read(stream) for stream in streams))
         for stream in waiting:
             stream.close()
+        await engine.drain(DRAIN_S)
     finally:
         await engine.stop()
     if len(runner.call_times) < SETTLE_STEPS + num_steps + 1:
