@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from config import ModelSettings
 from engine.model.loader import LoadedModel
-from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.compiler import NativeUnavailable, check_cpu, find_library
 from engine.model.native.kernels import NativeKernels
 from engine.model.native.records import INDEX, POINTER
 from engine.outputs import Int64, SamplingInputs
 
 
 def find_row_draw(loaded: LoadedModel, settings: ModelSettings, home: Path) -> NativeDraw | None:
-    """What draws the model's tokens under `--compile`; None where tensor operations do."""
-    if settings.compile == "off" or loaded.device.type != "cpu":
+    """What draws the model's tokens under `--compile`; None where tensor operations do. Compiles nothing."""
+    found = find_library(home)
+    if found is None or settings.compile == "off" or loaded.device.type != "cpu":
         return None
     try:
-        found = library(home)
+        check_cpu()
         NativeKernels(found)  # refuses a library that has threads of its own
         return NativeDraw(found)
-    except NativeUnavailable:  # which the kernels of the model have told the log, or refused
+    except NativeUnavailable:
         return None
 
 
