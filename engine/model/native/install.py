@@ -90,7 +90,7 @@ def foresee(outline: LoadedModel, home: Path) -> str:
     count = Counter(place.name_of_kind for place in find_places(outline.model))
     if not count:
         raise _nothing_to_do(outline)
-    return _listed(count) + ("" if is_ready else "; the first start compiles them, in about a second")
+    return _listed(count) + ("" if is_ready else "; the first start compiles them, in a few seconds")
 
 
 def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:

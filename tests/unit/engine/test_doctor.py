@@ -188,7 +188,7 @@ def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.Monke
 
     # Heads of 16 are too narrow for attention.
     modules = "2 gated MLPs, 5 norms, 9 projections"
-    assert told() == f"{modules}; the first start compiles them, in about a second"
+    assert told() == f"{modules}; the first start compiles them, in a few seconds"
     monkeypatch.setattr("engine.model.native.install.find_library", lambda home: home)
     assert told("--compile", "on") == modules
     assert told("--compile", "off") == "not used: --compile off"
