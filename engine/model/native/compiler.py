@@ -1,4 +1,4 @@
-"""From kernels.cpp and its headers to a shared library in the cache: one second once, then nothing."""
+"""From kernels.cpp and its headers to a shared library in the cache: a few seconds once, then nothing."""
 
 from __future__ import annotations
 
