@@ -10,26 +10,44 @@ from tempfile import mkdtemp
 
 import pytest
 
-from engine.model.native.compiler import NativeUnavailable, library
+from engine.model.native.compiler import NativeUnavailable, check_cpu, find_compiler, library
+from engine.model.native.drawing import NativeDraw
 from engine.model.native.kernels import NativeKernels
 
 
 @cache
-def compiled_home() -> Path:
-    """A home with the kernels in it, compiled once a process; skips the test where they cannot be had."""
+def _compiled() -> Path:
     home = Path(mkdtemp())
     atexit.register(rmtree, home, ignore_errors=True)
-    try:
-        library(home)
-    except NativeUnavailable as reason:
-        pytest.skip(f"compiled kernels: {reason}")
+    library(home)
     return home
 
 
-@cache
-def compiled_kernels() -> NativeKernels:
-    """The kernels, loaded once a process; skips the test with the reason where they cannot be had."""
+def compiled_home() -> Path:
+    """A home with the kernels in it, compiled once a process.
+
+    Skips the test with the reason where no machine like this could have them; source that does not compile
+    fails it.
+    """
     try:
-        return NativeKernels(library(compiled_home()))
+        check_cpu()
+        find_compiler()
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
+    return _compiled()
+
+
+@cache
+def _loaded() -> NativeKernels:
+    return NativeKernels(library(compiled_home()))
+
+
+def compiled_kernels() -> NativeKernels:
+    """The kernels, loaded once a process; as `compiled_home`."""
+    compiled_home()
+    return _loaded()
+
+
+def compiled_draw() -> NativeDraw:
+    """What draws rows; as `compiled_home`."""
+    return NativeDraw(library(compiled_home()))
