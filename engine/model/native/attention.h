@@ -8,35 +8,29 @@
 #pragma once
 
 #include "attention_desk.h"
+#include "team.h"
 
 namespace {
 
 constexpr Index ENOUGH_TILES = 4;  // tiles for each thread: where there are fewer, chunks are shared out
 
 // With chunks shared out as well: their records are folded in the order of positions.
-void attend_chunks_in_team(const Tiles& tiles, Index spans, Desk& desk) {
-  const Index chunks = tiles.most_chunks(), size = desk.tile_records(), threads = omp_get_num_threads();
+void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Desk& desk) {
+  const Index chunks = tiles.most_chunks(), size = desk.tile_records();
   const auto part = [&](Index i) { return tiles.span(i / chunks).chunk(i % chunks); };
-  float* records = nullptr;
-#pragma omp single copyprivate(records)
-  records = room(spans * chunks * size);
-#pragma omp for schedule(dynamic, 1)
-  for (Index i = 0; i < spans * chunks; i++) desk.attend_chunk(part(i), part(i + threads), records + i * size);
-#pragma omp for schedule(dynamic, 1)
-  for (Index i = 0; i < spans; i++) desk.gather(tiles.span(i), records + i * chunks * size);
-#pragma omp single
-  std::free(records);
+  float* records = me.room(spans * chunks * size);
+  me.each(spans * chunks, [&](Index i) { desk.attend_chunk(part(i), part(i + 1), records + i * size); });
+  me.each(spans, [&](Index i) { desk.gather(tiles.span(i), records + i * chunks * size); });
 }
 
 // softmax(q k^T * scale) v of every token, for every thread of a team, with a barrier behind it.
-void attend_in_team(const Attention* a) {
-  const Tiles tiles(*a);
-  const Index spans = tiles.count() * a->kv_heads, threads = omp_get_num_threads();
-  Desk desk(*a, tiles);
+void attend_in_team(Worker& me, const Attention& a) {
+  const Tiles tiles(a);
+  const Index spans = tiles.count() * a.kv_heads, threads = me.team_size();
+  Desk desk(a, tiles);
   if (threads > 1 && spans < ENOUGH_TILES * threads && tiles.most_chunks() > 1)
-    return attend_chunks_in_team(tiles, spans, desk);
-#pragma omp for schedule(dynamic, 1)
-  for (Index i = 0; i < spans; i++) desk.attend(tiles.span(i), tiles.span(i + threads));
+    return attend_chunks_in_team(me, tiles, spans, desk);
+  me.each(spans, [&](Index i) { desk.attend(tiles.span(i), tiles.span(i + 1)); });
 }
 
 }  // namespace
@@ -45,8 +39,7 @@ extern "C" {
 
 // As attend_in_team, with a team of its own.
 void slip_attend(const Attention* a) {
-#pragma omp parallel if (Tiles(*a).positions() * a->heads > 2048)
-  attend_in_team(a);
+  in_team(Tiles(*a).positions() * a->heads > 2048, [&](Worker& me) { attend_in_team(me, *a); });
 }
 
 }  // extern "C"

@@ -36,9 +36,9 @@ struct DecoderStep {  // records.py mirrors it
 namespace {
 
 // act [n, width] = silu(gate) * up of x [n, k]. For every thread of a team, with a barrier behind it.
-void gated_product_in_team(const Product& gate_and_up, const bf16* x, bf16* act, Index n) {
+void gated_product_in_team(Worker& me, const Product& gate_and_up, const bf16* x, bf16* act, Index n) {
   const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL, k = gate_and_up.k;
-  for_panels(n, panels, [&](Index first, Index stop, Index p) {
+  for_panels(me, n, panels, [&](Index first, Index stop, Index p) {
     alignas(64) bf16 gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
     times_panel(gate_and_up, p, x + first * k, stop - first, {gate, nullptr, PANEL});
     times_panel(gate_and_up, panels + p, x + first * k, stop - first, {up, nullptr, PANEL});
@@ -61,15 +61,13 @@ struct Scratch {
 };
 
 // hidden += attention(norm(hidden)). As all below, for every thread of a team.
-void attend_layer(const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
+void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
-  normalize_in_team(s.hidden, layer.attention_norm, at.normed, s.n, d.hidden);
-  product_in_team(layer.qkv, at.normed, at.qkv, s.n);
+  normalize_in_team(me, s.hidden, layer.attention_norm, at.normed, s.n, d.hidden);
+  product_in_team(me, layer.qkv, at.normed, at.qkv, s.n);
   Attention attention = *s.attention;
-  const Rotation rotation{at.qkv,           s.cos,           s.sin,   layer.query_norm, layer.key_norm,
-                          at.query,         s.keys[index],   s.values[index], s.slots,
-                          s.n,              d.heads,         d.kv_heads,      d.dim,    attention.block_size};
-  rotate_and_write_in_team(rotation);
+  rotate_and_write_in_team(me, {at.qkv, s.cos, s.sin, layer.query_norm, layer.key_norm, at.query, s.keys[index],
+                                s.values[index], s.slots, s.n, d.heads, d.kv_heads, d.dim, attention.block_size});
   attention.query = at.query;
   attention.keys = s.keys[index];
   attention.values = s.values[index];
@@ -77,16 +75,16 @@ void attend_layer(const Decoder& d, const DecoderStep& s, Index index, const Scr
   attention.window = layer.window;
   attention.scale = layer.scale;
   attention.softcap = layer.softcap;
-  attend_in_team(&attention);
-  product_in_team(layer.output, at.attended, s.hidden, s.n, s.hidden);
+  attend_in_team(me, attention);
+  product_in_team(me, layer.output, at.attended, s.hidden, s.n, s.hidden);
 }
 
 // hidden += mlp(norm(hidden)).
-void transform_layer(const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
+void transform_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
-  normalize_in_team(s.hidden, layer.mlp_norm, at.normed, s.n, d.hidden);
-  gated_product_in_team(layer.gate_up, at.normed, at.act, s.n);
-  product_in_team(layer.down, at.act, s.hidden, s.n, s.hidden);
+  normalize_in_team(me, s.hidden, layer.mlp_norm, at.normed, s.n, d.hidden);
+  gated_product_in_team(me, layer.gate_up, at.normed, at.act, s.n);
+  product_in_team(me, layer.down, at.act, s.hidden, s.n, s.hidden);
 }
 
 }  // namespace
@@ -99,14 +97,13 @@ Index slip_decoder_scratch(const Decoder* d) { return Scratch::width(*d); }
 // Every layer and the last norm, in one parallel region: threads meet where one reads what another wrote.
 void slip_decode(const Decoder* d, const DecoderStep* s) {
   const Scratch at(*d, *s);
-#pragma omp parallel
-  {
+  in_team(true, [&](Worker& me) {
     for (Index index = 0; index < d->num_layers; index++) {
-      attend_layer(*d, *s, index, at);
-      transform_layer(*d, *s, index, at);
+      attend_layer(me, *d, *s, index, at);
+      transform_layer(me, *d, *s, index, at);
     }
-    normalize_in_team(s->hidden, d->last_norm, s->hidden, s->n, d->hidden);
-  }
+    normalize_in_team(me, s->hidden, d->last_norm, s->hidden, s->n, d->hidden);
+  });
 }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "panels.h"
+#include "team.h"
 
 namespace {
 
@@ -133,25 +134,24 @@ void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
 
 // Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
 template <class Work>
-void for_panels(Index n, Index panels, Work work) {
+void for_panels(Worker& me, Index n, Index panels, Work work) {
   if (n <= ROW_BLOCK) {
-#pragma omp for schedule(static)
-    for (Index p = 0; p < panels; p++) work(0, n, p);
+    me.each(panels, [&](Index p) { work(0, n, p); });
     return;
   }
   const Index row_blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK, panel_blocks = (panels + PANEL_BLOCK - 1) / PANEL_BLOCK;
-#pragma omp for schedule(dynamic, 1) collapse(2)
-  for (Index b = 0; b < row_blocks; b++)
-    for (Index q = 0; q < panel_blocks; q++)
-      for (Index p = q * PANEL_BLOCK; p < std::min(panels, (q + 1) * PANEL_BLOCK); p++)
-        work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p);
+  me.each(row_blocks * panel_blocks, [&](Index block) {
+    const Index b = block / panel_blocks, q = block % panel_blocks;
+    for (Index p = q * PANEL_BLOCK; p < std::min(panels, (q + 1) * PANEL_BLOCK); p++)
+      work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p);
+  });
 }
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias and `residual`, which may be y; null for none.
 // For every thread of a team, with a barrier behind it.
-void product_in_team(const Product& w, const bf16* x, bf16* y, Index n, const bf16* residual = nullptr) {
+void product_in_team(Worker& me, const Product& w, const bf16* x, bf16* y, Index n, const bf16* residual = nullptr) {
   const Target to{y, residual, w.out};
-  for_panels(n, w.out / PANEL, [&](Index first, Index stop, Index p) {
+  for_panels(me, n, w.out / PANEL, [&](Index first, Index stop, Index p) {
     times_panel(w, p, x + first * w.k, stop - first, to.at(first, p * PANEL));
   });
 }
@@ -162,8 +162,7 @@ extern "C" {
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
 void slip_linear(const Product* w, const bf16* x, bf16* y, Index n) {
-#pragma omp parallel
-  product_in_team(*w, x, y, n);
+  in_team(true, [&](Worker& me) { product_in_team(me, *w, x, y, n); });
 }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "team.h"
 
 extern "C" {
 
@@ -81,15 +81,13 @@ void rotate_and_write(const Rotation& r, Index i) {
 }
 
 // For every thread of a team, with a barrier behind it: y [n, width] = the rows of x, each normalized.
-void normalize_in_team(const bf16* x, Norm norm, bf16* y, Index n, Index width) {
-#pragma omp for schedule(static)
-  for (Index i = 0; i < n; i++) normalize(x + i * width, norm, y + i * width, width);
+void normalize_in_team(Worker& me, const bf16* x, Norm norm, bf16* y, Index n, Index width) {
+  me.each(n, [&](Index i) { normalize(x + i * width, norm, y + i * width, width); });
 }
 
 // Likewise: norm each head where there is a norm, rotate queries and keys, put keys and values into their pages.
-void rotate_and_write_in_team(const Rotation& r) {
-#pragma omp for schedule(static)
-  for (Index i = 0; i < r.n; i++) rotate_and_write(r, i);
+void rotate_and_write_in_team(Worker& me, const Rotation& r) {
+  me.each(r.n, [&](Index i) { rotate_and_write(r, i); });
 }
 
 }  // namespace
@@ -98,8 +96,7 @@ extern "C" {
 
 // x [n, width] over the root mean square of each row, times the norm's weight [width].
 void slip_rms_norm(const bf16* x, const Norm* norm, bf16* y, Index n, Index width) {
-#pragma omp parallel if (n * width > SERIAL)
-  normalize_in_team(x, *norm, y, n, width);
+  in_team(n * width > SERIAL, [&](Worker& me) { normalize_in_team(me, x, *norm, y, n, width); });
 }
 
 // y [n, width] = silu(gate) * up, which lie in x [n, 2 * width] one after the other.
@@ -110,8 +107,8 @@ void slip_silu_mul(const bf16* x, bf16* y, Index n, Index width) {
 
 // See rotate_and_write_in_team.
 void slip_rotate_and_write(const Rotation* r) {
-#pragma omp parallel if (r->n * (r->heads + 2 * r->kv_heads) * r->dim > SERIAL)
-  rotate_and_write_in_team(*r);
+  const Index numbers = r->n * (r->heads + 2 * r->kv_heads) * r->dim;
+  in_team(numbers > SERIAL, [&](Worker& me) { rotate_and_write_in_team(me, *r); });
 }
 
 }  // extern "C"
