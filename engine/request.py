@@ -188,6 +188,17 @@ class Request:
         return sampling.has_penalties or bool(sampling.bad_words) or self.grammar is not None
 
     @property
+    def wants_only_draws(self) -> bool:
+        """True when nothing but a draw is wanted of its logits, from the token after the next one on.
+
+        Then a device can go on by itself: no logits to be changed, none to be told of.
+        """
+        sampling = self.sampling
+        is_changed = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
+        is_banning = self.num_output_tokens + 1 < sampling.min_tokens
+        return not (is_changed or is_banning or sampling.logprobs is not None or self.draws_by_history)
+
+    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -13,9 +13,9 @@ def plan_ahead(flight: Flight, seats: Seats, decoder: SpeculativeDecoder, limit:
     """The next token of everybody who runs, by the row of `flight` that draws the one before it.
 
     None if the next step has to wait: unless all who run are drawn for in `flight`, and without drafts, or if
-    the distribution of a next token depends on the one before it by more than the model, or drafts are at
-    hand or waited for, or if blocks are short, or there are more than `limit`. Otherwise the controller has
-    been told of the load, and blocks are there.
+    more than a draw is wanted of anybody's logits, which may need the token before it and keeps the device
+    waiting anyway, or if drafts are at hand or waited for, or blocks are short, or there are more than
+    `limit`. Otherwise the controller has been told of the load, and blocks are there.
 
     Those whose last token `flight` draws are left out. Who ends by a stop token or string, or is ended, has a
     token drawn in vain: whoever commits drops it. That is async scheduling as vLLM does it and SGLang's
@@ -32,7 +32,7 @@ def plan_ahead(flight: Flight, seats: Seats, decoder: SpeculativeDecoder, limit:
         if len(request.token_ids) + 1 < request.max_num_tokens:
             cargo.append(token_drawn_by(request, row))
     going_on = [item.request for item in cargo]
-    if not 0 < len(cargo) <= limit or any(request.draws_by_history for request in going_on):
+    if not 0 < len(cargo) <= limit or not all(request.wants_only_draws for request in going_on):
         return None
     if decoder.expects_drafts(going_on) or not seats.make_room_ahead(going_on):
         return None

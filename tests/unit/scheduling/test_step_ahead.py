@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.outputs import BatchDecision, LogitAdjustment, SampledRows
+from engine.outputs import BatchDecision, SampledRows
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batcher import ContinuousBatcher
 from tests.factories import make_batcher, make_request, shape_of
@@ -181,20 +181,27 @@ def test_it_waits_for_tokens_that_decide_what_may_be_drawn() -> None:
         assert batcher.step_ahead(batcher.step()) is None, sampling
 
 
-def test_what_hangs_on_the_number_of_tokens_alone_does_not_wait() -> None:
+def test_it_waits_where_logits_are_changed_or_told_of() -> None:
+    for sampling in ({"logit_bias": ((5, 1.0),)}, {"allowed_token_ids": (5, 6)}, {"logprobs": 0}):
+        batcher = make_batcher()
+        decoding(batcher, 3, **sampling)
+        assert batcher.step_ahead(batcher.step()) is None, sampling
+
+
+def test_it_waits_until_stop_tokens_may_be_drawn() -> None:
     batcher = make_batcher()
-    (a,) = decoding(batcher, 3, min_tokens=3, stop_token_ids=frozenset([2]), logit_bias=((5, 1.0),))
-    adjustments: list[LogitAdjustment] = []
-    decision: BatchDecision | None = batcher.step()
-    for _ in range(3):
-        assert decision is not None and decision.inputs is not None
-        adjustments += decision.inputs.sampling.adjustments
-        following = batcher.step_ahead(decision)
+    (a,) = decoding(batcher, 3, min_tokens=3, stop_token_ids=frozenset([2]))
+    found = []
+    for _ in range(2):
+        decision = batcher.step()
+        ahead = batcher.step_ahead(decision)
+        assert decision.inputs is not None
+        found.append((a.num_output_tokens, len(decision.inputs.sampling.adjustments), ahead is not None))
         batcher.commit(decision, SampledRows([1]))
-        decision = following
-    banned = LogitAdjustment(row=0, logit_bias=((5, 1.0),), banned_token_ids=(2,))
-    assert adjustments == [banned, banned, LogitAdjustment(row=0, logit_bias=((5, 1.0),))]
-    assert a.num_output_tokens == 4
+    assert found == [(1, 1, False), (2, 1, True)], "the fourth token may be a stop token"
+    assert ahead is not None and ahead.inputs is not None
+    assert ahead.inputs.sampling.adjustments == ()
+    assert batcher.commit(ahead, SampledRows([2]))[0].finish_reason is FinishReason.STOP
 
 
 def test_it_waits_for_who_could_be_seated() -> None:
