@@ -11,16 +11,14 @@ import torch
 
 from engine.model.cuda_runner import CudaRunner
 from engine.model.loader import LoadedModel
-from engine.model.model_runner import ModelRunner
 from engine.outputs import StepInputs
 from engine.request import SamplingParams
-from engine.sampling.sampler import Sampler
 from engine.speculation.drafter import DraftJob, DraftRequest
-from engine.speculation.drafters.draft_loader import draft_graphs, on_device
-from engine.speculation.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes, OnDevice
+from engine.speculation.drafters.draft_loader import on_device
+from engine.speculation.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes
 from engine.speculation.speculation_config import Verification
+from tests import played_back
 from tests.packed import load_tiny, random_tokens
-from tests.recorded import Playback, TabledReference
 from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
 # Enough of the vocabulary for some chains to end in their middle.
@@ -53,11 +51,7 @@ def fresh_model() -> LoadedModel:
 def chaining(sizes: DraftSizes, verification: Verification = "match") -> DraftModelDrafter:
     """A drafter that runs as on a GPU, over recordings that a CPU plays back."""
     loaded = fresh_model()
-    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, Sampler(loaded.vocab_size, loaded.device))
-    plain.forward.backend = TabledReference()
-    runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), Playback())
-    runner.graphs.record(Playback())
-    return DraftModelDrafter(loaded, sizes, verification, OnDevice(runner, None))
+    return DraftModelDrafter(loaded, sizes, verification, played_back.on_device(loaded, sizes))
 
 
 def sizes_with(**changes: int) -> DraftSizes:

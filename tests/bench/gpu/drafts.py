@@ -41,10 +41,10 @@ class _Pair:
 
 
 class _Found(NamedTuple):
-    """Tokens a second of each schedule's runs, and how much of the drafts was right."""
+    """Tokens a second of each schedule's runs, and how much of the drafts was right, if there were any."""
 
     rates: dict[str, list[float]]
-    accepted_percent: float
+    accepted_percent: list[float]
 
 
 def run_drafts(bench: Bench) -> Section:
@@ -108,7 +108,8 @@ async def _measure(bench: Bench, section: Section, pair: _Pair) -> Rates:
                 rates[arm, batch] = statistics.median(runs)
             for arm in _ARMS[1:]:
                 section.add(name, f"{arm} / off", "x", [rates[arm, batch] / rates["off", batch]])
-            section.add(name, "accepted", "%", [found.accepted_percent])
+            if found.accepted_percent:
+                section.add(name, "accepted", "%", found.accepted_percent)
             bench.keep(section)
     return rates
 
@@ -140,5 +141,5 @@ async def _in_turns(bench: Bench, engines: dict[str, MadeEngine], batch: int) ->
             figures = BurstFigures.of(await burst(made.engine, prompts, bench.sizes.draft_tokens))
             if run:
                 rates[arm].append(figures.output_tokens_per_s)
-    num_proposed = max(1, stats.num_proposed - proposed)
-    return _Found(rates, 100 * (stats.num_accepted - accepted) / num_proposed)
+    num_proposed, num_accepted = stats.num_proposed - proposed, stats.num_accepted - accepted
+    return _Found(rates, [100 * num_accepted / num_proposed] if num_proposed else [])

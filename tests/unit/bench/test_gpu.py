@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,18 @@ from tests.bench.gpu.made_models import (
 )
 from tests.bench.gpu.sizes import FULL, SMALL
 from tests.bench.report import Bar, Section
+from tests.played_back import on_device, play_back_targets
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for their threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_gaps_between_steps_are_the_long_ones() -> None:
@@ -116,12 +127,31 @@ def test_settings_hold_all_sequences_at_once() -> None:
     assert settings.speculation.speculative_method == "none" and not settings.cache.prefix_caching
 
 
-@pytest.mark.parametrize("name", ["prefill", "drafts", "curve"])
+@pytest.mark.parametrize("name", ["prefill", "curve"])
 def test_a_section_with_tiny_models(name: str, tmp_path: Path) -> None:
     assert command.run_part(name, tmp_path / "found", small=True) == 0
     section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
     assert section.measurements and all(one.median is not None for one in section.measurements)
-    assert len(section.bars) == {"prefill": 1, "drafts": 3, "curve": 0}[name]
+    assert len(section.bars) == {"prefill": 1, "curve": 0}[name]
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets and draft models run as they do on a GPU."""
+    play_back_targets(monkeypatch)
+    monkeypatch.setattr("tests.bench.gpu.drafts.on_device", on_device)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", ["decode", "drafts"])
+def test_a_section_on_the_runner_of_a_gpu(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "slipstream.model")
+    assert command.run_part(name, tmp_path / "found", small=True) == 0
+    section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
+    assert all(one.median is not None for one in section.measurements)
+    assert "recorded" in caplog.text and len(section.bars) == 3
 
 
 @pytest.mark.slow
