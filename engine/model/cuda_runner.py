@@ -14,8 +14,17 @@ from engine.model.graphs.launched import DrawnTokens, Launched, StepMarks
 from engine.model.graphs.recorder import Recorder
 from engine.model.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.model.model_runner import ModelRunner, last_rows
+from engine.model.rehearsal import plain_sampling
 from engine.outputs import Int32, Int64, StepInputs, StepResult
-from engine.sampling.device_draw import PlainDraw, can_draw, draw_filtered, draw_plain, filtered_rows
+from engine.sampling.device_draw import (
+    DrawColumns,
+    PlainDraw,
+    can_draw,
+    column_words,
+    draw_filtered,
+    draw_plain,
+    filtered_rows,
+)
 from engine.speculation.draft_rows import DraftRows
 from engine.speculation.verified import Verified
 
@@ -46,7 +55,7 @@ class CudaRunner:
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
-        tokens = TokenMemory(self._drawn, plain_draw)
+        self._tokens = tokens = TokenMemory(self._drawn, plain_draw)
         self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
         self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
 
@@ -58,7 +67,16 @@ class CudaRunner:
     def warm_up(self) -> None:
         """Have everything compiled and recorded that serving needs, so that no request is slow for it."""
         self._runner.warm_up()
+        self._warm_up_draw()
         self.graphs.record(self._recorder)
+
+    @torch.inference_mode()
+    def _warm_up_draw(self) -> None:
+        """Have the draw compiled for logits as the model's mostly are, even if no recording does."""
+        loaded = self._runner.forward.loaded
+        logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
+        words = self._send(column_words(plain_sampling(np.zeros(1)), np.zeros(1, np.int64), 1))
+        self._tokens.draw(logits, DrawColumns.of({name: words[name] for name in DrawColumns._fields}))
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See ModelRunner.run."""
