@@ -113,7 +113,7 @@ class ModelSettings(Section):
         "auto", description="kernels compiled for this CPU; auto = where that is possible"
     )
     quantization: Quantization = Field(
-        "none", description="weights as the compiled kernels read them; int8 = half the memory, nearly exact"
+        "none", description="weights as compiled kernels read them; int8 = half the memory, nearly exact"
     )
 
     @property
