@@ -20,10 +20,10 @@ from rich.console import Console
 
 from engine.model.attention import LayerCall
 from engine.model.attention.triton_attention import Gpu, TritonAttention, TritonStep
-from engine.model.device import mark, seconds_between
 from engine.model.kv_tensors import KvTensors
 from engine.model.layer_kv import LayerKv
 from tests.attention_noise import Chunk, scattered_step
+from tests.bench.gpu import device_rates
 from tests.bench.machine import about
 from tests.bench.report import Section, report_json
 
@@ -69,15 +69,7 @@ class Case:
 
 def seconds_of(work: Callable[[], object]) -> list[float]:
     """What one call of `work` takes on the current device, by its own clock, in several runs."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    work()
-    runs = []
-    for _ in range(RUNS):
-        begin = mark(device)
-        for _ in range(REPEATS):
-            work()
-        runs.append(seconds_between(begin, mark(device)) / REPEATS)
-    return runs
+    return device_rates.seconds_of(work, torch.device("cuda", torch.cuda.current_device()), REPEATS)
 
 
 def launch_seconds(case: Case) -> list[float]:
