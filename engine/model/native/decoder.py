@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.model.attention import CONTEXT_KEYWORD, AttentionContext, PagedRows
 from engine.model.native.families import is_plain
@@ -24,6 +24,16 @@ _PARTS: dict[str, type[nn.Module]] = {
     "input_layernorm": NativeRmsNorm,
     "post_attention_layernorm": NativeRmsNorm,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What a model's head reads of its base model's output; transformers' own is slow to make."""
+
+    last_hidden_state: torch.Tensor  # [1, N, hidden]
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
 
 
 class NativeDecoder(nn.Module):
@@ -61,7 +71,7 @@ class NativeDecoder(nn.Module):
             return self.plain(input_ids=input_ids, position_ids=position_ids, **options)
         hidden = self.embed_tokens(input_ids)  # [1, N, hidden]
         self._decode(hidden[0], position_ids[0], context, rows)
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+        return DecoderOutput(hidden)
 
     def _decode(
         self, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext, rows: PagedRows
