@@ -22,7 +22,7 @@ help:
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
-	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes"
+	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
 	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
@@ -91,6 +91,7 @@ bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 bench-gpu: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
 	@$(BIN)/python -m tests.bench.gpu --json $(or $(JSON),.bench/gpu.json) $(ARGS)
 
 sim: $(STAMP)

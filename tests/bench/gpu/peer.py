@@ -88,9 +88,7 @@ class _Peer:
         blocks = sum(-(-(len(prompt) + max_tokens) // _PAGE_TOKENS) + 1 for prompt in prompts)
         wanted = {
             "page_size": _PAGE_TOKENS,
-            "num_blocks": blocks
-            + blocks // 4
-            + 4,  # it stops admitting when 15 % or less are free
+            "num_blocks": blocks + blocks // 4 + 4,  # it stops admitting when 15 % or less are free
             "max_batch_tokens": max(_MAX_BATCH_TOKENS, len(prompts)),
             "max_requests_per_batch": len(prompts),
             "allow_block_sharing": False,
