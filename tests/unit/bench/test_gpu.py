@@ -155,6 +155,7 @@ def test_a_section_on_the_runner_of_a_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)  # six processes
 def test_the_whole_command_with_tiny_models(tmp_path: Path) -> None:
     found = tmp_path / "report.json"
     assert command.run(["--small", "--json", str(found)]) == 0
