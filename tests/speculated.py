@@ -40,6 +40,7 @@ def single_threaded() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.build.use_compute_threads", lambda: torch.set_num_threads(1))
+        patch.setattr("engine.build.worthwhile_threads", lambda: (1,))
         yield
     torch.set_num_threads(before)
 
