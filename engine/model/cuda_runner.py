@@ -28,6 +28,8 @@ from engine.sampling.device_draw import (
 from engine.speculation.draft_rows import DraftRows
 from engine.speculation.verified import Verified
 
+_LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
+
 
 class CudaRunner:
     """An AheadRunner over the tensors and the parts of `runner`, which it has for itself.
@@ -50,7 +52,7 @@ class CudaRunner:
         self._recorder = recorder
         self.kv = kv = runner.kv
         self.swap = runner.swap
-        num_places = max(max_rows, *(shape.num_tokens for shape in limits.shapes()))
+        num_places = max(max_rows, _LEAST_PLACES, *(shape.num_tokens for shape in limits.shapes()))
         self._drawn = torch.zeros(num_places, dtype=torch.int64, device=kv.device)
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
