@@ -36,6 +36,7 @@ EVENTS = {
     "drafts dropped: stale": 500,
     "drafts dropped: late": 20,
     "drafts dropped: cancelled": 500,
+    "steps ahead": 1000,
 }
 
 pytestmark = pytest.mark.parametrize("faulty", [False, True], ids=["healthy", "faulty"])
