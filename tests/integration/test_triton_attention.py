@@ -184,7 +184,7 @@ def test_what_a_bucket_cannot_hold_is_refused() -> None:
     kv = KvTensors((LayerKv(1, 16, 16),), 4, 16, torch.float32, CPU)
     tables = StepTables(CPU, attention.workforce(kv), Bucket(2, 2, 4))
     tables.reserve([HeadShape(2, 1, None)])
-    with pytest.raises(ValueError, match="kv_lens|query_starts"):
+    with pytest.raises(ValueError, match=r"kv_lens|query_starts"):
         tables.fill(scattered_step([Chunk(1)] * 3, 16)[0])
     with pytest.raises(ValueError, match="verify"):
         tables.fill(scattered_step([Chunk(1, 2)], 16)[0])
