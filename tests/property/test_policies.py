@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from itertools import count
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from engine.outputs import SampledRows
 from engine.request import Request, RequestStatus
@@ -31,7 +31,11 @@ def run_step(batcher: ContinuousBatcher) -> list[Request]:
 
 
 class Backlog:
-    """Tenants that always have requests waiting, and what each of them was served so far."""
+    """Tenants that always have requests waiting, and what each of them was served so far.
+
+    More of each than there are seats: a tenant whose last ones are all seated, and end together, has left for
+    a moment, and who comes back brings no credit for it.
+    """
 
     def __init__(
         self, batcher: ContinuousBatcher, jobs: dict[str, list[tuple[int, int]]], excess: int
@@ -43,7 +47,8 @@ class Backlog:
         self._computed: dict[str, int] = {}  # prompt tokens ever computed, by request
         self._live: list[Request] = []
         self._next: defaultdict[str, int] = defaultdict(int)
-        self._depth = {tenant: 2 + excess * (tenant == "greedy") for tenant in jobs}
+        least = batcher.config.max_num_seqs + 1
+        self._depth = {tenant: least + excess * (tenant == "greedy") for tenant in jobs}
 
     def refill(self) -> None:
         waiting = Counter(r.tenant for r in self._live if r.status is RequestStatus.WAITING)
@@ -74,6 +79,7 @@ class Backlog:
 
 @EXAMPLES
 @given(greedy=JOBS, modest=JOBS, seats=st.integers(1, 6), budget=st.sampled_from([4, 16, 64]))
+@example(greedy=[(1, 3)], modest=[(1, 3)], seats=3, budget=4)  # all seats are freed at once
 def test_two_tenants_with_work_are_served_within_the_bound(
     greedy: list[tuple[int, int]], modest: list[tuple[int, int]], seats: int, budget: int
 ) -> None:
