@@ -223,6 +223,7 @@ class EngineLoop:
         if decision.inputs is not None and decision.inputs.prompt_rows is not None:
             self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
         self._deliver(committed, result.rows, self._landed_at)
+        self._learn_draft_costs(decision, result, started)
 
     def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
         if result.features is None:
@@ -238,11 +239,20 @@ class EngineLoop:
             costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         else:
             self._metrics.verify_duration.observe(seconds)
-        if decision.num_prefill_tokens == 0:
-            num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
-            self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, seconds)
         if result.swap_bytes:
             costs.observe_swap(result.swap_bytes, result.swap_s)
+
+    def _learn_draft_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
+        """Tell what the step took by the clock: laying out and committing drafts costs the host, too.
+
+        What was waited for drafts is counted where it is decided whether to wait.
+        """
+        if decision.num_prefill_tokens:
+            return
+        num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
+        step_s = self._clock() - started - self._decoder.waited_s
+        pass_s = result.forward_s + result.sample_s
+        self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, pass_s, max(pass_s, step_s))
 
     def _measure_drain(self, seconds: float) -> None:
         num_ended = self._requests.num_ended

@@ -418,11 +418,13 @@ class SpeculativeDecoder:
 
     # What steps took.
 
-    def observe_pass(self, num_seqs: int, num_tokens: int, num_drafts: int, seconds: float) -> None:
-        """A pass over decodes and drafts only took so long."""
-        self.costs.observe(num_seqs, num_tokens, seconds)
+    def observe_pass(
+        self, num_seqs: int, num_tokens: int, num_drafts: int, pass_s: float, step_s: float
+    ) -> None:
+        """A step of decodes and drafts only took so long on the device, and so long in all."""
+        self.costs.observe(num_seqs, num_tokens, step_s)
         if num_drafts:
-            self.stats.verify_s += seconds
+            self.stats.verify_s += pass_s
 
     def observe_pace(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """So many sequences got so many tokens in a step, drafting included."""

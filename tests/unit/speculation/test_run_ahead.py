@@ -226,7 +226,7 @@ def test_a_slow_target_waits_as_long_as_its_own_step() -> None:
         loop = asyncio.get_running_loop()
         stage = Stage("sync", perfect(step_s=3.0), clock=loop.time)
         for _ in range(4):
-            stage.decoder.observe_pass(1, 1, 0, 5.0)
+            stage.decoder.observe_pass(1, 1, 0, 5.0, 5.0)
         assert await stage.step(stage.open()) == LONGEST
 
     run_in_virtual_time(main())

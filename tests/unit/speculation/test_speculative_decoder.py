@@ -474,11 +474,12 @@ def test_the_pace_is_held_against_steps_without_drafts() -> None:
     decoder.observe_pace(2, 2, 0.1)
     assert decoder.speedup == 1.0, "costs are unknown"
     for _ in range(8):
-        decoder.observe_pass(2, 2, 0, 0.1)
+        decoder.observe_pass(2, 2, 0, 0.1, 0.1)
     decoder.observe_pace(2, 6, 0.15)
     assert decoder.speedup == pytest.approx(2.0), "three tokens each in the time of one and a half"
-    decoder.observe_pass(2, 8, 6, 0.12)
+    decoder.observe_pass(2, 8, 6, 0.12, 0.15)
     assert decoder.stats.verify_s == 0.12
+    assert decoder.costs.seconds(2, 8) == pytest.approx(0.15), "what drafts cost the host counts"
 
 
 def test_what_a_step_may_bring_is_all_at_first_then_what_one_round_in_twenty_brings() -> None:
