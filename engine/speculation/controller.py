@@ -23,6 +23,7 @@ _PROBE_AT_LAST = 400  # steps, when probes are held back for their price
 _PROBE_SHARE = 0.01  # of the time that probes may take
 _SURPRISING = 0.7  # below this rate, a probe that succeeds is followed up at once
 _HYSTERESIS = 1.03
+_MARGIN = 1.05  # the best of many estimates is an overestimate, so it must be this much better than no drafts
 _PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
 _RELIEF = 0.8  # of the price at which drafting stopped, to start again
 _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
@@ -286,8 +287,7 @@ class GoodputPolicy:
         order = np.argsort(-values, kind="stable")[: load.max_draft_tokens]
         tokens = load.num_seqs + np.concatenate(([0.0], np.cumsum(values[order])))
         rates = tokens / (step_s[: len(tokens)] + load.draft_s)
-        if not self._is_verifying:
-            rates[0] *= _HYSTERESIS
+        rates[0] *= _MARGIN if self._is_verifying else _MARGIN * _HYSTERESIS
         best = int(np.argmax(rates))
         if survivals:
             self._is_verifying = best > 0

@@ -22,6 +22,7 @@ def plot_scale(points: Sequence[Point], folder: Path) -> Path:
     _draw(share, points, "host and sampling, % of a step", lambda point: 100 * point[3])
     for axes in (output, step):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     output.legend(title="context")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scale.png"
@@ -35,6 +36,8 @@ def _draw(axes: Axes, points: Sequence[Point], label: str, value: Callable[[Poin
         axes.plot(
             [point[0] for point in own], [value(point) for point in own], marker="o", label=str(context)
         )
+    batches = sorted({point[0] for point in points})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, labels=[str(batch) for batch in batches], minor=False)
     axes.set(xlabel="sequences decoding", ylabel=label)
     axes.grid(visible=True, alpha=0.3)
