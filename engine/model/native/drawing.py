@@ -43,8 +43,8 @@ class NativeDraw:
     """A RowDraw on the compiled kernels, for logits in float32 or bfloat16 on the CPU.
 
     By the same rules as engine/sampling/processors.py and noise.py. Only its exponential and its logarithms
-    round otherwise in the last bit, so that the two choose alike but for one draw in millions. Raises
-    NativeUnavailable if the library cannot be loaded.
+    round otherwise in the last bit, so that the two choose alike unless two tokens are as close as that.
+    Raises NativeUnavailable if the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
