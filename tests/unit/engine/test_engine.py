@@ -48,6 +48,15 @@ async def test_many_at_once_each_get_their_own_text() -> None:
         assert harness.runner.max_tokens_seen <= 16
 
 
+async def test_the_host_s_part_of_a_step_counts_in_what_drafts_are_held_against() -> None:
+    async with running_engine() as harness:  # whose model takes no time
+        await collect(harness.submit(PROMPT, max_tokens=20))
+        costs = harness.parts.batcher.decoder.costs
+        found = costs.seconds(1, 1)
+        assert found is not None
+        assert 0 < found < 1
+
+
 async def test_a_full_cache_preempts_and_still_gives_the_right_text() -> None:
     shape = EngineShape(num_blocks=12, max_num_seqs=6, max_model_len=40)
     prompts = [[seed, 7, 9, seed + 1] for seed in range(6)]
