@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -28,13 +28,7 @@ GROUPED = LayerKv(2, 16, 16)
 Chunk = tuple[int, int]  # (tokens already computed, tokens of this step)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products are slower on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_step(chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> tuple[StepInputs, int]:

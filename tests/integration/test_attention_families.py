@@ -16,13 +16,7 @@ BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttent
 BLOCK_SIZES = (4, 16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products are slower on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(

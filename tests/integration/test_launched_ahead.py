@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from engine.model.model_runner import ModelRunner
 from engine.model.rehearsal import Part, pack_step
@@ -20,10 +19,7 @@ PROMPTS = [random_tokens(np.random.default_rng(seed), 3 + seed) for seed in rang
 BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(3)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tiny products are slower on more threads."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_runner() -> ModelRunner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,7 @@ from tests.packed import random_schedule, random_tokens
 from tests.recurrent import load_recurrent, make_recurrent_runner, pack_seats, run_pieces, whole_logits
 from tests.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products are slower on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,7 @@ from tests.packed import random_tokens
 from tests.recurrent import generated, load_recurrent, make_recurrent_runner, serve
 from tests.tiny_models import RECURRENT_FAMILIES
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products are slower on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PROMPT_LENGTHS = (23, 1, 9, 40, 5, 14, 2, 17, 30)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import pytest
 
 from engine.build import seed_costs
 from engine.model.step_profile import ProfileLimits, StepProfile, profile_steps
 from engine.outputs import SampledRows, StepInputs, StepResult
 from tests.factories import make_batcher
 from tests.integration.test_model_runner import BLOCK_SIZE, make_runner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sizes_of(limits: ProfileLimits) -> list[tuple[int, int]]:
@@ -18,7 +20,6 @@ def sizes_of(limits: ProfileLimits) -> list[tuple[int, int]]:
 
 
 def test_a_model_s_steps_are_measured() -> None:
-    torch.set_num_threads(1)
     runner = make_runner("llama")
     seen: list[StepInputs] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,13 +30,7 @@ LOGIT = st.one_of(st.integers(-40, 40).map(lambda n: n / 4), st.floats(-30, 30, 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8).map(tuple)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows(temperature: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:

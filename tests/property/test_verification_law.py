@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from engine.sampling.sampler import Sampler
 from engine.speculation.speculation_config import Verification
@@ -35,13 +32,7 @@ PROPOSALS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def p_of(verification: Verification, setting: str, propose: Propose, num_sequences: int, seed: int) -> float:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def single_threaded(one_thread: None) -> None:
     """Small tensors gain nothing from torch's threads and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -6,7 +6,7 @@ found by bisection: it is where a decision turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -32,13 +32,7 @@ Pattern = tuple[float, ...]
 Law = dict[Prefix, float]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Outcome(NamedTuple):

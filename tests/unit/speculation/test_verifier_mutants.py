@@ -5,7 +5,7 @@ A mistake and its control differ in one function and have the same number of seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -41,13 +41,7 @@ PENALISED = adjusted(Row(), frequency_penalty=1.5, repetition_penalty=1.3)
 SAMPLED, CERTAIN = stepwise(2, "sampled"), stepwise(2, "ngram")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def p_of(
