@@ -113,6 +113,10 @@ class PagedKvManager:
         """The sequence's blocks in token order."""
         return tuple(self._sequences[request_id].block_ids)
 
+    def num_blocks_held(self, request_id: str) -> int:
+        """How many blocks the sequence holds."""
+        return len(self._sequences[request_id].block_ids)
+
     def num_published(self, request_id: str) -> int:
         """How many of the sequence's blocks, from the first on, were published, they or their equals."""
         return self._sequences[request_id].num_published

@@ -286,7 +286,7 @@ class ContinuousBatcher:
             if reason is None:
                 self._compute_again(request)
         elif reason is None and len(own) > 1:
-            self.kv.rewind(request.request_id, request.num_computed_tokens)
+            self._seats.take_back_from_drafts(request)
         if reason is not None:
             self._end(request, reason)
         return committed

@@ -42,9 +42,9 @@ class PreemptionPolicy:
     """`recompute` throws KV away, `swap` moves it to the host while there is room, `auto` takes the cheaper.
 
     The oldest running request is never preempted, and nobody more than `max_preemptions` times: a request
-    that was is *spent*. It is seated again only with blocks for all it may ever need, so that it never asks
-    for more. If the oldest runs out of blocks beside none but spent requests it misses steps until one of
-    them, which all advance, has ended: work always goes on.
+    that was is *spent*. It is seated again only with blocks for all it may ever need, and keeps them whatever
+    is drafted for it, so that it never asks for more. If the oldest runs out of blocks beside none but spent
+    requests it misses steps until one of them, which all advance, has ended: work always goes on.
     """
 
     def __init__(

@@ -229,20 +229,21 @@ class Seats:
 
     # Running out of blocks.
 
-    def make_room(self, decodes: Iterable[Request]) -> tuple[list[Request], Request | None]:
+    def make_room(self, decodes: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         """Get each decode a slot for its newest token.
 
-        Returns those preempted for it, maybe some of them, and who must miss this step, which is the oldest.
+        Returns those preempted for it, maybe some of them, and those that must miss this step because they
+        have no slot. Spent requests hold all their blocks, so nobody but the oldest ever has to.
         """
         preempted: list[Request] = []
-        stalled = None
+        stalled: list[Request] = []
         for request in decodes:
             while request.status is RequestStatus.RUNNING:
                 if self.kv.allocate(request.request_id, len(request.token_ids)):
                     break
                 victim = self._preemption.victim(self, self.oldest(), self._policy.key)
                 if victim is None:
-                    stalled = request
+                    stalled.append(request)
                     break
                 self.preempt(victim)
                 preempted.append(victim)
@@ -261,14 +262,23 @@ class Seats:
     def make_room_for_drafts(self, request: Request, num_drafts: int) -> int:
         """Get slots for so many drafts after the newest token, or for fewer; how many. Preempts nobody.
 
-        What every running request may need next, one block, is left free.
+        What every running request may need next, one block, is left free. `take_back_from_drafts` must follow
+        when they are verified.
         """
         kv = self.kv
         num_tokens = len(request.token_ids)
         spare = max(0, kv.num_free_blocks - len(self._running))
-        room = (kv.blocks_for(num_tokens) + spare) * kv.block_size - num_tokens
+        room = (kv.num_blocks_held(request.request_id) + spare) * kv.block_size - num_tokens
         count = min(num_drafts, room)
         return count if kv.allocate(request.request_id, num_tokens + count) else 0
+
+    def take_back_from_drafts(self, request: Request) -> None:
+        """Release the blocks that only rejected drafts needed. A spent request keeps all that it holds.
+
+        It drafts into the blocks that it was seated with, and gets no others.
+        """
+        if not self._preemption.is_spent(request):
+            self.kv.rewind(request.request_id, request.num_computed_tokens)
 
     def preempt(self, request: Request, *, may_swap: bool = True) -> None:
         """Take a running request's seat, and move its KV to the host or drop it. The caller queues it."""

@@ -73,22 +73,27 @@ class StepPlanner:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
         limit = budget.decode_limit(self._reserve(prefills, turn))
-        chosen = self._seats.take_turns(decodes, limit)
-        preempted, stalled = self._seats.make_room(chosen)
-        if preempted:
-            self._requeue(preempted)
-            chosen = [request for request in chosen if request.status is RequestStatus.RUNNING]
-            prefills = [request for request in prefills if request.status is RequestStatus.RUNNING]
-        if stalled is not None:  # all others need no more blocks than they have
-            decodes.remove(stalled)
-            running = [request for request in decodes if request.status is RequestStatus.RUNNING]
-            chosen = self._seats.take_turns(running, limit)
-        decodes = chosen
+        decodes = self._choose_decodes(decodes, limit)
+        prefills = _running(prefills)
         budget.take_decodes(len(decodes))
         if decodes:
             self._keep_gap_short(budget)
         chunks, newcomers = self._chunk(prefills, budget)
         return StepPlan(decodes, chunks, newcomers, budget)
+
+    def _choose_decodes(self, decodes: list[Request], limit: int) -> list[Request]:
+        """The `limit` of `decodes` whose turn it is, with a slot for each one's newest token.
+
+        Blocks for it may be taken from anybody who runs. Who gets no slot all the same misses the step, and
+        somebody else has the turn, who must get a slot too.
+        """
+        while True:
+            chosen = self._seats.take_turns(decodes, limit)
+            preempted, stalled = self._seats.make_room(chosen)
+            self._requeue(preempted)
+            if not stalled:
+                return _running(chosen) if preempted else chosen
+            decodes = [request for request in _running(decodes) if request not in stalled]
 
     def _keep_gap_short(self, budget: TokenBudget) -> None:
         """Leave prefill and drafts what the step has time for by what steps cost, but always some.
@@ -156,3 +161,7 @@ class StepPlanner:
             self._policy.charge(request, chunks[-1][1], 0)
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
         return chunks, newcomers
+
+
+def _running(requests: list[Request]) -> list[Request]:
+    return [request for request in requests if request.status is RequestStatus.RUNNING]

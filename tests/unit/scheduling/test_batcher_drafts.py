@@ -203,6 +203,56 @@ def test_blocks_of_rejected_drafts_are_given_back() -> None:
     assert a.output_token_ids == expected_output([0, 1, 2], 4)
 
 
+def test_the_blocks_that_a_spent_request_may_ever_need_outlive_a_round_of_drafts() -> None:
+    bench = Bench(num_blocks=8, max_num_seqs=2, max_model_len=24)
+    bench.add("old", max_tokens=12)
+    spent = make_request("spent", 3, arrival=1, max_tokens=12)
+    spent.num_preemptions = 8
+    bench.batcher.add(spent)
+    bench.step()
+    held = bench.blocks(spent)
+    assert len(held) == 4, "blocks for 15 tokens"
+    bench.draft_right(spent, 1, num_wrong=2)
+    decision, committed = bench.step()
+    assert entries(decision) == [("old", 3, 1, 0), ("spent", 3, 4, 3)]
+    assert len(committed) == 3
+    assert bench.blocks(spent) == held
+
+
+def test_nobody_is_scheduled_without_a_block_where_the_oldest_and_a_spent_request_run_short() -> None:
+    bench = Bench(num_blocks=10, max_num_seqs=3, max_model_len=16)
+    requests = {"old": bench.add("old", max_tokens=13)}
+    for arrival, (name, length, max_tokens) in enumerate((("drafted", 3, 13), ("last", 1, 15)), start=1):
+        requests[name] = make_request(name, length, arrival=arrival, max_tokens=max_tokens)
+        requests[name].num_preemptions = 8
+    bench.batcher.add(requests["drafted"])
+    bench.step()
+    bench.draft_right(requests["drafted"], 1, num_wrong=3)
+    bench.step()
+    bench.batcher.add(requests["last"])
+    while bench.batcher.has_work:
+        decision, _ = bench.step()
+        for entry in decision.scheduled:
+            request = requests[entry.request_id]
+            if not request.is_finished:
+                held = len(bench.blocks(request)) * 4
+                assert held >= entry.first_position + entry.num_tokens - entry.num_drafts, entry.request_id
+    for request in requests.values():
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        assert request.output_token_ids == expected_output(prompt, request.num_output_tokens)
+
+
+def test_a_spent_request_drafts_into_the_blocks_that_it_holds_anyway() -> None:
+    bench = Bench(num_blocks=5, max_num_seqs=1, max_model_len=20)
+    spent = make_request("spent", 3, max_tokens=17)
+    spent.num_preemptions = 8
+    bench.batcher.add(spent)
+    bench.step()
+    assert bench.batcher.kv.num_free_blocks == 0
+    bench.draft_right(spent, 8)
+    assert entries(bench.step()[0]) == [("spent", 3, 9, 8)]
+
+
 def test_several_tokens_publish_every_block_they_fill() -> None:
     bench = Bench(prefix_caching=True, max_num_seqs=1)
     (a,) = bench.decoding("a")

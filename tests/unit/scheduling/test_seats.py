@@ -2,6 +2,7 @@ import pytest
 
 from engine.request import Request, RequestStatus
 from engine.scheduling.policy import make_policy
+from engine.scheduling.preemption import PreemptionPolicy
 from engine.scheduling.seats import Seats
 from tests.factories import make_kv, make_request
 from tests.fakes import ManualClock
@@ -77,14 +78,14 @@ def test_a_newcomer_leaves_a_block_for_each_running_request() -> None:
 def test_growth_within_a_block_takes_nothing() -> None:
     seats = make_seats(num_blocks=2)
     a, b = seat(seats, "a", 3, arrival=0), seat(seats, "b", 3, arrival=1)
-    assert seats.make_room([grow(a), grow(b)]) == ([], None)
+    assert seats.make_room([grow(a), grow(b)]) == ([], [])
     assert seats.kv.num_free_blocks == 0
 
 
 def test_the_newest_gives_way() -> None:
     seats = make_seats(num_blocks=3)
     a, b, c = (seat(seats, name, 4, arrival=i) for i, name in enumerate("abc"))
-    assert seats.make_room([grow(a), grow(c)]) == ([c], None)
+    assert seats.make_room([grow(a), grow(c)]) == ([c], [])
     assert (c.status, c.num_computed_tokens, c.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert "c" not in seats.kv
     assert list(seats) == [a, b]
@@ -96,7 +97,7 @@ def test_a_request_may_have_to_preempt_itself() -> None:
     seats = make_seats(num_blocks=2)
     seat(seats, "a", 3, arrival=0)
     b = seat(seats, "b", 4, arrival=1)
-    assert seats.make_room([grow(b)]) == ([b], None)
+    assert seats.make_room([grow(b)]) == ([b], [])
     assert b.status is RequestStatus.PREEMPTED
     assert seats.kv.pool.free_block_ids() == (1,)
 
@@ -106,7 +107,7 @@ def test_the_worst_class_gives_way_first() -> None:
     a = seat(seats, "a", 4, arrival=0)
     flex = seat(seats, "flex", 4, arrival=1, priority=10)
     seat(seats, "high", 4, arrival=2, priority=-10)
-    assert seats.make_room([grow(a)]) == ([flex], None)
+    assert seats.make_room([grow(a)]) == ([flex], [])
 
 
 def test_the_oldest_never_gives_way_even_when_its_class_is_the_worst() -> None:
@@ -114,15 +115,24 @@ def test_the_oldest_never_gives_way_even_when_its_class_is_the_worst() -> None:
     old = seat(seats, "old", 4, arrival=0, priority=10)
     high = seat(seats, "high", 4, arrival=1, priority=-10)
     assert seats.oldest() is old
-    assert seats.make_room([grow(high), grow(old)]) == ([high], None)
+    assert seats.make_room([grow(high), grow(old)]) == ([high], [])
     assert seats.kv.block_ids("old") == (0, 1)
 
 
 def test_several_may_have_to_give_way() -> None:
     seats = make_seats(num_blocks=4)
     a, b, c, d = (seat(seats, name, 4, arrival=i) for i, name in enumerate("abcd"))
-    assert seats.make_room([grow(x) for x in (a, b, c, d)]) == ([d, c], None)
+    assert seats.make_room([grow(x) for x in (a, b, c, d)]) == ([d, c], [])
     assert [seats.kv.block_ids(name) for name in "ab"] == [(0, 3), (1, 2)]
+
+
+def test_everybody_who_is_left_without_a_slot_is_named() -> None:
+    kv = make_kv(2, 4, 2, 2)
+    seats = Seats(2, kv, make_policy("fcfs", 0.0), ManualClock(), PreemptionPolicy(max_preemptions=1))
+    a, b = seat(seats, "a", 4, arrival=0), make_request("b", 4, arrival=1)
+    seats.take(b)
+    b.num_computed_tokens, b.num_preemptions = 3, 1  # spent, and without the blocks that such hold
+    assert seats.make_room([grow(a), grow(b)]) == ([], [a, b])
 
 
 def test_who_was_served_goes_to_the_back_of_the_line() -> None:

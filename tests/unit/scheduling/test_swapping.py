@@ -210,3 +210,23 @@ def test_the_oldest_misses_steps_beside_who_must_not_be_preempted(policy: str, m
     if max_decode_seqs == 2:
         assert steps == [["old", "spent"]] * 5 + [["spent"]] * 3 + [["old"]] * 3
     finish(batcher, runner, old, spent)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "orca"])
+@pytest.mark.parametrize("max_decode_seqs", [3, 2])
+def test_all_that_have_no_slot_miss_the_step(max_decode_seqs: int, policy: str) -> None:
+    batcher = make_batcher(num_blocks=5, max_model_len=20, max_decode_seqs=max_decode_seqs, policy=policy)
+    runner = make_runner(batcher)
+    a, b, c = (make_request(name, 4, arrival=i, max_tokens=4) for i, name in enumerate("abc"))
+    for request in (a, b, c):
+        batcher.add(request)
+    while not c.num_output_tokens:
+        run_step(batcher, runner)
+    b.num_preemptions = c.num_preemptions = 8  # without the blocks that a spent request is seated with
+    assert batcher.kv.allocate("somebody", 4 * batcher.kv.num_free_blocks)
+    held = {name: len(batcher.kv.block_ids(name)) for name in "abc"}
+    decision, _ = run_step(batcher, runner)
+    assert all(entry.first_position < 4 * held[entry.request_id] for entry in decision.scheduled)
+    assert len(decision.scheduled) < max_decode_seqs
+    batcher.kv.free("somebody")
+    finish(batcher, runner, a, b, c)
