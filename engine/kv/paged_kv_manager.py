@@ -109,6 +109,17 @@ class PagedKvManager:
         """The sequence's row of `block_tables`; constant while it holds one."""
         return self._sequences[request_id].row
 
+    def row_for(self, request_id: str, num_tokens: int) -> int:
+        """The same, for a pass that reaches `num_tokens` tokens. AssertionError if it holds fewer blocks.
+
+        Behind its last block a row says 0, which is somebody's block, and the pass would write there.
+        """
+        sequence = self._sequences[request_id]
+        assert num_tokens <= sequence.num_tokens, (
+            f"{request_id} is scheduled up to token {num_tokens} and holds blocks for {sequence.num_tokens}"
+        )
+        return sequence.row
+
     def block_ids(self, request_id: str) -> tuple[int, ...]:
         """The sequence's blocks in token order."""
         return tuple(self._sequences[request_id].block_ids)

@@ -66,14 +66,16 @@ def build_step_inputs(
 ) -> StepInputs:
     """The packed pass over `cargo`, at least one.
 
-    Blocks for every scheduled token must be allocated. The arrays are new: nothing of `kv` is aliased.
+    Blocks for every scheduled token must be allocated: AssertionError if they are not. The arrays are new:
+    nothing of `kv` is aliased.
     """
     scheduled, requests, drafted, previous = zip(*cargo, strict=True)
     _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
-    rows = np.array([kv.row(request.request_id) for request in requests], np.int64)  # [S]
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
     kv_lens = first + query_lens  # [S]
+    names = (request.request_id for request in requests)
+    rows = np.array(list(map(kv.row_for, names, kv_lens.tolist())), np.int64)  # [S]
     ends = np.cumsum(query_lens, dtype=np.int64)  # [S]
     sequence = np.repeat(np.arange(len(rows)), query_lens)  # [N]
     indices = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence

@@ -1,3 +1,5 @@
+import pytest
+
 from engine.kv.paged_kv_manager import PagedKvManager
 from engine.outputs import LogitAdjustment, ScheduledRequest, StepInputs
 from engine.request import Request
@@ -154,6 +156,15 @@ def test_a_tree_of_drafts_exactly() -> None:
     assert inputs.drafts is not None
     assert inputs.drafts.parents is not None
     assert inputs.drafts.parents.tolist() == [-1, -1, -1, 1, 2]
+
+
+def test_a_token_without_a_block_is_refused_before_it_is_written_into_block_0() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    first, second = make_request("first", 4), make_request("second", 5)
+    kv.allocate("first", 4)
+    kv.allocate("second", 4)
+    with pytest.raises(AssertionError, match="second is scheduled up to token 5 and holds blocks for 4"):
+        build(kv, (first, 3, 1), (second, 4, 1))
 
 
 def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
