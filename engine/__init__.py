@@ -6,11 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
-from engine.batch_metrics import BatchMetrics, EngineGauges
-from engine.cpu_limit import usable_cores
-from engine.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
-from engine.engine import Engine
-from engine.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -24,18 +19,23 @@ from engine.errors import (
     UnsupportedModel,
     frames_of,
 )
-from engine.histogram import Histogram
-from engine.host_tuning import prepare_process, settle_memory
-from engine.outputs import RequestExplanation, TokenLogprobs
-from engine.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions
-from engine.speculation.medusa_plan import MedusaPlan, TrainingProgress
-from engine.speculation.spec_stats import SpecStats
-from engine.stream import Finish, OutputDelta, RequestStream, RequestTiming
-from engine.structured_output import CompiledGrammar, Frame, StructuredOutput
-from engine.thread_stacks import thread_stacks
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
+from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
+from engine.loop.thread_stacks import thread_stacks
+from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
+from engine.plan.metrics.histogram import Histogram
+from engine.plan.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions
+from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.step_records import RequestExplanation, TokenLogprobs
+from engine.plan.structured_output import CompiledGrammar, Frame, StructuredOutput
+from engine.startup.cpu_limit import usable_cores
+from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
+from engine.startup.host_tuning import prepare_process, settle_memory
+from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
-    from engine.part_kinds import PartKinds
+    from engine.startup.part_kinds import PartKinds
 
 
 def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Engine:
@@ -46,7 +46,7 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
 
     def load(*kinds: PartKinds) -> EngineParts:
         # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
-        from engine.build import load_parts
+        from engine.startup.build import load_parts
 
         return load_parts(settings, *kinds)
 
@@ -68,14 +68,14 @@ def train_medusa_heads(
 
     None when `progress` ended it before there was anything to save. Raises StartRefused.
     """
-    from engine.speculation.medusa_run import train_medusa_heads as train
+    from engine.training.medusa_run import train_medusa_heads as train
 
     return train(settings, plan, progress)
 
 
 def diagnose(settings: Settings) -> Diagnosis:
     """What a start with `settings` would use, and what would stop it; no weights are loaded."""
-    from engine.doctor import diagnose as examine
+    from engine.startup.doctor import diagnose as examine
 
     return examine(settings)
 

@@ -10,20 +10,22 @@ from starlette.exceptions import HTTPException
 
 from config import Settings
 from engine import Engine, EngineError
-from server import chat, completions, health, models, requests, server_info, tokens
-from server.auth import AuthMiddleware, KeyRing, read_keys
-from server.client import ClientMiddleware
-from server.context import ServerContext
-from server.errors import ApiError, answer_error
-from server.health import server_version
-from server.http_metrics import HttpMetrics
-from server.metrics import metrics_router
-from server.middleware import ExchangeMiddleware
-from server.openapi import describe_bodies
-from server.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
-from server.protocol_tokens import DetokenizeRequest, TokenizeRequest
-from server.request_log import RequestLog, Tracer
-from server.status_page import status_router
+from server.api import requests
+from server.api.openai import chat, completions, models, tokens
+from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
+from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.api.openapi import describe_bodies
+from server.http.auth import AuthMiddleware, KeyRing, read_keys
+from server.http.client import ClientMiddleware
+from server.http.context import ServerContext
+from server.http.errors import ApiError, answer_error
+from server.http.middleware import ExchangeMiddleware
+from server.observability import health, server_info
+from server.observability.health import server_version
+from server.observability.http_metrics import HttpMetrics
+from server.observability.metrics import metrics_router
+from server.observability.request_log import RequestLog, Tracer
+from server.observability.status_page import status_router
 
 BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, RequestPatch)
 

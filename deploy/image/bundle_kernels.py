@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-from engine.model.native.compiler import bundled_library, compile_into
+from engine.compute.native.compiler import bundled_library, compile_into
 
 
 def main(prefix: Path) -> None:

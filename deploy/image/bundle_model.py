@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from config import ModelSettings
-from engine.model.model_source import installed_model, resolve_model
+from engine.compute.loading.model_source import installed_model, resolve_model
 
 
 def main(prefix: Path) -> None:

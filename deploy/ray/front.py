@@ -21,9 +21,9 @@ from config import ServerSettings
 from deploy.ray.affinity import prompt_keys
 from deploy.ray.exposition import merge_expositions
 from deploy.ray.replica import WholeReply
-from server.client import ClientGone, ClientMiddleware
-from server.errors import OVERLOADED, SERVER, ErrorReply
-from server.sse import DONE, encode_event
+from server.http.client import ClientGone, ClientMiddleware
+from server.http.errors import OVERLOADED, SERVER, ErrorReply
+from server.http.sse import DONE, encode_event
 
 log = logging.getLogger("slipstream.ray")
 

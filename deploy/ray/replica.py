@@ -15,7 +15,7 @@ from config import PlannedFault, Settings
 from deploy.ray.router import KV_USAGE
 from deploy.ray.scaling import QUEUE_DEPTH
 from engine import EngineState, build_engine, prepare_process, settle_memory
-from server.logs import adopt_library_loggers, configure_logging
+from server.observability.logs import adopt_library_loggers, configure_logging
 
 log = logging.getLogger("slipstream.ray")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from engine.faults.fault_plan import FaultPlan
 from engine.faults.faulty_runner import Flight
-from engine.outputs import BatchDecision
-from engine.request import FinishReason, Request
-from engine.scheduling.batcher import ContinuousBatcher
+from engine.plan.request import FinishReason, Request
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.step_records import BatchDecision
 
 
 class FaultyBatcher(ContinuousBatcher):

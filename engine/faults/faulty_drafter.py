@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.faults.fault_plan import FaultPlan
-from engine.speculation.drafter import Draft, Drafter, DraftJob, DraftResult
+from engine.plan.speculation.drafter import Draft, Drafter, DraftJob, DraftResult
 
 
 class FaultyDrafter:

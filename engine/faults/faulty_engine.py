@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from config import PlannedFault
-from engine.admission import Permit
-from engine.engine import Engine
-from engine.engine_parts import EngineLimits, EngineParts
 from engine.faults.fault_plan import PREPARING, FaultPlan
 from engine.faults.faulty_batcher import FaultyBatcher
 from engine.faults.faulty_drafter import FaultyDrafter
 from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.faults.faulty_sampler import FaultySampler
 from engine.faults.faulty_text import FaultyDetokenizer, FaultyTokenizer
-from engine.part_kinds import PartKinds
-from engine.request import GenerationRequest
-from engine.stream import RequestStream
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineLimits, EngineParts
+from engine.loop.stream import RequestStream
+from engine.plan.admission import Permit
+from engine.plan.request import GenerationRequest
+from engine.startup.part_kinds import PartKinds
 
 
 class FaultyEngine(Engine):

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from config import FaultPoint
-from engine.engine_parts import StepRunner
+from engine.compute.loading.loader import LoadedModel
 from engine.faults.fault_plan import FaultPlan
 from engine.faults.faulty_sampler import CURSED
-from engine.model.loader import LoadedModel
-from engine.outputs import SamplingInputs, StepInputs, StepResult
+from engine.loop.engine_parts import StepRunner
+from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine.outputs import SampledRows, SamplingInputs
-from engine.sampling.sampler import Sampler
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import SampledRows, SamplingInputs
 
 CURSED: Final = int(np.iinfo(np.int32).min)  # as the top-k of a row
 

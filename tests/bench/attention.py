@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import uvloop
 
-from engine.model.attention import AttentionContext
+from engine.compute.attention import AttentionContext
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.decode import WARM_UP_STEPS, loaded_engine

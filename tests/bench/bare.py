@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from engine.engine_parts import StepRunner
-from engine.model.attention import CONTEXT_KEYWORD, AttentionContext
-from engine.model.kv_tensors import KvTensors
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import StepInputs
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.loop.engine_parts import StepRunner
+from engine.plan.step_records import StepInputs
 
 
 def fill_kv(kv: KvTensors) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from config import Settings
-from engine.model.model_source import resolve_model
+from engine.compute.loading.model_source import resolve_model
 from tests.bench.peer import Peer
 from tests.bench.workloads import Words
 

@@ -11,11 +11,11 @@ from time import perf_counter
 import uvloop
 
 from engine import settle_memory
-from engine.build import load_parts
-from engine.engine import Engine
-from engine.engine_parts import EngineParts, Executors, StepRunner
-from engine.request import GenerationRequest, SamplingParams, SpeculationOptions
-from engine.stream import RequestStream
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineParts, Executors, StepRunner
+from engine.loop.stream import RequestStream
+from engine.plan.request import GenerationRequest, SamplingParams, SpeculationOptions
+from engine.startup.build import load_parts
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.report import Bar, Section

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 
 from config import load_settings
-from engine.model.loader import LoadedModel, load_model
-from engine.model.model_source import resolve_model
-from engine.model.packed_forward import PackedForward
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import SamplingInputs
-from engine.sampling.sampler import Sampler
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import SamplingInputs
 from engine.text.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

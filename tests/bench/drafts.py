@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from config.loader import load_settings
-from engine.model.model_source import resolve_model
-from engine.request import SamplingParams
-from engine.speculation.drafter import Drafter, DraftJob, DraftRequest
-from engine.speculation.drafters.model_free import ModelFreeDrafter
-from engine.speculation.drafters.ngram import NgramDrafter
-from engine.speculation.drafters.prediction import PredictionDrafter
-from engine.speculation.drafters.suffix import SuffixDrafter
+from engine.compute.drafters.model_free import ModelFreeDrafter
+from engine.compute.drafters.ngram import NgramDrafter
+from engine.compute.drafters.prediction import PredictionDrafter
+from engine.compute.drafters.suffix import SuffixDrafter
+from engine.compute.loading.model_source import resolve_model
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import Drafter, DraftJob, DraftRequest
 from tests.bench.draft_texts import all_cases
 
 DRAFTERS = (NgramDrafter, SuffixDrafter, PredictionDrafter, ModelFreeDrafter)

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from engine.model.attention import LayerCall
-from engine.model.attention.triton_attention import Gpu, TritonAttention, TritonStep
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from tests.attention_noise import Chunk, scattered_step
+from engine.compute.attention import LayerCall
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention, TritonStep
 from tests.bench.gpu import device_rates
 from tests.bench.machine import about
 from tests.bench.report import Section, report_json
+from tests.support.attention_noise import Chunk, scattered_step
 
 LAYER = LayerKv(8, 128, 128)
 HEADS = 32

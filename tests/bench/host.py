@@ -15,17 +15,17 @@ from typing import NamedTuple
 import uvloop
 
 from engine import settle_memory
-from engine.engine import Engine
-from engine.engine_parts import EngineLimits
-from engine.outputs import SampledRows, StepInputs, StepResult
-from engine.request import GenerationRequest, SamplingParams
-from engine.stream import RequestStream
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineLimits
+from engine.loop.stream import RequestStream
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from engine.text.tokenizer import Tokenizer
 from tests.bench.context import BenchContext
 from tests.bench.report import Bar, Section
 from tests.bench.streams import BenchmarkFailed
-from tests.engines import EngineShape, make_parts
-from tests.fakes import FakeRunner
+from tests.support.engines import EngineShape, make_parts
+from tests.support.fakes import FakeRunner
 
 BATCHES = (1, 8, 64, 256, 1024)
 PROMPT_TOKENS = 32

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from config import load_settings
-from engine.build import load_parts
+from engine.compute.native.compiler import NativeUnavailable, library
+from engine.compute.native.kernels import NativeKernels
+from engine.compute.runner.model_runner import ModelRunner
 from engine.errors import StartRefused
-from engine.model.model_runner import ModelRunner
-from engine.model.native.compiler import NativeUnavailable, library
-from engine.model.native.kernels import NativeKernels
+from engine.startup.build import load_parts
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.processes import JsonWorker

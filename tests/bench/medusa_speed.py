@@ -13,11 +13,11 @@ import torch
 import uvloop
 
 from config import load_settings
-from engine.model.loader import LoadedModel, load_model
-from engine.model.model_source import resolve_model
-from engine.request import GenerationRequest, SamplingParams
-from engine.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
-from engine.speculation.drafters.medusa import MedusaDrafter, load_medusa
+from engine.compute.drafters.medusa import MedusaDrafter, load_medusa
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_source import resolve_model
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
 from tests.bench.context import BenchContext
 from tests.bench.decode import LoadedEngine, loaded_engine, token_times
 from tests.bench.report import Section

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.model.model_files import weight_files
+from engine.compute.loading.model_files import weight_files
 from tests.bench.context import BenchContext
 from tests.bench.load import HttpSide, checked_figures, workloads_of_run
 from tests.bench.processes import JsonWorker, Server

@@ -213,7 +213,7 @@ def slipstream_command() -> list[str]:
     script = Path(sys.executable).with_name("slipstream")
     if script.exists():
         return [str(script)]
-    return [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
+    return [sys.executable, "-c", "import sys; from server.commands.cli import main; sys.exit(main())"]
 
 
 def free_port() -> int:

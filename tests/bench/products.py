@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from engine.model.native.kernels import NativeKernels
+from engine.compute.native.kernels import NativeKernels
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # [n, in] to [n, out]
 Maker = Callable[[torch.Tensor], Product]  # of weights [out, in]

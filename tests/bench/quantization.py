@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from engine.build import use_compute_threads
-from engine.model.loader import LoadedModel, load_model
-from engine.model.native.install import with_kernels
-from engine.model.packed_forward import PackedForward
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import StepInputs
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.native.install import with_kernels
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.step_records import StepInputs
+from engine.startup.build import use_compute_threads
 from tests.bench.bare import fill_kv
 from tests.bench.context import BenchContext
 from tests.bench.machine import REPOSITORY

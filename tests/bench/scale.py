@@ -15,10 +15,10 @@ from statistics import median
 import uvloop
 
 from config import load_settings
-from engine.engine_parts import EngineInfo, StepRunner
-from engine.model.model_runner import ModelRunner
-from engine.outputs import SampledRows, StepInputs, StepResult
-from engine.request import GenerationRequest, SamplingParams
+from engine.compute.runner.model_runner import ModelRunner
+from engine.loop.engine_parts import EngineInfo, StepRunner
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from engine.text.tokenizer import Tokenizer
 from tests.bench.bare import fill_kv
 from tests.bench.context import BenchContext

@@ -13,11 +13,11 @@ from time import perf_counter
 
 import uvloop
 
-from engine.engine import Engine
-from engine.request import GenerationRequest, SamplingParams, SpeculationOptions
-from engine.speculation.controller import Candidate, LengthPolicy, StepLoad
-from engine.speculation.spec_stats import SpecStats
-from engine.speculation.speculative_decoder import SpeculativeDecoder
+from engine.loop.engine import Engine
+from engine.plan.request import GenerationRequest, SamplingParams, SpeculationOptions
+from engine.plan.speculation.controller import Candidate, LengthPolicy, StepLoad
+from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from tests.bench.context import BenchContext
 from tests.bench.decode import loaded_engine
 from tests.bench.draft_texts import HARBOUR, LIGHTHOUSE, REPORT

@@ -17,10 +17,10 @@ import uvloop
 
 from engine import FinishReason, GenerationRequest, OutputDelta, prepare_process, settle_memory
 from tests.e2e.http_server import server_url
-from tests.fake_engine import FakeEngine, FakeStream
-from tests.loop_lag import Lags, loop_lags
-from tests.paced_engine import PacedEngine
-from tests.sse_reader import read_streams, room_for_sockets
+from tests.support.fake_engine import FakeEngine, FakeStream
+from tests.support.loop_lag import Lags, loop_lags
+from tests.support.paced_engine import PacedEngine
+from tests.support.sse_reader import read_streams, room_for_sockets
 
 STREAMS, TOKENS, RUNS = 64, 1000, 5
 MANY, MANY_TOKENS, PER_SECOND = 1000, 20, 500

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from engine.engine_parts import StepRunner
-from engine.outputs import StepInputs, StepResult
+from engine.loop.engine_parts import StepRunner
+from engine.plan.step_records import StepInputs, StepResult
 from tests.bench.streams import BenchmarkFailed
 
 

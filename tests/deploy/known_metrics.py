@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.metrics_golden import GOLDEN
+from tests.support.metrics_golden import GOLDEN
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -16,11 +16,11 @@ from config import SettingsError, load_settings
 from config.setting import BY_KEY, SETTINGS
 from deploy.kubernetes.build import CHART, FOLDER, MANIFEST, SCHEMA, schema_text, sources_digest
 from deploy.kubernetes.settings_schema import OF_THE_CHART
-from server import health
-from server.http_server import GRACE_S
+from server.http.http_server import GRACE_S
+from server.observability import health
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
 from tests.deploy.pod import read_manifest, server_container
-from tests.metrics_golden import GOLDEN
+from tests.support.metrics_golden import GOLDEN
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text()))

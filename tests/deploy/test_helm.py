@@ -22,7 +22,7 @@ from tests.deploy.helm import NAMESPACE, Object, container, objects, of_kind, re
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
 from tests.deploy.promql import metric_names
 from tests.e2e.http_server import server_url
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.helm
 

@@ -18,7 +18,7 @@ from tests.deploy.container_engine import ROOT, STOP_TIMEOUT_S, Container, Conta
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.pip_configuration import read_pip_configuration
 from tests.deploy.pod import engine_options, read_manifest, server_container
-from tests.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_gguf import save_tiny_gguf
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(3600)]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from config import load_settings
-from engine.model.model_source import installed_model
-from engine.model.native.compiler import bundled_library
+from engine.compute.loading.model_source import installed_model
+from engine.compute.native.compiler import bundled_library
 from tests.deploy.dockerfile import Stage, read_dockerfile
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -168,7 +168,7 @@ def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
 ) -> None:
     """With a compiler that only says that it was there; for other processors there is nothing to compile."""
     asked: list[Path] = []
-    monkeypatch.setattr("engine.model.native.compiler.compile_into", asked.append)
+    monkeypatch.setattr("engine.compute.native.compiler.compile_into", asked.append)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")

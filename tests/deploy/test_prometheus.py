@@ -16,7 +16,7 @@ from tests.deploy.dashboards import NAMES, expressions, filled_in, load
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, RULES, recorded, rules
 from tests.deploy.prometheus_process import gives_something, prometheus
 from tests.e2e.wire import ask
-from tests.scenario import MODEL, scenario
+from tests.support.scenario import MODEL, scenario
 
 pytestmark = [
     pytest.mark.prometheus,

@@ -59,8 +59,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two engines whose every step takes `STEP_S` longer than it should."""
     from ray import serve
 
-    from server.listener import bind
-    from tests.tiny_models import save_tiny_model
+    from server.http.listener import bind
+    from tests.support.tiny_models import save_tiny_model
 
     model = save_tiny_model("llama", tmp_path_factory.mktemp("ray") / "model")
     args = {

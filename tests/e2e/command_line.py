@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Any
 
-from server import cli
-from tests.fake_engine import FakeEngine
+from server.commands import cli
+from tests.support.fake_engine import FakeEngine
 
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
-SLIPSTREAM = (sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())")
+SLIPSTREAM = (sys.executable, "-c", "import sys; from server.commands.cli import main; sys.exit(main())")
 
 
 async def command(*argv: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from tests.e2e.http_server import server_url
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

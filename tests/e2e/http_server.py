@@ -12,10 +12,10 @@ from config import ServerSettings, Settings
 from config.schema import ModelSettings
 from engine import Engine
 from server.app import build_app
-from server.http_server import HttpServer
-from server.listener import bind, url_of
-from server.request_log import Tracer
-from tests.fake_engine import FakeEngine
+from server.http.http_server import HttpServer
+from server.http.listener import bind, url_of
+from server.observability.request_log import Tracer
+from tests.support.fake_engine import FakeEngine
 
 MODEL = "test-model"
 

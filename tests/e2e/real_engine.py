@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config import load_settings
 from engine import Engine, build_engine
-from tests.speculated import single_threaded
+from tests.support.speculated import single_threaded
 
 
 @asynccontextmanager

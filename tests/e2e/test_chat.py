@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/chat/completions"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

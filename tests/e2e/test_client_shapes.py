@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.client_bodies import BODIES, CHAT, COMPLETIONS, LM_EVAL_SCORES, LM_EVAL_TEXTS, ClientBody
 from tests.e2e.wire import ask, events_of
+from tests.support.client_bodies import BODIES, CHAT, COMPLETIONS, LM_EVAL_SCORES, LM_EVAL_TEXTS, ClientBody
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

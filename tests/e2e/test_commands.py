@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine import Overloaded, SpecStats
-from server.bench.command import measure
-from server.bench.flags import read_plan
-from server.bench.result import BenchResult
+from server.commands.bench.command import measure
+from server.commands.bench.flags import read_plan
+from server.commands.bench.result import BenchResult
 from tests.e2e.command_line import QUIET, SLIPSTREAM, command, fast_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.scripted_server import DONE, chunk, event, json_reply, reply, scripted_server

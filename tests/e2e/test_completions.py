@@ -6,10 +6,10 @@ import asyncio
 import json
 
 from engine import Priority
-from server.sampling import choice_seed
+from server.api.sampling import choice_seed
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask, events_of
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 

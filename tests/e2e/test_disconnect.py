@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.engine_parts import EngineLimits
-from engine.outputs import StepInputs
-from engine.request import FinishReason, Request
+from engine.loop.engine_parts import EngineLimits
+from engine.plan.request import FinishReason, Request
+from engine.plan.step_records import StepInputs
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
-from tests.engines import EngineShape, Harness, collect, running_engine
-from tests.fakes import expected_output
+from tests.support.engines import EngineShape, Harness, collect, running_engine
+from tests.support.fakes import expected_output
 
 PATH = "/v1/completions"
 SHARED = [5, 6, 7, 8, 9, 1, 2, 3]  # two blocks that the neighbour has as well

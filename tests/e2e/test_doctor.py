@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from server import cli
-from tests.tiny_models import save_tiny_model
+from server.commands import cli
+from tests.support.tiny_models import save_tiny_model
 
 SMALL = ("--kv-cache-memory", "1MiB", "--swap-space", "64KiB", "--port", "0")
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _logs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.logs.configure_logging", lambda log: None)
+    monkeypatch.setattr("server.observability.logs.configure_logging", lambda log: None)
     monkeypatch.setattr("engine.prepare_process", lambda: None)
 
 

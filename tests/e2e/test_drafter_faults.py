@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.speculation.drafter import Draft, DraftJob, DraftResult
-from engine.speculation.speculation_config import Schedule
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.speculation_config import Schedule
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
-from tests.engines import EngineShape, Harness, collect, running_engine
-from tests.fake_drafters import FakeDrafter
-from tests.fakes import VOCAB_SIZE, expected_output
+from tests.support.engines import EngineShape, Harness, collect, running_engine
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fakes import VOCAB_SIZE, expected_output
 
 PROMPTS = ([5, 6, 7, 8, 9], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [5, 6, 7])
 LENGTH = 24
@@ -169,7 +169,7 @@ async def test_one_that_hangs_does_not_keep_cheap_ones_from_drafting(gate: threa
 
 
 async def test_a_drafter_that_lags_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.run_ahead._PATIENCE_S", 0.02)
+    monkeypatch.setattr("engine.loop.run_ahead._PATIENCE_S", 0.02)
     drafter = FakeDrafter(alpha=1.0, before=lambda jobs: time.sleep(0.2))
     async with running_engine(EngineShape(schedule="sync"), drafters=[drafter]) as harness:
         start = time.perf_counter()

@@ -11,7 +11,7 @@ from engine import EngineDead, EngineState, FinishReason, Overloaded
 from server.app import build_app
 from tests.e2e.http_server import MODEL, make_settings, server_url
 from tests.e2e.wire import Wire, ask
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 HEALTH = ("/health", "/health/live", "/ping")
 READY = ("/health/ready", "/ready")

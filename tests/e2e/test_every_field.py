@@ -19,13 +19,13 @@ from tokenizers.processors import TemplateProcessing
 
 from config import load_settings
 from engine import build_engine
-from server.protocol import ChatCompletionRequest, CompletionRequest
-from server.protocol_refusals import ON_CHAT, ON_COMPLETIONS
+from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from server.api.openai.protocol_refusals import ON_CHAT, ON_COMPLETIONS
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, ask, events_of
-from tests.repetitive_world import WORDS, save_repetitive_model, text_of
-from tests.request_fields import BOTH, CHAT, COMPLETIONS, FIELDS, RequestField, Said
-from tests.tiny_models import BOS_ID, BOS_TOKEN
+from tests.support.repetitive_world import WORDS, save_repetitive_model, text_of
+from tests.support.request_fields import BOTH, CHAT, COMPLETIONS, FIELDS, RequestField, Said
+from tests.support.tiny_models import BOS_ID, BOS_TOKEN
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -198,7 +198,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     urls = []
     async with AsyncExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            "engine.build.use_compute_threads", lambda: torch.set_num_threads(1)
+            "engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1)
         )
         for more in (["--speculative-method", "none"], drafting):
             engine = build_engine(load_settings([str(directory), *flags, *more], environ={}))

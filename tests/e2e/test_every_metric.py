@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import FinishReason
 from tests.e2e.wire import ask
-from tests.metrics_golden import GOLDEN
-from tests.scenario import KEYS, MODEL, RECURRENT_MODEL, Scenario, scenario
+from tests.support.metrics_golden import GOLDEN
+from tests.support.scenario import KEYS, MODEL, RECURRENT_MODEL, Scenario, scenario
 
 SCRAPE_EVERY_S = 0.05
 Series = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels, without the model's name

@@ -24,8 +24,8 @@ from engine import Engine, build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.server_process import server_process
 from tests.e2e.wire import Wire, ask, events_of
-from tests.speculated import single_threaded
-from tests.tiny_models import save_tiny_model
+from tests.support.speculated import single_threaded
+from tests.support.tiny_models import save_tiny_model
 
 PATH = "/v1/completions"
 FLAGS = ("--kv-block-size", "4", "--num-kv-blocks", "256", "--max-num-seqs", "4")

@@ -11,8 +11,8 @@ from config import load_settings
 from engine import build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
-from tests.speculated import single_threaded
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.support.speculated import single_threaded
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 NUM_REQUESTS = 16
 NUM_BLOCKS, BLOCK_SIZE = 10, 16

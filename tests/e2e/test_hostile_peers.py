@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.e2e.http_server import server_url
 from tests.e2e.raw_peer import HOST, JSON, completion, flood, read_all, request, say, statuses
 from tests.e2e.wire import Wire, ask
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

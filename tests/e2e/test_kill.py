@@ -16,7 +16,7 @@ from tests.bench.processes import free_port
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.e2e.test_life import FLAGS, PATH
 from tests.e2e.wire import Wire, ask
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.e2e.wire import RawReply, Wire, ask, events_of
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # a start imports all of torch and transformers, three at a time
 

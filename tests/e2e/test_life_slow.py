@@ -30,7 +30,7 @@ from tests.e2e.test_life import (
     open_stream,
 )
 from tests.e2e.wire import Wire, ask, events_of
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.command_line import QUIET, SLIPSTREAM
 from tests.e2e.otlp_collector import collector
 from tests.e2e.wire import ask
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 PATH = "/v1/completions"
 

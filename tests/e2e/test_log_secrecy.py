@@ -14,15 +14,15 @@ from config import load_settings
 from engine import build_engine
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
-from server import cli
-from tests import tool_templates
-from tests.captured_log import CapturedLog, captured_log
+from server.commands import cli
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
-from tests.engines import running_engine
-from tests.fake_engine import FakeEngine
-from tests.speculated import single_threaded
-from tests.tiny_models import save_tiny_model
+from tests.support import tool_templates
+from tests.support.captured_log import CapturedLog, captured_log
+from tests.support.engines import running_engine
+from tests.support.fake_engine import FakeEngine
+from tests.support.speculated import single_threaded
+from tests.support.tiny_models import save_tiny_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MARK = "xyzzyplugh"

@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.raw_peer import narrow_wire
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.e2e.wire import Wire, ask
-from tests.sse_reader import room_for_sockets
-from tests.tiny_models import save_tiny_model
+from tests.support.sse_reader import room_for_sockets
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

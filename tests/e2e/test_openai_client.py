@@ -10,7 +10,7 @@ import pytest
 
 from engine import RequestFailed
 from tests.e2e.http_server import MODEL, server_url
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 HELLO: list[Any] = [{"role": "user", "content": "hi 🦀"}]
 TEXT = "<user>hi 🦀"

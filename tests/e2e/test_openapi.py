@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from engine import Engine
 from server.app import build_app
 from tests.e2e.http_server import make_settings
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 ROUTES = {
     ("post", "/v1/completions"),

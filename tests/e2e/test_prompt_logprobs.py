@@ -12,9 +12,9 @@ from config import load_settings
 from engine import RequestFailed, build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import FakeEngine
-from tests.packed import load_tiny, plain_logits
-from tests.tiny_models import save_tiny_model
+from tests.support.fake_engine import FakeEngine
+from tests.support.packed import load_tiny, plain_logits
+from tests.support.tiny_models import save_tiny_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ECHO = {"prompt": "abc", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
@@ -175,7 +175,7 @@ async def test_a_real_model_scores_batches_as_harnesses_ask_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """lm-eval: token-id prompts in one request, echo, one token of output, which it drops."""
-    monkeypatch.setattr("engine.build.use_compute_threads", lambda: torch.set_num_threads(1))
+    monkeypatch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
     flags = ["--dtype", "float32", "--num-kv-blocks", "64", "--max-num-batched-tokens", "16"]
     engine = build_engine(load_settings([str(save_tiny_model("llama", tmp_path / "m")), *flags], environ={}))
     prompts = [[7, 8, 9, 10] * 6, [7, 8, 9, 10, 11], [20, 21] * 12]

@@ -8,8 +8,8 @@ import random
 
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask, events_of
-from tests.engines import running_engine
-from tests.fakes import expected_output
+from tests.support.engines import running_engine
+from tests.support.fakes import expected_output
 
 PROMPT = [5, 6, 7, 8, 9]
 

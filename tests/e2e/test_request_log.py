@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from engine import DeadlineExceeded, Overloaded, RequestFailed, SpecStats
-from tests.captured_log import CapturedLog, captured_log
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
-from tests.engines import EngineShape, running_engine
-from tests.fake_engine import FakeEngine
+from tests.support.captured_log import CapturedLog, captured_log
+from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.engine_parts import EngineLimits
-from engine.outputs import StepInputs
+from engine.loop.engine_parts import EngineLimits
+from engine.plan.step_records import StepInputs
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
-from tests.engines import EngineShape, running_engine
-from tests.fake_engine import FakeEngine
+from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
 PROMPT = [5, 6, 7, 8, 9]

@@ -11,14 +11,14 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from engine.engine_parts import EngineLimits
-from server.connection_gate import LOBBY
+from engine.loop.engine_parts import EngineLimits
+from server.http.connection_gate import LOBBY
 from tests.e2e.http_server import server_url
 from tests.e2e.raw_peer import completion, narrow_wire, read_all, request, say, statuses
 from tests.e2e.wire import RawReply, Wire, ask
-from tests.engines import EngineShape, running_engine
-from tests.fake_engine import FakeEngine
-from tests.sse_reader import room_for_sockets
+from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_engine import FakeEngine
+from tests.support.sse_reader import room_for_sockets
 
 PATH = "/v1/completions"
 SHORT_S, LONG_S = 0.2, 30.0
@@ -199,7 +199,7 @@ async def test_over_the_cap_a_client_is_told_so_and_health_still_answers() -> No
 async def test_far_over_the_cap_a_client_is_closed_and_the_lobby_empties(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.connection.LOBBY_S", SHORT_S)
+    monkeypatch.setattr("server.http.connection.LOBBY_S", SHORT_S)
     async with server_url(FakeEngine(), max_connections=4) as url, AsyncExitStack() as stack:
         silent = [await Wire.connect(url) for _ in range(4 + LOBBY + 20)]
         for wire in silent:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import SpecStats, SpeculationOptions
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.outputs import LogitAdjustment
+from engine.plan.step_records import LogitAdjustment
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
-from tests.repetitive_world import WORDS, repetitive_model, save_repetitive_model
-from tests.sampling_reference import Float64, Row, chi_square_p, reference_probs
-from tests.speculated import by_turns, engine_of, single_threaded
+from tests.support.repetitive_world import WORDS, repetitive_model, save_repetitive_model
+from tests.support.sampling_reference import Float64, Row, chi_square_p, reference_probs
+from tests.support.speculated import by_turns, engine_of, single_threaded
 
 PROMPT = [9, 7, 18, 12, 6, 9, 7, 18, 4]
 SAID = WORDS[3:9]  # the only words
@@ -46,7 +46,7 @@ def small() -> Iterator[None]:
     """Models this small only wait for their threads."""
     with single_threaded(), pytest.MonkeyPatch.context() as patch:
         # The cache is so small that some are preempted, which is not to keep the drafter from its work.
-        patch.setattr("engine.speculation.drafters.draft_loader.KV_SHARE", 8.0)
+        patch.setattr("engine.compute.drafters.draft_loader.KV_SHARE", 8.0)
         yield
 
 

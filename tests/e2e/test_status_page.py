@@ -19,10 +19,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import FinishReason
-from server.status_page import load_page
+from server.observability.status_page import load_page
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 VOID = {"meta", "link", "input", "path", "br"}
 PURE = ("words.js", "exposition.js", "history.js", "event_stream.js")
@@ -166,7 +166,7 @@ def _family(families: list[Any], name: str) -> Any:
 
 
 def _parts() -> list[Any]:
-    return [each for each in files("server").joinpath("static").iterdir() if each.is_file()]
+    return [each for each in files("server.observability").joinpath("static").iterdir() if each.is_file()]
 
 
 def test_a_wheel_holds_the_page() -> None:
@@ -190,7 +190,9 @@ def test_the_scripts_parse_together(outline: Outline) -> None:
 
 def compute(expression: str) -> Any:
     """What an expression over the page's pure parts gives."""
-    sources = [files("server").joinpath("static", name).read_text(encoding="utf-8") for name in PURE]
+    sources = [
+        files("server.observability").joinpath("static", name).read_text(encoding="utf-8") for name in PURE
+    ]
     return json.loads(run_node("\n".join((*sources, f"console.log(JSON.stringify({expression}))"))))
 
 

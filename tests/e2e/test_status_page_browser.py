@@ -13,7 +13,7 @@ import pytest
 from engine import EngineDead, Overloaded, RequestFailed, SpecStats
 from tests.e2e.browser import Tab, find_chromium, open_browser
 from tests.e2e.http_server import MODEL, server_url
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = [
     pytest.mark.browser,

@@ -11,7 +11,7 @@ import pytest
 from engine import EngineDead, EngineError, Overloaded, RequestFailed
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask, events_of
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine import Finish, FinishReason, GenerationRequest
-from engine.stream import RequestStream
+from engine.loop.stream import RequestStream
 from engine.text.detokenizer import Detokenizer
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import TIMING, FakeEngine
+from tests.support.fake_engine import TIMING, FakeEngine
 from tests.unit.text.builders import load
 
 TEXTS = (

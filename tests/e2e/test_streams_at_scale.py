@@ -11,9 +11,9 @@ import pytest
 from engine import settle_memory
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
-from tests.loop_lag import loop_lags
-from tests.paced_engine import PacedEngine
-from tests.sse_reader import Found, read_streams, room_for_sockets
+from tests.support.loop_lag import loop_lags
+from tests.support.paced_engine import PacedEngine
+from tests.support.sse_reader import Found, read_streams, room_for_sockets
 
 STREAMS, TOKENS, PER_SECOND = 1000, 6, 250
 BATCH, STEP_S = 64, 0.02

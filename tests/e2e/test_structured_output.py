@@ -17,9 +17,9 @@ from engine import StructuredOutput
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import FakeEngine, FakeGrammar
-from tests.structures import SCHEMAS
-from tests.tiny_models import save_tiny_model
+from tests.support.fake_engine import FakeEngine, FakeGrammar
+from tests.support.structures import SCHEMAS
+from tests.support.tiny_models import save_tiny_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS: dict[str, dict[str, Any]] = {

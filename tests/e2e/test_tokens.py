@@ -12,8 +12,15 @@ from config import load_settings
 from engine import build_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import FakeEngine
-from tests.tiny_models import BOS_ID, BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, save_tiny_model, tiny_tokenizer
+from tests.support.fake_engine import FakeEngine
+from tests.support.tiny_models import (
+    BOS_ID,
+    BOS_TOKEN,
+    CHAT_TEMPLATE,
+    EOS_TOKEN,
+    save_tiny_model,
+    tiny_tokenizer,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,7 +36,7 @@ async def real_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[st
     flags = ["--dtype", "float32", "--num-kv-blocks", "64", "--speculative-method", "none"]
     engine = build_engine(load_settings([str(directory), *flags], environ={}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.build.use_compute_threads", lambda: torch.set_num_threads(1))
+        patch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
         await engine.start()
         async with server_url(engine) as url:
             yield url

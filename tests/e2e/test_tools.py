@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests import tool_templates
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
-from tests.fake_engine import FakeEngine, FakeGrammar
+from tests.support import tool_templates
+from tests.support.fake_engine import FakeEngine, FakeGrammar
 
 PATH = "/v1/chat/completions"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

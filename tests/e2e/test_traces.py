@@ -21,15 +21,15 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from config import TraceExport
 from engine import Engine, Overloaded, RequestFailed, RequestTiming, SpecStats
-from server.trace_export import exported_traces
-from server.tracing import RequestTracer
-from tests import fake_engine
-from tests.captured_log import CapturedLog, captured_log
+from server.observability.trace_export import exported_traces
+from server.observability.tracing import RequestTracer
 from tests.e2e.http_server import MODEL, make_settings, served
 from tests.e2e.otlp_collector import collector
 from tests.e2e.wire import Wire, ask
-from tests.engines import EngineShape, running_engine
-from tests.fake_engine import FakeEngine
+from tests.support import fake_engine
+from tests.support.captured_log import CapturedLog, captured_log
+from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_engine import FakeEngine
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = [5, 6, 7, 8, 9]
@@ -258,7 +258,7 @@ async def test_a_dead_collector_costs_a_bounded_moment_at_the_end(monkeypatch: p
     monkeypatch.setenv(
         "OTEL_EXPORTER_OTLP_TIMEOUT", "1"
     )  # for this process's other tests, not for the server
-    monkeypatch.setattr("server.tracing.CLOSE_S", 0.2)
+    monkeypatch.setattr("server.observability.tracing.CLOSE_S", 0.2)
     start = time.monotonic()
     with captured_log():
         await asyncio.to_thread(asyncio.run, trace_one())
@@ -271,7 +271,7 @@ def test_what_cannot_be_had_is_one_warning(
     caplog.set_level(logging.WARNING, "slipstream.server")
     with exported_traces(TraceExport(True, "OTEL_TRACES_EXPORTER names another"), MODEL) as tracer:
         assert tracer is None
-    monkeypatch.delitem(sys.modules, "server.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "server.observability.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with exported_traces(TraceExport(True), MODEL) as tracer:
         assert tracer is None
@@ -284,7 +284,7 @@ def test_a_server_without_traces_loads_nothing_for_them() -> None:
     code = (
         "import sys, server.serve\n"
         "from config import TraceExport\n"
-        "from server.trace_export import exported_traces\n"
+        "from server.observability.trace_export import exported_traces\n"
         "with exported_traces(TraceExport(False), 'm') as tracer: assert tracer is None\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )

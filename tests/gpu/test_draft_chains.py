@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from engine.model.loader import LoadedModel
-from engine.model.rehearsal import Part, pack_step
-from engine.model.swap_tensors import SwapTensors
-from engine.outputs import BlockCopy
-from engine.request import SamplingParams
-from engine.speculation.drafter import DraftJob, DraftRequest
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.swap_tensors import SwapTensors
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest
+from engine.plan.step_records import BlockCopy
 from tests.bench.gpu.made_models import make_model, make_walk, random_walk
 from tests.bench.gpu.sizes import LlamaShape
 
@@ -24,9 +24,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine.model.cuda_runner import CudaRunner  # noqa: E402
-from engine.speculation.drafters.draft_loader import on_device  # noqa: E402
-from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice  # noqa: E402
+from engine.compute.cuda.cuda_runner import CudaRunner  # noqa: E402
+from engine.compute.drafters.draft_loader import on_device  # noqa: E402
+from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 SHAPE = LlamaShape("tiny", 512, 1024, 4, 8, 2, 4096, tied=False)

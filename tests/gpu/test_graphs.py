@@ -13,32 +13,32 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.cuda_runner import CudaRunner
-from engine.model.graphs.step_graphs import GraphLimits
-from engine.model.loader import LoadedModel
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import LogitAdjustment, StepInputs
-from engine.sampling.device_draw import (
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.device_draw import (
     DrawColumns,
     column_words,
     draw_filtered,
     draw_plain,
     filtered_rows,
 )
-from engine.sampling.draw_choice import choose_draw
-from engine.sampling.sampler import Sampler
-from tests.packed import as_loaded, random_tokens
-from tests.recorded import with_sampling
-from tests.sampling_reference import Row, inputs_of
-from tests.tiny_models import tiny_model
+from engine.compute.cuda.draw_choice import choose_draw
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import LogitAdjustment, StepInputs
+from tests.support.packed import as_loaded, random_tokens
+from tests.support.recorded import with_sampling
+from tests.support.sampling_reference import Row, inputs_of
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine.model.graphs.recorder import CudaRecorder  # noqa: E402
+from engine.compute.cuda.graphs.recorder import CudaRecorder  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 BLOCK_SIZE = 16

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.engine_parts import AheadRunner, StepRunner
-from tests.ahead_asks import OneByOne, StepCount, plain_families
-from tests.repetitive_world import save_repetitive_model
-from tests.speculated import differences, engine_of, run
+from engine.loop.engine_parts import AheadRunner, StepRunner
+from tests.support.ahead_asks import OneByOne, StepCount, plain_families
+from tests.support.repetitive_world import save_repetitive_model
+from tests.support.speculated import differences, engine_of, run
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

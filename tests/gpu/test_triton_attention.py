@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.attention import AttentionContext, LayerCall, ReferenceAttention, choose_backend
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from tests.attention_cases import assert_close, matrix, mixed
-from tests.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention, choose_backend
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from tests.support.attention_cases import assert_close, matrix, mixed
+from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
-from engine.model.attention.triton_tables import Bucket, StepTables  # noqa: E402
-from engine.model.attention.triton_work import HeadShape  # noqa: E402
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
+from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 LLAMA_8B = LayerKv(8, 128, 128)

@@ -10,18 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.attention import (
-    AttentionContext,
-    CpuAttention,
-    LayerCall,
-    ReferenceAttention,
-)
-from engine.model.attention.query_groups import group_sequences
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import StepInputs
-from tests.packed import random_kv
+from engine.compute.attention import AttentionContext, CpuAttention, LayerCall, ReferenceAttention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.query_groups import group_sequences
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.step_records import StepInputs
+from tests.support.packed import random_kv
 
 CPU = torch.device("cpu")
 GROUPED = LayerKv(2, 16, 16)

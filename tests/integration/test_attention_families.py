@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.attention import AttentionBackend, CpuAttention, ReferenceAttention
-from tests.packed import load_tiny, packed_forward, plain_logits, random_schedule, random_tokens, run_schedule
-from tests.tiny_models import FAMILIES, WINDOW
+from engine.compute.attention import AttentionBackend, CpuAttention, ReferenceAttention
+from tests.support.packed import (
+    load_tiny,
+    packed_forward,
+    plain_logits,
+    random_schedule,
+    random_tokens,
+    run_schedule,
+)
+from tests.support.tiny_models import FAMILIES, WINDOW
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
 BLOCK_SIZES = (4, 16)

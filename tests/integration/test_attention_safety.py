@@ -12,8 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from engine.errors import UnsupportedModel
-from engine.model.attention import (
+from engine.compute.attention import (
     ATTENTION_NAME,
     AttentionBackend,
     AttentionContext,
@@ -21,13 +20,14 @@ from engine.model.attention import (
     ReferenceAttention,
     register,
 )
-from engine.model.attention.hf_interface import paged_attention
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from engine.model.packed_forward import PackedForward
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import BlockCopy
-from tests.packed import load_tiny, packed_forward, plain_logits, random_tokens
+from engine.compute.attention.hf_interface import paged_attention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.errors import UnsupportedModel
+from engine.plan.step_records import BlockCopy
+from tests.support.packed import load_tiny, packed_forward, plain_logits, random_tokens
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
 BLOCK_SIZE = 4

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from config import PlannedFault
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
 from engine.faults.fault_plan import FaultPlan
 from engine.faults.faulty_runner import FaultyRunner, Flight
-from engine.model.cuda_runner import CudaRunner
-from engine.model.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
-from engine.model.graphs.step_graphs import GraphLimits
-from engine.model.model_runner import ForDrafts, ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import BlockCopy, LogitAdjustment, StepInputs, StepResult
-from engine.sampling.sampler import NOT_FINITE, Sampler
-from tests.packed import load_tiny, random_tokens
-from tests.recorded import Playback, TabledReference, with_sampling
+from engine.plan.step_records import BlockCopy, LogitAdjustment, StepInputs, StepResult
+from tests.support.packed import load_tiny, random_tokens
+from tests.support.recorded import Playback, TabledReference, with_sampling
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

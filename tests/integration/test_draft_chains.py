@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.model.cuda_runner import CudaRunner
-from engine.model.loader import LoadedModel
-from engine.outputs import StepInputs
-from engine.request import SamplingParams
-from engine.speculation.drafter import DraftJob, DraftRequest
-from engine.speculation.drafters.draft_loader import on_device
-from engine.speculation.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes
-from engine.speculation.speculation_config import Verification
-from tests import played_back
-from tests.packed import load_tiny, random_tokens
-from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.drafters.draft_loader import on_device
+from engine.compute.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes
+from engine.compute.loading.loader import LoadedModel
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest
+from engine.plan.speculation.speculation_config import Verification
+from engine.plan.step_records import StepInputs
+from tests.support import played_back
+from tests.support.packed import load_tiny, random_tokens
+from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
 # Enough of the vocabulary for some chains to end in their middle.
 STOPS = frozenset(range(2, VOCAB_SIZE, 12))

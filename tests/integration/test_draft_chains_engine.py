@@ -7,12 +7,12 @@ import asyncio
 import pytest
 import torch
 
-from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes
-from engine.speculation.speculative_decoder import DraftSource
-from tests import played_back
+from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
+from engine.plan.speculation.speculative_decoder import DraftSource
 from tests.bench.gpu.engines import BLOCK_SIZE, made_engine, read, settings_for, submit_all
 from tests.bench.gpu.made_models import make_model, make_tokenizer, make_walk, random_walk, strayed
 from tests.bench.gpu.sizes import SMALL
+from tests.support import played_back
 
 CPU = torch.device("cpu")
 VOCAB = SMALL.large.vocab

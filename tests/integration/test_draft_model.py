@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.kv_tensors import KvTensors
-from engine.model.loader import LoadedModel
-from engine.model.packed_forward import PackedForward
-from engine.outputs import StepInputs
-from engine.request import Request
-from engine.sampling.sampler import Sampler
-from engine.scheduling.sampling_table import SamplingTable
-from engine.speculation.drafter import Draft, DraftJob, DraftRequest
-from engine.speculation.drafters import draft_model
-from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes
-from engine.speculation.speculation_config import Verification
-from tests.factories import make_request
-from tests.packed import load_tiny, plain_logits, random_tokens
-from tests.tiny_models import VOCAB_SIZE
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.drafters import draft_model
+from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.request import Request
+from engine.plan.scheduling.sampling_table import SamplingTable
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest
+from engine.plan.speculation.speculation_config import Verification
+from engine.plan.step_records import StepInputs
+from tests.support.factories import make_request
+from tests.support.packed import load_tiny, plain_logits, random_tokens
+from tests.support.tiny_models import VOCAB_SIZE
 
 STOP = frozenset({2})
 PARAMS: dict[str, dict[str, Any]] = {

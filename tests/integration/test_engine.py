@@ -13,14 +13,14 @@ import torch
 
 from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, StartRefused, build_engine
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import RequestFailed
-from engine.model.kv_tensors import KvTensors
-from engine.model.packed_forward import PackedForward
-from engine.outputs import StepInputs
-from engine.request import FinishReason
-from engine.stream import RequestStream
-from tests.engines import Collected, collect
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
+from engine.loop.stream import RequestStream
+from engine.plan.request import FinishReason
+from engine.plan.step_records import StepInputs
+from tests.support.engines import Collected, collect
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import FinishReason
-from tests.ahead_asks import StepCount, plain_families
-from tests.ahead_runner import AheadOnHost
-from tests.repetitive_world import Family, save_repetitive_model
-from tests.speculated import Run, differences, engine_of, run, single_threaded
+from engine.plan.request import FinishReason
+from tests.support.ahead_asks import StepCount, plain_families
+from tests.support.ahead_runner import AheadOnHost
+from tests.support.repetitive_world import Family, save_repetitive_model
+from tests.support.speculated import Run, differences, engine_of, run, single_threaded
 
 PLAIN = ("--speculative-method", "none")
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import SampledRows, StepInputs, StepResult
-from engine.sampling.sampler import Sampler
-from tests.ahead_runner import AheadOnHost
-from tests.packed import load_tiny, random_tokens
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import SampledRows, StepInputs, StepResult
+from tests.support.ahead_runner import AheadOnHost
+from tests.support.packed import load_tiny, random_tokens
 
 BLOCK_SIZE = 4
 PROMPTS = [random_tokens(np.random.default_rng(seed), 3 + seed) for seed in range(3)]

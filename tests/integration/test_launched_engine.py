@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-import engine.build
+import engine.startup.build
 from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, build_engine
-from engine.build_runner import RunnerSizes
-from engine.model.cuda_runner import CudaRunner
-from engine.model.graphs.step_graphs import GraphLimits
-from engine.model.loader import LoadedModel
-from engine.model.model_runner import ForDrafts, ModelRunner
-from engine.sampling.sampler import Sampler
-from tests.engines import Collected, collect
-from tests.recorded import Playback, TabledReference
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.sampling.sampler import Sampler
+from engine.startup.build_runner import RunnerSizes
+from tests.support.engines import Collected, collect
+from tests.support.recorded import Playback, TabledReference
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ async def test_launched_ahead_or_not_the_text_is_the_same(
     before = torch.get_num_threads()
     async with engine_of(model_directory, *flags) as plain:
         expected = await everything(plain)
-    monkeypatch.setattr(engine.build, "make_runner", make_ahead)
+    monkeypatch.setattr(engine.startup.build, "make_runner", make_ahead)
     async with engine_of(model_directory, *flags) as ahead:
         results = await everything(ahead)
     torch.set_num_threads(before)

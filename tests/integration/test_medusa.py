@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from config import load_settings
-from engine.build import load_parts
-from engine.engine import Engine
+from engine.compute.drafters.draft_tree import DraftTree, default_tree
+from engine.compute.drafters.medusa import MedusaDrafter
+from engine.compute.drafters.medusa_heads import MedusaHeads, load_medusa_heads
+from engine.compute.loading.loader import LoadedModel, load_model
 from engine.errors import StartRefused
-from engine.model.loader import LoadedModel, load_model
-from engine.request import GenerationRequest, SamplingParams
-from engine.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
-from engine.speculation.drafters.draft_tree import DraftTree, default_tree
-from engine.speculation.drafters.medusa import MedusaDrafter
-from engine.speculation.drafters.medusa_heads import MedusaHeads, load_medusa_heads
-from engine.speculation.medusa_data import SampleGenerator
-from engine.speculation.medusa_evaluation import evaluate_heads, walk
-from engine.speculation.medusa_plan import MedusaPlan
-from engine.speculation.medusa_run import train_medusa_heads
-from engine.speculation.medusa_samples import Positions, Sample, SampleStore
-from engine.speculation.medusa_training import FitOptions, fit_heads, frequent_token_ids
-from tests.engines import collect
-from tests.packed import load_tiny, plain_logits
-from tests.tiny_models import save_tiny_model
+from engine.loop.engine import Engine
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
+from engine.startup.build import load_parts
+from engine.training.medusa_data import SampleGenerator
+from engine.training.medusa_evaluation import evaluate_heads, walk
+from engine.training.medusa_plan import MedusaPlan
+from engine.training.medusa_run import train_medusa_heads
+from engine.training.medusa_samples import Positions, Sample, SampleStore
+from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
+from tests.support.engines import collect
+from tests.support.packed import load_tiny, plain_logits
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

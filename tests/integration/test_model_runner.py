@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from engine.compute.attention import ATTENTION_NAME, AttentionContext, LayerCall
+from engine.compute.attention.query_groups import QueryGroup
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step, plain_sampling
+from engine.compute.runner.self_check import check_forward
+from engine.compute.sampling.sampler import Sampler
 from engine.errors import OutOfDeviceMemory, UnsupportedModel
-from engine.model.attention import ATTENTION_NAME, AttentionContext, LayerCall
-from engine.model.attention.query_groups import QueryGroup
-from engine.model.loader import LoadedModel
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step, plain_sampling
-from engine.model.self_check import check_forward
-from engine.outputs import BlockCopy
-from engine.sampling.sampler import Sampler
-from tests.packed import load_tiny, plain_logits, random_tokens
-from tests.tiny_models import FAMILIES, VOCAB_SIZE
+from engine.plan.step_records import BlockCopy
+from tests.support.packed import load_tiny, plain_logits, random_tokens
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
 
 BLOCK_SIZE = 4
 

@@ -16,26 +16,20 @@ from torch import nn
 
 from config import load_settings
 from engine import GenerationRequest, SamplingParams
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.native import compiler, install
+from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
 from engine.errors import StartRefused
-from engine.model.loader import LoadedModel
-from engine.model.native import compiler, install
-from engine.model.native.compiler import NativeUnavailable
-from engine.model.native.kernels import NativeKernels
-from engine.model.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
-from engine.model.packed_forward import PackedForward
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import BlockCopy
-from tests.native import compiled_home, compiled_kernels
-from tests.packed import (
-    as_loaded,
-    plain_logits,
-    random_schedule,
-    random_tokens,
-    run_schedule,
-)
-from tests.repetitive_world import WORDS, repetitive_model
-from tests.speculated import engine_of, single_threaded
-from tests.tiny_models import save_tiny_model, tiny_model
+from engine.plan.step_records import BlockCopy
+from tests.support.native import compiled_home, compiled_kernels
+from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.support.repetitive_world import WORDS, repetitive_model
+from tests.support.speculated import engine_of, single_threaded
+from tests.support.tiny_models import save_tiny_model, tiny_model
 
 OURS = (NativeAttention, NativeGatedMlp, NativeRmsNorm, NativeLinear)
 # What each is, and how many of each of OURS stand in it, with those that are inside others.

@@ -15,18 +15,18 @@ import torch
 
 from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, TokenLogprobs, build_engine
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner import prompt_scorer
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.logprobs import known_logprobs
+from engine.compute.sampling.sampler import Sampler
 from engine.errors import RequestFailed
-from engine.model import prompt_scorer
-from engine.model.loader import LoadedModel
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import PromptRows
-from engine.sampling.logprobs import known_logprobs
-from engine.sampling.sampler import Sampler
-from engine.stream import OutputDelta, RequestStream
-from tests.packed import load_tiny, plain_logits, random_tokens
-from tests.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_seats, whole_logits
-from tests.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
+from engine.loop.stream import OutputDelta, RequestStream
+from engine.plan.step_records import PromptRows
+from tests.support.packed import load_tiny, plain_logits, random_tokens
+from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_seats, whole_logits
+from tests.support.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
 
 PROMPT = random_tokens(np.random.default_rng(3), 50)
 NUM_TOP = 3
@@ -38,7 +38,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiny products are slower on more threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr("engine.build.use_compute_threads", lambda: torch.set_num_threads(1))
+    monkeypatch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
     yield
     torch.set_num_threads(before)
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from config import load_settings
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.native import compiler
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.install import with_kernels
+from engine.compute.native.modules import NativeLinear
+from engine.compute.native.records import BFLOAT16, INT8
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
-from engine.model.loader import LoadedModel
-from engine.model.native import compiler
-from engine.model.native.decoder import NativeDecoder
-from engine.model.native.install import with_kernels
-from engine.model.native.modules import NativeLinear
-from engine.model.native.records import BFLOAT16, INT8
-from engine.model.packed_forward import PackedForward
-from engine.model.self_check import logits_distance, packed_sample
-from tests.native import compiled_home
-from tests.packed import as_loaded
-from tests.recurrent import load_recurrent
-from tests.speculated import single_threaded
-from tests.tiny_models import tiny_model
+from tests.support.native import compiled_home
+from tests.support.packed import as_loaded
+from tests.support.recurrent import load_recurrent
+from tests.support.speculated import single_threaded
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True, scope="module")

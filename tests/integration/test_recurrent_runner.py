@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from config import ModelSettings
+from engine.compute.loading.loader import load_model
+from engine.compute.recurrent import slot_mixers
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.slot_states import LayerSlots
+from engine.compute.runner.rehearsal import Part, plain_sampling
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
-from engine.model import slot_mixers
-from engine.model.loader import load_model
-from engine.model.recurrent_forward import RecurrentForward
-from engine.model.rehearsal import Part, plain_sampling
-from engine.model.slot_states import LayerSlots
-from engine.outputs import BlockCopy, DraftInputs
-from tests.packed import random_schedule, random_tokens
-from tests.recurrent import load_recurrent, make_recurrent_runner, pack_seats, run_pieces, whole_logits
-from tests.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
+from engine.plan.step_records import BlockCopy, DraftInputs
+from tests.support.packed import random_schedule, random_tokens
+from tests.support.recurrent import (
+    load_recurrent,
+    make_recurrent_runner,
+    pack_seats,
+    run_pieces,
+    whole_logits,
+)
+from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

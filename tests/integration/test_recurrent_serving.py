@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from engine.errors import OutOfDeviceMemory
-from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import BatchDecision
-from engine.request import FinishReason, Request
-from engine.scheduling.batch_config import BatchConfig
-from engine.scheduling.batcher import ContinuousBatcher
-from engine.scheduling.policy import make_policy
-from tests.factories import make_batcher, make_request
-from tests.packed import random_tokens
-from tests.recurrent import generated, load_recurrent, make_recurrent_runner, serve
-from tests.tiny_models import RECURRENT_FAMILIES
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.request import FinishReason, Request
+from engine.plan.scheduling.batch_config import BatchConfig
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.policy import make_policy
+from engine.plan.step_records import BatchDecision
+from tests.support.factories import make_batcher, make_request
+from tests.support.packed import random_tokens
+from tests.support.recurrent import generated, load_recurrent, make_recurrent_runner, serve
+from tests.support.tiny_models import RECURRENT_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from config import load_settings
-from engine import GenerationRequest, SamplingParams, build
-from engine.build import load_parts
-from engine.engine import Engine
-from engine.engine_parts import EngineParts, Executors
-from engine.model.model_runner import ModelRunner
-from tests.engines import Collected, InlineExecutor, collect
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from engine import GenerationRequest, SamplingParams
+from engine.compute.runner.model_runner import ModelRunner
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineParts, Executors
+from engine.startup import build
+from engine.startup.build import load_parts
+from tests.support.engines import Collected, InlineExecutor, collect
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 NUM_TOKENS = 16
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.repetitive_world import Family, World, make_families, make_world
-from tests.speculated import Run, differences, is_cut, single_threaded
-from tests.speculation_matrix import (
+from tests.support.repetitive_world import Family, World, make_families, make_world
+from tests.support.speculated import Run, differences, is_cut, single_threaded
+from tests.support.speculation_matrix import (
     ALWAYS,
     NEVER_IN_TIME,
     SETTINGS,
@@ -22,7 +22,7 @@ from tests.speculation_matrix import (
     speak_drafted,
     speak_plainly,
 )
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 # Alone and in a crowd, in chunks, preempted either way, by turns and in threads: not all of it with everyone.
 SETTINGS_OF = {"sync": ("crowd", "chunks", "swap"), "async": ("alone", "recompute", "swap, threads")}

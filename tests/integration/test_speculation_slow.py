@@ -8,9 +8,9 @@ from itertools import cycle
 
 import pytest
 
-from tests.repetitive_world import KINDS, Family, World, make_families, make_world
-from tests.speculated import Run, single_threaded
-from tests.speculation_matrix import (
+from tests.support.repetitive_world import KINDS, Family, World, make_families, make_world
+from tests.support.speculated import Run, single_threaded
+from tests.support.speculation_matrix import (
     ALWAYS,
     NEVER_IN_TIME,
     SETTINGS,

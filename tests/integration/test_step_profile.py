@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.build import seed_costs
-from engine.model.step_profile import ProfileLimits, StepProfile, profile_steps
-from engine.outputs import SampledRows, StepInputs, StepResult
-from tests.factories import make_batcher
+from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
+from engine.plan.step_records import SampledRows, StepInputs, StepResult
+from engine.startup.build import seed_costs
 from tests.integration.test_model_runner import BLOCK_SIZE, make_runner
+from tests.support.factories import make_batcher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

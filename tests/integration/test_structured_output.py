@@ -24,14 +24,14 @@ from engine import (
     SpeculationOptions,
     StructuredOutput,
 )
-from engine.model.loader import load_model
-from engine.speculation.drafters.draft_tree import default_tree
-from engine.speculation.drafters.medusa_heads import MedusaHeads
+from engine.compute.drafters.draft_tree import default_tree
+from engine.compute.drafters.medusa_heads import MedusaHeads
+from engine.compute.loading.loader import load_model
 from engine.text.tokenizer import Tokenizer
-from tests.engines import Collected, collect
-from tests.speculated import engine_of, single_threaded
-from tests.structures import SCHEMAS
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, save_tiny_model
+from tests.support.engines import Collected, collect
+from tests.support.speculated import engine_of, single_threaded
+from tests.support.structures import SCHEMAS
+from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, save_tiny_model
 
 MAX_TOKENS = 190
 ROOMY = ("--max-model-len", "256", "--kv-cache-memory", "16MiB")

@@ -15,9 +15,9 @@ import torch
 
 from config import load_settings
 from engine import Engine, build_engine
-from tests import tool_templates
 from tests.e2e.http_server import MODEL, server_url
-from tests.tiny_models import save_tiny_model
+from tests.support import tool_templates
+from tests.support.tiny_models import save_tiny_model
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 PLACE = {

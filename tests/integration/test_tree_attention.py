@@ -11,20 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.attention import (
+from engine.compute.attention import (
     AttentionBackend,
     AttentionContext,
     CpuAttention,
     LayerCall,
     ReferenceAttention,
 )
-from engine.model.attention.draft_tree import accepted_moves, draft_trees
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import NO_TOKEN, StepInputs
-from tests.packed import load_tiny, packed_forward, plain_logits, random_kv, random_tokens
-from tests.tiny_models import FAMILIES, WINDOW
+from engine.compute.attention.draft_tree import accepted_moves, draft_trees
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.step_records import NO_TOKEN, StepInputs
+from tests.support.packed import load_tiny, packed_forward, plain_logits, random_kv, random_tokens
+from tests.support.tiny_models import FAMILIES, WINDOW
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
 CPU = torch.device("cpu")

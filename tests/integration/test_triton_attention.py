@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.attention import AttentionContext, LayerCall, ReferenceAttention
-from engine.model.kv_tensors import KvTensors
-from engine.model.layer_kv import LayerKv
-from tests.attention_cases import assert_close, decodes, matrix, mixed
-from tests.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
-from tests.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
+from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from tests.support.attention_cases import assert_close, decodes, matrix, mixed
+from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from tests.support.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -25,9 +25,9 @@ if not triton.knobs.runtime.interpret:
 
 from triton.runtime import interpreter  # noqa: E402
 
-from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
-from engine.model.attention.triton_tables import Bucket, StepTables  # noqa: E402
-from engine.model.attention.triton_work import HeadShape  # noqa: E402
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
+from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -193,7 +193,7 @@ def test_what_a_bucket_cannot_hold_is_refused() -> None:
 @pytest.mark.timeout(600)
 def test_the_kernels_compile_for_the_gpus_they_are_meant_for() -> None:
     """In a process of its own, where nothing is interpreted; see what it runs."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.triton_compiled"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compiled"]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

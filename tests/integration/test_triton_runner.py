@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.attention import ReferenceAttention
-from engine.model.cuda_runner import CudaRunner
-from engine.model.graphs.step_graphs import GraphLimits
-from engine.model.model_runner import ModelRunner
-from engine.model.rehearsal import Part, pack_step
-from engine.outputs import StepInputs
-from engine.sampling.sampler import Sampler
-from tests.packed import load_tiny, random_tokens
-from tests.recorded import Playback
+from engine.compute.attention import ReferenceAttention
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import StepInputs
+from tests.support.packed import load_tiny, random_tokens
+from tests.support.recorded import Playback
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.model.attention.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,

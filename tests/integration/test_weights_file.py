@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from config import load_settings
-from engine.model.loader import load_model
-from engine.model.native.install import with_kernels
-from tests.native import compiled_kernels
-from tests.tiny_models import save_tiny_model
+from engine.compute.loading.loader import load_model
+from engine.compute.native.install import with_kernels
+from tests.support.native import compiled_kernels
+from tests.support.tiny_models import save_tiny_model
 
 
 def is_mapped(directory: Path) -> bool:

@@ -21,15 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.engine_parts import LaunchedStep
 from engine.errors import ContextLengthExceeded
-from engine.outputs import BatchDecision, SampledRows, StepInputs
-from engine.request import FinishReason, Request, RequestStatus
-from engine.scheduling.batch_config import BatchConfig
-from engine.scheduling.batcher import ContinuousBatcher
-from tests.ahead_fakes import AheadFakeRunner
-from tests.factories import make_batcher, make_request
-from tests.fakes import VOCAB_SIZE, ManualClock, expected_output
+from engine.loop.engine_parts import LaunchedStep
+from engine.plan.request import FinishReason, Request, RequestStatus
+from engine.plan.scheduling.batch_config import BatchConfig
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.step_records import BatchDecision, SampledRows, StepInputs
+from tests.support.ahead_fakes import AheadFakeRunner
+from tests.support.factories import make_batcher, make_request
+from tests.support.fakes import VOCAB_SIZE, ManualClock, expected_output
 
 MAX_MODEL_LEN = 24
 PROMPTS = st.one_of(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from engine.speculation.acceptance import Acceptance, MethodPrior
-from engine.speculation.controller import Candidate, StepLoad, make_length_policy
-from engine.speculation.speculation_config import LengthPolicyName, SpeculationConfig
-from engine.speculation.step_costs import StepCosts
+from engine.plan.speculation.acceptance import Acceptance, MethodPrior
+from engine.plan.speculation.controller import Candidate, StepLoad, make_length_policy
+from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
+from engine.plan.speculation.step_costs import StepCosts
 
 POLICIES: st.SearchStrategy[LengthPolicyName] = st.sampled_from(["fixed", "threshold", "goodput"])
 EXAMPLES = settings(max_examples=40, deadline=None)

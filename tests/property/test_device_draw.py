@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import NO_TOKEN, LogitAdjustment
-from engine.sampling.device_draw import (
+from engine.compute.cuda.device_draw import (
     DrawColumns,
     can_draw,
     column_shapes,
@@ -20,8 +19,9 @@ from engine.sampling.device_draw import (
     draw_plain,
     filtered_rows,
 )
-from engine.sampling.sampler import Sampler
-from tests.sampling_reference import CPU, Row, inputs_of
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import NO_TOKEN, LogitAdjustment
+from tests.support.sampling_reference import CPU, Row, inputs_of
 
 VOCAB = 40
 # Quarters make ties common, as bfloat16 does; some tokens are ruled out.

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from engine.errors import RewindError, RewindFault
-from engine.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 12, 3, 5, 6
 

@@ -8,12 +8,12 @@ from itertools import count
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
-from engine.outputs import SampledRows
-from engine.request import Request, RequestStatus
-from engine.scheduling.batcher import ContinuousBatcher
-from engine.scheduling.policy import make_policy
-from engine.scheduling.request_queue import RequestQueue
-from tests.factories import make_batcher, make_request
+from engine.plan.request import Request, RequestStatus
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.request_queue import RequestQueue
+from engine.plan.step_records import SampledRows
+from tests.support.factories import make_batcher, make_request
 
 W_PROMPT, W_OUTPUT = 1, 2
 MAX_LEN = 48

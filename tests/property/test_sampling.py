@@ -10,9 +10,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import LogitAdjustment
-from engine.sampling.sampler import Sampler
-from tests.sampling_reference import (
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.step_records import LogitAdjustment
+from tests.support.sampling_reference import (
     CPU,
     Row,
     border_margin,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation import simulate
+from tests.support.simulation import simulate
 
 NUM_SEEDS = 500
 NUM_SLOW_SEEDS = 20_000
@@ -74,7 +74,9 @@ def test_the_same_seed_gives_the_same_trace(faulty: bool) -> None:
 
 
 def test_a_failure_says_how_to_replay_it(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.simulation.expected_output", lambda prompt, number, seed: [-1] * number)
+    monkeypatch.setattr(
+        "tests.support.simulation.expected_output", lambda prompt, number, seed: [-1] * number
+    )
     with pytest.raises(BaseException) as caught:
         simulate(0, faulty=faulty)
     command = "python -m tests.simulation 0" + (" --faulty" if faulty else "")

@@ -20,17 +20,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.request import Request, SpeculationOptions
-from engine.speculation.controller import StepLoad, make_length_policy
-from engine.speculation.draft_answers import read_answers
-from engine.speculation.draft_tape import DraftedToken
-from engine.speculation.drafter import Draft, DraftJob, DraftResult
-from engine.speculation.speculation_config import LengthPolicyName, SpeculationConfig
-from engine.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.speculation.step_costs import StepCosts
-from tests.factories import make_request
-from tests.fake_drafters import FakeDrafter
-from tests.fakes import VOCAB_SIZE, expected_output
+from engine.plan.request import Request, SpeculationOptions
+from engine.plan.speculation.controller import StepLoad, make_length_policy
+from engine.plan.speculation.draft_answers import read_answers
+from engine.plan.speculation.draft_tape import DraftedToken
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.speculation.step_costs import StepCosts
+from tests.support.factories import make_request
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fakes import VOCAB_SIZE, expected_output
 
 METHODS = ("draft_model", "medusa")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from engine.speculation.drafters.suffix_automaton import Match, SuffixAutomaton
+from engine.compute.drafters.suffix_automaton import Match, SuffixAutomaton
 
 TEXT = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), max_size=40))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sampling.sampler import Sampler
-from engine.speculation.speculation_config import Verification
-from engine.speculation.verifier import make_verifier
-from tests.sampling_reference import CPU, Row, adjusted
-from tests.verification_law import Propose, World, generate, law_p, stepwise, target_law, tree
+from engine.compute.sampling.sampler import Sampler
+from engine.compute.verification.verifier import make_verifier
+from engine.plan.speculation.speculation_config import Verification
+from tests.support.sampling_reference import CPU, Row, adjusted
+from tests.support.verification_law import Propose, World, generate, law_p, stepwise, target_law, tree
 
 VOCAB, NUM_TOKENS = 3, 4  # more than a round can commit of two drafts
 WORLD = World.of(VOCAB, seed=3, scale=1.0, distance=1.5)

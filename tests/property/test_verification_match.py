@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import Int64, LogitAdjustment, SampledRows, SamplingInputs
-from engine.sampling.sampler import Sampler
-from engine.speculation.verifier import MatchVerifier, make_verifier
-from tests.sampling_reference import CPU, Row
-from tests.verification_law import Known, Proposal, Propose, World, generate, nothing
+from engine.compute.sampling.sampler import Sampler
+from engine.compute.verification.verifier import MatchVerifier, make_verifier
+from engine.plan.step_records import Int64, LogitAdjustment, SampledRows, SamplingInputs
+from tests.support.sampling_reference import CPU, Row
+from tests.support.verification_law import Known, Proposal, Propose, World, generate, nothing
 
 VOCAB, NUM_TOKENS = 6, 9
 MATCH = make_verifier("match", Sampler(VOCAB, CPU))

@@ -51,7 +51,7 @@ def main() -> None:
     # All that a start needs.
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import server.serve  # noqa: F401
+    import server.commands.serve  # noqa: F401
 
     print(json.dumps([_start(each) for each in json.load(sys.stdin)]))
 
@@ -76,7 +76,7 @@ def _serve(arguments: Sequence[str], said: IO[bytes]) -> None:
         file_bytes, *words = arguments
         if file_bytes:
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), int(file_bytes)))
-        from server import cli
+        from server.commands import cli
 
         code = cli.main(["serve", *words])
     finally:

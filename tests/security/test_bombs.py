@@ -12,13 +12,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from server.json_body import MAX_PARTS, MAX_VALUES
-from server.protocol_values import MAX_SCHEMA_CHARS, MAX_TOKEN_IDS
+from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, MAX_TOKEN_IDS
+from server.http.json_body import MAX_PARTS, MAX_VALUES
 from tests.e2e.http_server import server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask
-from tests.loop_lag import loop_lags
-from tests.tiny_models import save_tiny_model
+from tests.support.loop_lag import loop_lags
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

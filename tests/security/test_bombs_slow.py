@@ -14,9 +14,9 @@ from tests.e2e.http_server import server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.server_process import server_process
 from tests.e2e.wire import ask
-from tests.loop_lag import percentile
 from tests.security.test_bombs import COMPLETIONS, LISTS, OK, TEXTS, completion
-from tests.tiny_models import save_tiny_model
+from tests.support.loop_lag import percentile
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,11 +19,11 @@ from server.app import build_app
 from tests.e2e.http_server import make_settings, server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask
-from tests.engines import EngineShape, running_engine
-from tests.fake_drafters import FakeDrafter
-from tests.fake_engine import FakeEngine
-from tests.fakes import expected_output
-from tests.tiny_models import save_tiny_model
+from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fake_engine import FakeEngine
+from tests.support.fakes import expected_output
+from tests.support.tiny_models import save_tiny_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROOT = Path(__file__).parents[2]

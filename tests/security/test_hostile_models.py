@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.security.starts import Ended, starts
-from tests.tiny_gguf import save_tiny_gguf
-from tests.tiny_models import save_tiny_model, tiny_model
+from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_models import save_tiny_model, tiny_model
 
 Damage = Callable[[Path], object]
 COMMON = ("--port", "0", "--log-level", "error", "--dtype", "float32", "--kv-cache-memory", "16MiB")

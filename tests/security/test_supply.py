@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.server_process import server_process
 from tests.e2e.wire import ask
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for part in ("config", "engine", "server") for path in (ROOT / part).rglob("*.py"))
@@ -36,7 +36,7 @@ FORBIDDEN_METHODS = frozenset(
         ("os", "popen"),
     )
 )
-COMPILER = "engine/model/native/compiler.py"
+COMPILER = "engine/compute/native/compiler.py"
 FORBIDDEN_TRUE = frozenset(("trust_remote_code", "allow_pickle"))
 
 
@@ -138,7 +138,7 @@ PIECES = (
 )
 LONG = 10_000  # characters; in quadratic time, tenths of a second or more
 # The first reads a page of ours. The second is only ever matched at the beginning.
-NOT_SEARCHED = ("server.status_page._PART", "server.tools.forced._HEAD")
+NOT_SEARCHED = ("server.observability.status_page._PART", "server.api.tools.forced._HEAD")
 
 
 def patterns() -> dict[str, re.Pattern[Any]]:
@@ -181,7 +181,7 @@ def hear(event, details):
         print(json.dumps([event, repr(details)]), file=asked)
 sys.addaudithook(hear)
 sys.argv = ["slipstream", *sys.argv[sys.argv.index("serve"):]]
-from server.cli import main
+from server.commands.cli import main
 sys.exit(main())
 """
 

@@ -12,12 +12,12 @@ import psutil
 
 from tests.bench.processes import JsonWorker, Server
 from tests.e2e.command_line import QUIET
-from tests.repetitive_world import save_repetitive_model
 from tests.soak.load import Canary, arrivals, crowd
 from tests.soak.tally import Tally
 from tests.soak.verdict import Findings, Probes
 from tests.soak.vitals import Observer
-from tests.tool_templates import HERMES
+from tests.support.repetitive_world import save_repetitive_model
+from tests.support.tool_templates import HERMES
 
 LEAK = ({"point": "block_leak", "count": -1},)
 # Less memory than the seats could use, so that requests are preempted; a queue that is full now and then.

@@ -31,7 +31,7 @@ from tests.e2e.test_life import (
     open_stream,
 )
 from tests.e2e.wire import ask
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model.loader import LoadedModel
+from engine.compute.loading.loader import LoadedModel
 from engine.text.tokenizer import Tokenizer
 from tests.bench.gpu.made_models import make_model, make_tokenizer
 from tests.bench.gpu.sizes import LlamaShape, Sizes

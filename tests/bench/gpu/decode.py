@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uvloop
 
-from engine.model.loader import LoadedModel
+from engine.compute.loading.loader import LoadedModel
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.device_rates import copy_rate
 from tests.bench.gpu.engines import SETTLE_STEPS, decode_step, made_engine, settings_for

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.model.device import mark, seconds_between
+from engine.compute.runner.device import mark, seconds_between
 from tests.bench.gpu.sizes import Sizes
 from tests.bench.report import Section
 

@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeAlias
 
 import uvloop
 
-from engine.build_speculation import MODEL_TOKENS
-from engine.model.loader import LoadedModel
-from engine.speculation.drafters.draft_loader import on_device
-from engine.speculation.drafters.draft_model import DraftModelDrafter, DraftSizes
-from engine.speculation.speculative_decoder import DraftSource
+from engine.compute.drafters.draft_loader import on_device
+from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
+from engine.compute.loading.loader import LoadedModel
+from engine.plan.speculation.speculative_decoder import DraftSource
+from engine.startup.build_speculation import MODEL_TOKENS
 from engine.text.tokenizer import Tokenizer
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.engines import BLOCK_SIZE, MadeEngine, burst, made_engine, random_prompts, settings_for

@@ -15,15 +15,15 @@ import numpy as np
 
 from config import Settings, load_settings
 from engine import settle_memory
-from engine.build import put_together
-from engine.engine import Engine
-from engine.engine_parts import EngineLimits, EngineParts, LaunchedStep, StepRunner
-from engine.model.loader import LoadedModel
-from engine.outputs import StepInputs, StepResult
-from engine.part_kinds import PartKinds
-from engine.request import GenerationRequest, SamplingParams
-from engine.speculation.speculative_decoder import DraftSource
-from engine.stream import RequestStream
+from engine.compute.loading.loader import LoadedModel
+from engine.loop.engine import Engine
+from engine.loop.engine_parts import EngineLimits, EngineParts, LaunchedStep, StepRunner
+from engine.loop.stream import RequestStream
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.speculation.speculative_decoder import DraftSource
+from engine.plan.step_records import StepInputs, StepResult
+from engine.startup.build import put_together
+from engine.startup.part_kinds import PartKinds
 from engine.text.tokenizer import Tokenizer
 from tests.bench.streams import BenchmarkFailed, StreamRecord
 

@@ -12,9 +12,9 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from engine.model import attention
-from engine.model.layer_probe import probe_layers
-from engine.model.loader import LoadedModel
+from engine.compute import attention
+from engine.compute.loading.layer_probe import probe_layers
+from engine.compute.loading.loader import LoadedModel
 from engine.text.tokenizer import Tokenizer
 
 _SPECIAL = ("<bos>", "<eos>")

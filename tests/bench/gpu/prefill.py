@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from engine.build import put_together
-from engine.model.rehearsal import Part, pack_step
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.startup.build import put_together
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.device_rates import product_rate, seconds_of
 from tests.bench.gpu.engines import BLOCK_SIZE, settings_for

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.request import Request
+from engine.plan.request import Request
 from tests.bench.report import Bar, Section
 from tests.bench.sim.baselines import reserving, run_prefill_first, run_static_batches
 from tests.bench.sim.cost import GPU_LIKE, StepCost

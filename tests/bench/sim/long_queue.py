@@ -7,8 +7,8 @@ import random
 import statistics
 from time import perf_counter
 
-from engine.outputs import SampledRows
-from engine.request import FinishReason, Request
+from engine.plan.request import FinishReason, Request
+from engine.plan.step_records import SampledRows
 from tests.bench.report import Bar, Section
 from tests.bench.sim.policies import POLICIES
 from tests.bench.sim.server import ANY_TOKEN, Server, make_request

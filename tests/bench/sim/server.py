@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.kv.paged_kv_manager import PagedKvManager
-from engine.outputs import SampledRows
-from engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.scheduling.batch_config import BatchConfig
-from engine.scheduling.batcher import ContinuousBatcher
-from engine.scheduling.policy import make_policy
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.plan.scheduling.batch_config import BatchConfig
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.policy import make_policy
+from engine.plan.step_records import SampledRows
 from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.run import Outcome, Run
 from tests.bench.sim.trace import Arrival, Trace

@@ -13,13 +13,13 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
-from engine.engine import Engine
-from engine.request import GenerationRequest, SamplingParams
-from engine.speculation.speculation_config import LengthPolicyName
-from engine.speculation.theoretical_speedup import free_speedup, theoretical_speedup
+from engine.loop.engine import Engine
+from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.speculation.speculation_config import LengthPolicyName
+from engine.plan.speculation.theoretical_speedup import free_speedup, theoretical_speedup
 from tests.bench.sim_spec.pair import SetDrafter, SetTarget
-from tests.engines import EngineShape, make_parts
-from tests.virtual_time import run_in_virtual_time
+from tests.support.engines import EngineShape, make_parts
+from tests.support.virtual_time import run_in_virtual_time
 
 UNIT_S = 0.02
 WARM_UP = 10  # units

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from engine.outputs import NO_TOKEN, SampledRows, StepInputs, StepResult
-from engine.speculation.drafter import Draft, DraftJob, DraftResult
-from tests.fakes import VOCAB_SIZE
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.step_records import NO_TOKEN, SampledRows, StepInputs, StepResult
+from tests.support.fakes import VOCAB_SIZE
 
 _TOKEN, _LUCK = 0, 1
 _MASK = (1 << 64) - 1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.packed_forward import PackedForward
-from engine.model.rehearsal import Part as StepPart
-from engine.model.rehearsal import pack_step
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part as StepPart
+from engine.compute.runner.rehearsal import pack_step
 from tests.bench.gpu import command
 from tests.bench.gpu.engines import last_tokens, settings_for
 from tests.bench.gpu.idle import gaps_of
@@ -28,7 +28,7 @@ from tests.bench.gpu.made_models import (
 )
 from tests.bench.gpu.sizes import FULL, SMALL
 from tests.bench.report import Bar, Section
-from tests.played_back import on_device, play_back_targets
+from tests.support.played_back import on_device, play_back_targets
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.host import RING, InstantRunner, host_step
 from tests.bench.streams import BenchmarkFailed
-from tests.engines import text_tokenizer
+from tests.support.engines import text_tokenizer
 
 WORDS = list(range(100, 150))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.bench.products import Products, joined_weights, packed_by_onednn, packed_by_us, plain
-from tests.native import compiled_kernels
+from tests.support.native import compiled_kernels
 
 
 class Attention(nn.Module):

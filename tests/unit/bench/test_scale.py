@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from engine.engine_parts import EngineInfo
-from engine.model.rehearsal import Part, pack_step
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.loop.engine_parts import EngineInfo
 from tests.bench.host import HostStep, host_step
 from tests.bench.scale import Cell, WithoutPrompts, cost_of_one
 from tests.bench.scale_plot import plot_scale
-from tests.engines import text_tokenizer
-from tests.fakes import FakeRunner
+from tests.support.engines import text_tokenizer
+from tests.support.fakes import FakeRunner
 
 
 def test_a_cell_needs_positions_and_blocks_with_room_for_one_more_each() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.bench.scrape import Scraper, ScrapeRuns, section_of
 from tests.e2e.http_server import server_url
 from tests.e2e.scripted_server import reply, scripted_server
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 
 def address_of(url: str) -> tuple[str, int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import SamplingParams
-from engine.speculation.drafter import DraftJob, DraftRequest
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest
 from tests.bench.sim_spec.cell import Cell, measure
 from tests.bench.sim_spec.choices import best_fixed, choose_schedule
 from tests.bench.sim_spec.grid import CENTRE, Row, grid_section

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.request import GenerationRequest, SamplingParams
+from engine.loop.engine import Engine
+from engine.plan.request import GenerationRequest, SamplingParams
 from tests.bench.streams import BenchmarkFailed
 from tests.bench.timed_runner import StepShares, TimedRunner, TimedStep
-from tests.engines import EngineShape, collect, make_parts
-from tests.fakes import FakeRunner
+from tests.support.engines import EngineShape, collect, make_parts
+from tests.support.fakes import FakeRunner
 
 
 def step(started: float, num_seqs: int = 2, num_tokens: int = 2) -> TimedStep:

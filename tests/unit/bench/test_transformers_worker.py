@@ -11,7 +11,7 @@ import torch
 
 from tests.bench.streams import BurstFigures
 from tests.bench.transformers_worker import GenerateBatch, record_of
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import InvalidRequest, StartRefused
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from tests import tool_templates
+from tests.support import tool_templates
 from tests.unit.text.builders import CHATML, byte_level, load, save
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest, StartRefused
 from engine.text import template_sandbox
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_sandbox import MAX_TEMPLATE_CHARS, TemplateSandbox, TemplateTooCostly
-from tests import tool_templates
+from tests.support import tool_templates
 from tests.unit.text.builders import CHATML, byte_level, save
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": [1, "é<"]}}}

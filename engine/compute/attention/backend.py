@@ -1,0 +1,44 @@
+"""What an attention backend is: a plan for each step, and one call of it for each layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.plan.step_records import StepInputs
+
+
+class LayerCall(NamedTuple):
+    """How one layer attends. `window` and `softcap` None mean all positions and plain scores."""
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class StepAttention(Protocol):
+    """One step's attention, laid out once and called by every layer."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the step's new keys and values of `layer`, each [num_tokens, num_kv_heads, dim], packed."""
+        ...
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Attend from the packed `query` [num_tokens, num_heads, key_dim] to each sequence's own positions.
+
+        The step's keys and values are in the tensors already. Gives [num_tokens, num_heads, value_dim] in
+        packed order. A token sees positions up to its own, the newest `window` of them; among drafts that
+        form a tree, those of its own branch only.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to attend over the paged tensors of one device; stateless between steps."""
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
+        """Everything about a step that does not depend on the layer."""
+        ...

@@ -1,0 +1,63 @@
+"""Which attention backend a device gets, and why not the fast one."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from engine.compute.attention.backend import AttentionBackend, LayerCall
+from engine.compute.attention.context import AttentionContext
+from engine.compute.attention.cpu import CpuAttention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.paged_rows import RowAttention
+from engine.compute.attention.reference import ReferenceAttention
+from engine.compute.runner.rehearsal import Part, pack_step
+
+log = logging.getLogger("slipstream.model")
+
+_LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and copies that nobody waits for
+
+
+def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:
+    """The fastest backend that works on `device`; `rows` attends from all rows on a CPU, if there is such.
+
+    On CUDA that is Triton's, tried with one small step; where it cannot be had, one line of the log says why.
+    """
+    if device.type == "cpu":
+        return CpuAttention(rows)
+    if device.type != "cuda":
+        return ReferenceAttention()
+    try:
+        return _triton(device)
+    except Exception as error:  # whatever a compiler, a driver or a missing package may raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        log.warning("Attention on %s is the slow reference: %s", device, reason)
+        return ReferenceAttention()
+
+
+def _triton(device: torch.device) -> AttentionBackend:
+    if torch.version.cuda is None:
+        raise RuntimeError("this build of torch is not for CUDA")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise RuntimeError(f"its compute capability is {capability}, the kernels need {_LEAST_CAPABILITY}")
+    if find_spec("triton") is None:
+        raise RuntimeError("triton is not installed (the extra 'cuda' has it)")
+    from engine.compute.cuda.triton_attention import Gpu, TritonAttention
+
+    backend = TritonAttention(Gpu.of(device))
+    _try(backend, device)
+    return backend
+
+
+def _try(backend: AttentionBackend, device: torch.device) -> None:
+    """Attend from one token to itself, and wait for it."""
+    kv = KvTensors((LayerKv(1, 64, 64),), 1, 16, torch.float16, device)
+    context = AttentionContext(pack_step([Part([0], 0, 1, [0])], 16), kv, backend)
+    token = torch.ones(1, 1, 64, dtype=kv.dtype, device=device)
+    attended = context.attend(token, token, token, LayerCall(0, 1.0))
+    if not torch.equal(attended, token):
+        raise RuntimeError("triton's kernels compute wrong results here")

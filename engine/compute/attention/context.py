@@ -1,0 +1,46 @@
+"""What one step's forward pass carries to every attention layer."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from engine.compute.attention.backend import AttentionBackend, LayerCall
+from engine.compute.attention.cpu import PagedStep
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.paged_rows import PagedRows
+from engine.plan.step_records import StepInputs
+
+
+class AttentionContext:
+    """Writes a layer's new keys and values into the paged tensors, then attends. Lives for one step."""
+
+    def __init__(self, inputs: StepInputs, kv: KvTensors, backend: AttentionBackend) -> None:
+        self.kv = kv
+        self._inputs = inputs
+        self._step = backend.plan(inputs, kv)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: LayerCall
+    ) -> torch.Tensor:
+        """Attend from [num_tokens, num_heads, key_dim]; `key` and `value` are the step's new ones.
+
+        Gives [num_tokens, num_heads, value_dim]. Everything attention costs in a layer happens in here.
+        """
+        self._step.write(call.layer, key, value)
+        return self._step.attend(query, call)
+
+    @property
+    def native_rows(self) -> PagedRows | None:
+        """Every row of the step, where a kernel takes them all past `attend`; else None."""
+        return self._step.rows if isinstance(self._step, PagedStep) else None
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where the step's keys and values belong, for who writes them past `attend`: int64 [num_tokens]."""
+        return torch.tensor(self._inputs.slot_mapping, device=self.kv.device)
+
+    def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """As `attend`, for who has put keys and values into the `slots` of their pages already."""
+        return self._step.attend(query, call)

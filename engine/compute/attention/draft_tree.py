@@ -1,0 +1,144 @@
+"""DraftTree: what the drafts of one sequence see of each other, and where the accepted ones belong.
+
+A tree lies in consecutive slots behind its sequence's newest token, parents before children. Its *places*
+count from that token, which is place 0; a place's depth is its distance from it in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, StepInputs
+
+UNSEEN = np.iinfo(np.int32).max
+
+
+class DraftTree:
+    """A sequence's newest token and the drafts that branch off behind it (Miao et al. 2023, SpecInfer)."""
+
+    def __init__(self, parents: Int32) -> None:
+        seen = np.eye(len(parents) + 1, dtype=np.bool_)
+        for place, parent in enumerate(parents.tolist(), start=1):
+            seen[place] |= seen[parent + 1]
+        self._seen = seen  # [places, places]: itself and what it follows
+        self._depths = seen.sum(axis=1) - 1  # [places]
+
+    def sees(
+        self, queries: NDArray[np.intp], keys: NDArray[np.intp], window: int | None
+    ) -> NDArray[np.bool_]:
+        """Whether the drafts at places `queries` see the tokens at places `keys`: [queries, keys].
+
+        Keys below 0 are the tokens before the newest one, those past the drafts are nobody's. The `window`
+        counts by depth, as it would if the draft's own branch were all there is.
+        """
+        places = np.clip(keys, 0, len(self._depths) - 1)
+        seen = self._seen[np.ix_(queries, places)] & (keys < len(self._depths))
+        if window is not None:
+            depths = np.where(keys < 0, keys, self._depths[places])
+            seen &= depths > self._depths[queries, None] - window
+        return seen
+
+    def gaps(self) -> Int32:
+        """By how much deeper each place is than those it sees, UNSEEN for others: [places, places]."""
+        gaps = self._depths[:, None] - self._depths
+        return np.where(self._seen, gaps, UNSEEN).astype(np.int32)
+
+
+def draft_trees(inputs: StepInputs) -> dict[int, DraftTree]:
+    """The trees of a step by the sequence they belong to; chains, which are plain causal, are left out."""
+    drafts = inputs.drafts
+    if drafts is None or drafts.parents is None:
+        return {}
+    shapes: dict[bytes, DraftTree] = {}  # a drafter's trees are mostly of one shape
+    trees = {}
+    for index, parents, _ in _branching(drafts, drafts.parents):
+        sequence = int(drafts.sequence[index])
+        assert inputs.query_lens[sequence] == len(parents) + 1
+        shape = parents.tobytes()
+        if shape not in shapes:
+            shapes[shape] = DraftTree(parents)
+        trees[sequence] = shapes[shape]
+    return trees
+
+
+def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64, Int64]:
+    """Slots (sources, targets) whose moving lays each tree's accepted drafts one after another.
+
+    `token_ids` are the step's sampled rows [R]: a sequence's accepted drafts from its first row on, then
+    anything. Hand the result to `KvTensors.move_rows`; it is empty when nothing lies out of place.
+    """
+    drafts = inputs.drafts
+    sources: list[int] = []
+    targets: list[int] = []
+    if drafts is not None and drafts.parents is not None:
+        for index, parents, proposed in _branching(drafts, drafts.parents):
+            first_row = int(drafts.first_row[index])
+            path = _path(parents.tolist(), proposed.tolist(), token_ids[first_row : first_row + len(parents)])
+            first_draft = int(inputs.logits_rows[first_row]) + 1
+            for depth, draft in enumerate(path):
+                if draft != depth:
+                    sources.append(first_draft + draft)
+                    targets.append(first_draft + depth)
+    return inputs.slot_mapping[sources], inputs.slot_mapping[targets]
+
+
+def last_accepted_rows(inputs: StepInputs, token_ids: Sequence[int]) -> Int64:
+    """Of each sampled sequence the row of its last token that was known or accepted, in packed order.
+
+    It is the row that gave the last token of those committed. `token_ids` are as in SampledRows, [R].
+    """
+    rows = np.arange(len(inputs.logits_rows))
+    drafts = inputs.drafts
+    if drafts is None:
+        return rows
+    is_first = np.ones(len(rows), dtype=np.bool_)
+    trees = {}
+    if drafts.parents is not None:
+        trees = {
+            index: (parents, proposed) for index, parents, proposed in _branching(drafts, drafts.parents)
+        }
+    for index, (first, count) in enumerate(
+        zip(drafts.first_row.tolist(), drafts.num_drafts.tolist(), strict=True)
+    ):
+        is_first[first + 1 : first + 1 + count] = False
+        accepted = [token for token in token_ids[first : first + 1 + count] if token != NO_TOKEN][:-1]
+        if index in trees:
+            parents, proposed = trees[index]
+            path = _path(parents.tolist(), proposed.tolist(), accepted)
+            rows[first] += path[-1] + 1 if path else 0
+        else:
+            rows[first] += len(accepted)
+    return rows[is_first]
+
+
+def _branching(drafts: DraftInputs, parents: Int32) -> list[tuple[int, Int32, Int64]]:
+    """(index, parents, tokens) of the sequences whose drafts are no chain."""
+    stops = np.cumsum(drafts.num_drafts, dtype=np.intp)
+    starts = stops - drafts.num_drafts
+    in_sequence = np.arange(len(parents)) - np.repeat(starts, drafts.num_drafts)
+    branches = np.logical_or.reduceat(parents != in_sequence - 1, starts)
+    return [
+        (index, parents[starts[index] : stops[index]], drafts.token_ids[starts[index] : stops[index]])
+        for index in np.flatnonzero(branches).tolist()
+    ]
+
+
+def _path(parents: list[int], proposed: list[int], token_ids: Sequence[int]) -> list[int]:
+    """The longest way down from the newest token along which the drafts are `token_ids`."""
+    ends = {-1}  # more than one where siblings are equal
+    for token in token_ids:
+        longer = {
+            draft for draft, parent in enumerate(parents) if parent in ends and proposed[draft] == token
+        }
+        if not longer:
+            break
+        ends = longer
+    path: list[int] = []
+    draft = min(ends)
+    while draft >= 0:
+        path.append(draft)
+        draft = parents[draft]
+    return path[::-1]

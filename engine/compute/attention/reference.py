@@ -1,0 +1,118 @@
+"""Attention one sequence at a time, as plainly as it can be said: what other backends are tested against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.compute.attention.backend import LayerCall
+from engine.compute.attention.draft_tree import DraftTree, draft_trees
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_writer import KvWriter
+from engine.plan.step_records import StepInputs
+
+
+class ReferenceAttention:
+    """Gathers each sequence's keys and values and attends with a full mask; runs on any device."""
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> ReferenceStep:
+        """The sequences with their block tables on the device."""
+        sequences, start = [], 0
+        trees = draft_trees(inputs)
+        tables = torch.tensor(inputs.block_tables, device=kv.device, dtype=torch.long)
+        for row, (query_len, kv_len) in enumerate(
+            zip(inputs.query_lens.tolist(), inputs.kv_lens.tolist(), strict=True)
+        ):
+            num_blocks = -(-kv_len // kv.block_size)
+            sequences.append(_Sequence(start, query_len, kv_len, tables[row, :num_blocks], trees.get(row)))
+            start += query_len
+        return ReferenceStep(inputs, kv, sequences)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Tokens [start, start + query_len) of the packed row; they are its newest of `kv_len`."""
+
+    start: int
+    query_len: int
+    kv_len: int
+    blocks: torch.Tensor  # [num_blocks]
+    tree: DraftTree | None  # what the tokens are, if they are no chain
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """True where a query token may look: [query_len, kv_len]."""
+        if window not in self.masks:
+            self.masks[window] = self._causal(window) if self.tree is None else self._branching(window)
+        return self.masks[window]
+
+    def _causal(self, window: int | None) -> torch.Tensor:
+        keys = torch.arange(self.kv_len, device=self.blocks.device)
+        queries = keys[-self.query_len :, None]
+        allowed = keys <= queries
+        if window is not None:
+            allowed &= keys > queries - window
+        return allowed
+
+    def _branching(self, window: int | None) -> torch.Tensor:
+        assert self.tree is not None
+        places = np.arange(self.query_len - self.kv_len, self.query_len)
+        allowed = self.tree.sees(places[-self.query_len :], places, window)
+        return torch.from_numpy(allowed).to(self.blocks.device)
+
+
+class ReferenceStep:
+    """One step of the reference backend."""
+
+    def __init__(self, inputs: StepInputs, kv: KvTensors, sequences: list[_Sequence]) -> None:
+        self._kv = kv
+        self._writer = KvWriter(inputs, kv)
+        self._sequences = sequences
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._writer.write(layer, key, value)
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """See StepAttention."""
+        keys, values = self._kv.keys[call.layer], self._kv.values[call.layer]
+        output = query.new_empty(*query.shape[:2], values.shape[-1])
+        for sequence in self._sequences:
+            rows = slice(sequence.start, sequence.start + sequence.query_len)
+            output[rows] = attend_sequence(
+                query[rows],
+                _positions(keys, sequence),
+                _positions(values, sequence),
+                sequence.mask(call.window),
+                call,
+            )
+        return output
+
+
+def attend_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, call: LayerCall
+) -> torch.Tensor:
+    """Masked attention of one sequence: `query` [T, heads, dim], `key` and `value` [K, kv heads, dim]."""
+    group = query.shape[1] // key.shape[1]
+    query = query.transpose(0, 1)  # [heads, T, dim]
+    key = key.transpose(0, 1).repeat_interleave(group, dim=0)  # [heads, K, dim]
+    value = value.transpose(0, 1).repeat_interleave(group, dim=0)
+    if call.softcap is None:
+        attended = F.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=call.scaling
+        )[0]
+    else:
+        scores = query.float() @ key.float().transpose(1, 2) * call.scaling  # [heads, T, K]
+        scores = (scores / call.softcap).tanh() * call.softcap
+        scores = scores.masked_fill(~mask, float("-inf"))
+        attended = (scores.softmax(-1) @ value.float()).to(query.dtype)
+    return attended.transpose(0, 1)  # [T, heads, dim]
+
+
+def _positions(tensor: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
+    """The sequence's own rows of [blocks, kv heads, block size, dim] as [kv_len, kv heads, dim]."""
+    gathered = tensor[sequence.blocks].transpose(1, 2)  # [num_blocks, block_size, kv heads, dim]
+    return gathered.flatten(0, 1)[: sequence.kv_len]

@@ -1,0 +1,88 @@
+"""DeviceInts: a step's small integer arrays in one buffer of the device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from engine.plan.step_records import Int32
+
+_ALIGNED = 32  # integers: each array begins where a vector load may
+
+
+class DeviceInts:
+    """Named int32 arrays of fixed shapes that are written together, in one copy that nobody waits for.
+
+    Their addresses stay, so work that was recorded on the device finds what was put last. Made for one step
+    or for many, then in shapes that hold the largest. Of the array called `tail`, the last one and flat, only
+    what is put is sent: it may be large. Several layouts may share a `buffer`, of `size_of` the largest, if
+    what one needs is put anew before it is read.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        tail: str | None = None,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        self._spans = _spans(shapes)
+        self._tail = tail
+        size = self.size_of(shapes)
+        self._buffer = (
+            torch.empty(size, dtype=torch.int32, device=device) if buffer is None else buffer[:size]
+        )
+        self._views = {name: _view(self._buffer, *span) for name, span in self._spans.items()}
+
+    @staticmethod
+    def size_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """How many integers a buffer for `shapes` has."""
+        return sum(_room(shape) for shape in shapes.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One of the arrays, on the device."""
+        return self._views[name]
+
+    def put(self, arrays: Mapping[str, Int32]) -> None:
+        """Write `arrays` at the beginnings of their places; what is left there becomes -1.
+
+        On CUDA the copy is queued behind the work that the current stream has, and the call returns at once.
+        Raises ValueError, before anything is written, where one is larger than its place.
+        """
+        for name, array in arrays.items():
+            room = self._spans[name][1]
+            if any(size > most for size, most in zip(array.shape, room, strict=True)):
+                raise ValueError(f"The step's {name} are {array.shape}, its place holds {room}.")
+        size = len(self._buffer)
+        if self._tail is not None:
+            size = self._spans[self._tail][0] + (len(arrays[self._tail]) if self._tail in arrays else 0)
+        # Fresh memory, since an earlier copy may still be reading. Where it is pinned, torch gives none of it
+        # out again before the copy that read it is over.
+        staging = torch.empty(size, dtype=torch.int32, pin_memory=self._buffer.device.type == "cuda")
+        staging.fill_(-1)
+        numbers = staging.numpy()
+        for name, array in arrays.items():
+            start, shape = self._spans[name]
+            if name == self._tail:
+                numbers[start:] = array
+            else:
+                target = numbers[start : start + math.prod(shape)].reshape(shape)
+                target[tuple(slice(size) for size in array.shape)] = array
+        self._buffer[:size].copy_(staging, non_blocking=True)
+
+
+def _spans(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where each array begins, and its shape."""
+    starts = itertools.accumulate((_room(shape) for shape in shapes.values()), initial=0)
+    return {name: (start, shape) for start, (name, shape) in zip(starts, shapes.items(), strict=False)}
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    return -(-max(math.prod(shape), 1) // _ALIGNED) * _ALIGNED
+
+
+def _view(buffer: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return buffer[start : start + math.prod(shape)].view(shape)

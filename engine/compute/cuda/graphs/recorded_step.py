@@ -1,0 +1,128 @@
+"""RecordedStep: the pass and the draw of one GraphShape, over memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.compute.attention import AttentionContext, StepAttention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.cuda.device_draw import DrawColumns, column_shapes, column_words
+from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory, fill_in, token_words
+from engine.compute.cuda.graphs.graph_shapes import GraphShape
+from engine.compute.cuda.graphs.recorder import Recorder
+from engine.compute.cuda.triton_tables import Bucket, StepTables
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.step_records import Int64, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """What steps of every shape use in turn, each from the first place on; for the places of the largest.
+
+    `words` holds the inputs. `hidden` is None when nobody reads what the logits were made from.
+    """
+
+    words: torch.Tensor  # int32 [words]
+    tokens: TokenMemory
+    logits: torch.Tensor  # [places, vocab]
+    hidden: torch.Tensor | None  # [places, hidden]
+
+
+def bucket_of(shape: GraphShape, max_blocks: int) -> Bucket:
+    """The room that the attention of `shape` needs, of sequences with up to `max_blocks` blocks."""
+    num_tokens, query_len = shape
+    if query_len == 1:
+        return Bucket(num_tokens, num_tokens, max_blocks)
+    return Bucket(num_tokens, num_tokens, max_blocks, query_len, num_tokens, query_len)
+
+
+def other_words(shape: GraphShape) -> dict[str, tuple[int, ...]]:
+    """What a step sends beside the tables of its attention."""
+    num_tokens = shape.num_tokens
+    return {"token_ids": (num_tokens,), "previous": (num_tokens,), **column_shapes(num_tokens)}
+
+
+class _Laid:
+    """An AttentionBackend whose every step is laid out by somebody else."""
+
+    def __init__(self, step: StepAttention) -> None:
+        self._step = step
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
+        """See AttentionBackend."""
+        return self._step
+
+
+def context_over(attention: StepAttention, kv: KvTensors) -> AttentionContext:
+    """A context for steps that are not known when it is made: `attention` reads them from its tables."""
+    any_step = pack_step([Part([0], 0, 1, [0])], kv.block_size)
+    return AttentionContext(any_step, kv, _Laid(attention))
+
+
+class RecordedStep:
+    """A step in which every token has a place, and the places behind the last token compute nothing of use.
+
+    These store no keys, attend to nothing and are drawn greedily; nobody reads what comes of it.
+    """
+
+    def __init__(
+        self,
+        tables: StepTables,
+        attention: StepAttention,
+        forward: PackedForward,
+        kv: KvTensors,
+        memory: GraphMemory,
+        shape: GraphShape,
+    ) -> None:
+        self._tables = tables
+        self._forward = forward
+        self._context = context_over(attention, kv)
+        self._num_places = num_places = shape.num_tokens
+        self._tokens = memory.tokens
+        self.logits = memory.logits[:num_places]
+        self.hidden = None if memory.hidden is None else memory.hidden[:num_places]
+        arrays = tables.arrays
+        self._columns = DrawColumns.of({name: arrays[name] for name in DrawColumns._fields})
+        self._replay_pass: Callable[[], None] = self._compute
+        self._replay_draw: Callable[[], None] = self._draw
+
+    def record(self, recorder: Recorder) -> None:
+        """Have both parts recorded, over a step without a token. Raises what keeps them from it."""
+        self._tables.clear()
+        self._replay_pass = recorder.record(self._compute)
+        self._replay_draw = recorder.record(self._draw)
+
+    def fill(self, inputs: StepInputs, previous: Int64 | None) -> None:
+        """Send the step, in one copy that nobody waits for; `previous` as in EagerPasses."""
+        columns = column_words(inputs.sampling, inputs.logits_rows, self._num_places)
+        self._tables.fill(inputs, {**token_words(inputs, previous), **columns})
+
+    def replay(self) -> None:
+        """Queue the pass."""
+        self._replay_pass()
+
+    def as_pass(self, inputs: StepInputs) -> DevicePass:
+        """The pass that was replayed last, over these inputs."""
+        return DevicePass(self.logits, inputs.logits_rows, self._replay_draw, self.hidden)
+
+    def _compute(self) -> None:
+        arrays = self._tables.arrays
+        token_ids = fill_in(arrays["token_ids"], arrays["previous"], self._tokens.tokens)
+        positions = arrays["positions"].long().clamp_(min=0)
+
+        def compute() -> torch.Tensor:
+            return self._forward.compute(token_ids, positions, self._context)
+
+        if self.hidden is None:
+            logits = compute()
+        else:
+            logits, hidden = self._forward.keeping_features(compute)
+            self.hidden.copy_(hidden)
+        self.logits.copy_(logits)
+
+    def _draw(self) -> None:
+        self._tokens.draw(self.logits, self._columns)

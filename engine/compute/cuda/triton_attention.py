@@ -1,0 +1,182 @@
+"""Attention on CUDA through Triton: paged keys are read in place, and once for all the heads that share them.
+
+Every result is computed in one fixed order, so equal steps give equal bits. Not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from triton.runtime import driver
+
+from engine.compute.attention.backend import LayerCall
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.compute.cuda.triton_tables import StepTables
+from engine.compute.cuda.triton_tile import TritonTile, padded
+from engine.compute.cuda.triton_work import KEY_STEP, HeadShape, TileKind, Workforce
+from engine.plan.step_records import StepInputs
+
+_LOG2_E = math.log2(math.e)
+_MERGED_AT_ONCE = 16
+
+
+class Gpu(NamedTuple):
+    """What the layout of work depends on: multiprocessors, and bytes of shared memory that a program gets."""
+
+    processors: int
+    shared_memory: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu:
+        """The GPU that is `device`, as Triton sees it."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = driver.active.utils.get_device_properties(index)
+        return cls(properties["multiprocessor_count"], properties["max_shared_mem"])
+
+
+class TritonAttention:
+    """The CUDA backend."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> TritonStep:
+        """The step's tables on the device, sent without waiting for it."""
+        tables = StepTables(kv.device, self.workforce(kv))
+        tables.fill(inputs)
+        return self.step(tables, kv)
+
+    def workforce(self, kv: KvTensors) -> Workforce:
+        """Whom the work over `kv` is to be cut for."""
+        return Workforce.of(self._gpu.processors, kv.dtype.itemsize)
+
+    def step(self, tables: StepTables, kv: KvTensors) -> TritonStep:
+        """A step over tables that are filled by somebody else, and may be refilled once it was recorded."""
+        return TritonStep(self._gpu, tables, kv)
+
+
+class TritonStep:
+    """One step of the CUDA backend, or all that fit a bucket; launches only, and never waits."""
+
+    def __init__(self, gpu: Gpu, tables: StepTables, kv: KvTensors) -> None:
+        self._gpu = gpu
+        self._tables = tables
+        self._kv = kv
+        self._tiles: dict[tuple[str, int, LayerKv, bool, bool], TritonTile] = {}
+        self._kinds = Workforce.of(gpu.processors, kv.dtype.itemsize).kinds
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        shape = self._kv.layers[layer]
+        key, value = _dense_rows(key), _dense_rows(value)
+        store_kernel[(len(key),)](
+            key,
+            value,
+            self._kv.keys[layer],
+            self._kv.values[layer],
+            self._tables.arrays["slots"],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            NUM_KV_HEADS=shape.num_kv_heads,
+            KEY_DIM=shape.key_dim,
+            VALUE_DIM=shape.value_dim,
+            PADDED_KEY_DIM=padded(shape.key_dim),
+            PADDED_VALUE_DIM=padded(shape.value_dim),
+            BLOCK_SIZE=self._kv.block_size,
+            HEADS=1 << (shape.num_kv_heads - 1).bit_length(),
+        )
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """See StepAttention."""
+        query = _dense_rows(query)
+        num_tokens, num_heads, _ = query.shape
+        layer = self._kv.layers[call.layer]
+        work = self._tables.work(HeadShape(num_heads, layer.num_kv_heads, call.window))
+        output = query.new_empty(num_tokens, num_heads, layer.value_dim)
+        partials = (work.num_partials, num_heads)
+        sums = query.new_empty((*partials, layer.value_dim), dtype=torch.float32)
+        weights = query.new_empty((*partials, 2), dtype=torch.float32)
+        for kind, items in zip(self._kinds, work.items, strict=True):
+            if len(items):
+                self._attend_items(kind, items, query, call, (output, sums, weights))
+        if len(work.merges):
+            merge_kernel[(num_heads, len(work.merges))](
+                sums,
+                weights,
+                output,
+                work.merges,
+                NUM_HEADS=num_heads,
+                DIM=layer.value_dim,
+                PADDED=padded(layer.value_dim),
+                AT_ONCE=_MERGED_AT_ONCE,
+            )
+        return output
+
+    def _attend_items(
+        self,
+        kind: TileKind,
+        items: torch.Tensor,
+        query: torch.Tensor,
+        call: LayerCall,
+        targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """One launch: the tiles of one kind, to `targets` (output, partial sums, partial weights)."""
+        arrays, layer = self._tables.arrays, call.layer
+        shape = self._kv.layers[layer]
+        what = kind.name, query.shape[1], shape, call.window is None, call.softcap is None
+        tile = self._tiles.get(what)
+        if tile is None:
+            tile = self._tiles[what] = self._tile(kind, query.shape[1], call)
+        scale, cap = call.scaling * _LOG2_E, 0.0
+        if call.softcap is not None:
+            scale, cap = call.scaling / call.softcap, call.softcap * _LOG2_E
+        attend_kernel[(tile.num_kv_heads * tile.head_tiles, len(items))](
+            query,
+            self._kv.keys[layer],
+            self._kv.values[layer],
+            *targets,
+            items,
+            arrays["block_tables"],
+            arrays["table_starts"],
+            arrays["query_starts"],
+            arrays["kv_lens"],
+            arrays["positions"],
+            arrays["tree_rows"],
+            arrays["tree_bits"],
+            scale,
+            cap,
+            call.window or 0,
+            *query.stride()[:2],
+            arrays["tree_bits"].shape[1],
+            TILE=tile,
+            num_warps=tile.num_warps,
+            num_stages=max(1, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory)),
+        )
+
+    def _tile(self, kind: TileKind, num_heads: int, call: LayerCall) -> TritonTile:
+        layer = self._kv.layers[call.layer]
+        group = num_heads // layer.num_kv_heads
+        heads = kind.heads(group)
+        tile = TritonTile(
+            queries=kind.queries,
+            heads=heads,
+            keys=KEY_STEP,
+            group=group,
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            block_size=self._kv.block_size,
+            has_cap=call.softcap is not None,
+            has_window=call.window is not None,
+            has_trees=kind.expects_trees or (kind.max_queries > 1 and self._tables.has_trees),
+        )
+        return tile.fitted(self._kv.dtype.itemsize, self._gpu.shared_memory)
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy whose last dimension is dense."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,203 @@
+"""How one step's attention is cut into equal pieces of work for a device of many processors.
+
+Pure layout on the host. A sequence's new tokens are cut into tiles, and a tile's keys into runs where there
+are fewer tiles than the device can work on at a time: a long context is then read by many (Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan.step_records import Int32
+
+Indices = NDArray[np.intp]
+
+# Keys begin and end at multiples of this within a sequence, but for a tile's last ones.
+KEY_STEP = 64
+
+
+class HeadShape(NamedTuple):
+    """What makes the work of two layers differ: their heads and their window."""
+
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        """Heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class TileKind(NamedTuple):
+    """Sequences of up to `max_queries` new tokens are cut into tiles of `queries`.
+
+    Where a K/V head's heads share a tile its keys are read once for all of them: worth it until the tile's
+    arithmetic takes longer than the reading. `min_run` is the fewest keys worth a program of their own, and
+    `programs` how many programs are wanted for each of the device's processors. `expects_trees` has its
+    kernel made for draft trees even before there is one.
+    """
+
+    name: str
+    max_queries: int
+    queries: int
+    max_heads: int
+    min_run: int
+    programs: int
+    expects_trees: bool = False
+
+    def heads(self, group: int) -> int:
+        """How many of the `group` heads that share a K/V head one tile takes."""
+        return min(group, self.max_heads)
+
+    def programs_of_an_item(self, shape: HeadShape) -> int:
+        """How many programs the heads of one item take."""
+        return shape.num_kv_heads * -(-shape.group // self.heads(shape.group))
+
+
+# Not yet measured on a GPU: the sizes follow what FlashAttention-2 and Flash-Decoding report.
+_HALF_PRECISION = (
+    TileKind("decode", 1, queries=1, max_heads=64, min_run=128, programs=4),
+    TileKind("verify", 48, queries=16, max_heads=8, min_run=256, programs=2, expects_trees=True),
+    TileKind("prefill", 1 << 30, queries=128, max_heads=1, min_run=1024, programs=1),
+)
+# A product of float32 is made of three, whose parts fill the registers and the shared memory.
+_FULL_PRECISION = (
+    TileKind("decode", 1, queries=1, max_heads=16, min_run=128, programs=4),
+    TileKind("verify", 48, queries=16, max_heads=2, min_run=256, programs=2, expects_trees=True),
+    TileKind("prefill", 1 << 30, queries=32, max_heads=1, min_run=1024, programs=1),
+)
+
+
+class Workforce(NamedTuple):
+    """Whom work is cut for: so many processors, which take tiles of these kinds."""
+
+    processors: int
+    kinds: tuple[TileKind, ...]
+
+    @classmethod
+    def of(cls, processors: int, itemsize: int) -> Workforce:
+        """For keys and values of `itemsize` bytes."""
+        return cls(processors, _HALF_PRECISION if itemsize <= 2 else _FULL_PRECISION)
+
+
+class StepLengths(NamedTuple):
+    """A step's sequences as far as work depends on them. `has_tree` marks drafts that are no chain."""
+
+    query_lens: Indices  # [S]
+    kv_lens: Indices  # [S]
+    has_tree: NDArray[np.bool_]  # [S]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All there is to do in a step for the layers of one shape.
+
+    An item of a kind is (row of the tables, first query, first key, key behind the last, first partial row or
+    -1), the longest first. A partial row holds the softmax of one query over one run; a merge is (token,
+    first partial row, distance to the next run's, runs).
+    """
+
+    items: tuple[Int32, ...]  # of each kind [W, 5]
+    merges: Int32  # [T, 4]
+    num_partials: int
+
+
+def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Work:
+    """The work of every token, each (token, visible key) in exactly one item."""
+    items, merges, num_partials = [], [np.zeros((0, 4), dtype=np.int32)], 0
+    fewest = 0
+    for kind in workforce.kinds:
+        is_member = (lengths.query_lens > fewest) & (lengths.query_lens <= kind.max_queries)
+        fewest = kind.max_queries
+        if not is_member.any():
+            items.append(np.zeros((0, 5), dtype=np.int32))
+            continue
+        tiles = _Tiles(lengths, np.flatnonzero(is_member), kind, shape.window)
+        programs = kind.programs_of_an_item(shape)
+        runs = _Runs(tiles, _run_length(tiles, kind, programs, workforce.processors), num_partials)
+        items.append(runs.items())
+        merges.append(runs.merges())
+        num_partials = runs.num_partials
+    return Work(tuple(items), np.concatenate(merges), num_partials)
+
+
+class _Tiles:
+    """The tiles of `members`, [tiles] each: sequence, first query, number of queries, keys that they see."""
+
+    def __init__(self, lengths: StepLengths, members: Indices, kind: TileKind, window: int | None) -> None:
+        query_starts = np.cumsum(lengths.query_lens) - lengths.query_lens
+        contexts = lengths.kv_lens - lengths.query_lens
+        counts = -(-lengths.query_lens[members] // kind.queries)
+        self.sequence = np.repeat(members, counts)
+        self.first_query = _count_up(counts) * kind.queries
+        self.queries = np.minimum(kind.queries, lengths.query_lens[self.sequence] - self.first_query)
+        self.first_token = query_starts[self.sequence] + self.first_query
+        self.stop = contexts[self.sequence] + self.first_query + self.queries
+        self.start = np.zeros_like(self.stop)
+        if window is not None:  # in a tree every draft may be as near to the newest token as the first
+            behind = np.where(lengths.has_tree[self.sequence], 0, self.first_query)
+            self.start = np.maximum(contexts[self.sequence] + behind - window + 1, 0) // KEY_STEP * KEY_STEP
+
+
+class _Runs:
+    """The keys of `tiles` in runs that end at multiples of `length`."""
+
+    def __init__(self, tiles: _Tiles, length: int, first_partial: int) -> None:
+        first = tiles.start // length
+        self._tiles = tiles
+        self._length = length
+        self._first = first
+        self._counts = (tiles.stop - 1) // length - first + 1
+        rows = np.where(self._counts > 1, self._counts * tiles.queries, 0)
+        self._bases = first_partial + np.cumsum(rows) - rows
+        self.num_partials = first_partial + int(rows.sum())
+
+    def items(self) -> Int32:
+        """[runs, 5], the longest first."""
+        tiles = self._tiles
+        tile = np.repeat(np.arange(len(self._counts)), self._counts)
+        run = _count_up(self._counts)
+        border = (self._first[tile] + run) * self._length
+        start = np.maximum(border, tiles.start[tile])
+        stop = np.minimum(border + self._length, tiles.stop[tile])
+        partial = np.where(self._counts[tile] > 1, self._bases[tile] + run * tiles.queries[tile], -1)
+        columns = (tiles.sequence[tile], tiles.first_query[tile], start, stop, partial)
+        order = np.argsort(start - stop, kind="stable")
+        return np.stack(columns, axis=1)[order].astype(np.int32)
+
+    def merges(self) -> Int32:
+        """[tokens of the tiles with several runs, 4]."""
+        tiles = self._tiles
+        several = np.flatnonzero(self._counts > 1)
+        tile = np.repeat(several, tiles.queries[several])
+        query = _count_up(tiles.queries[several])
+        columns = (
+            tiles.first_token[tile] + query,
+            self._bases[tile] + query,
+            tiles.queries[tile],
+            self._counts[tile],
+        )
+        return np.stack(columns, axis=1).astype(np.int32)
+
+
+def _run_length(tiles: _Tiles, kind: TileKind, programs_of_a_run: int, processors: int) -> int:
+    """The power of two that gives each wanted program about as many keys as all the others."""
+    keys = int((tiles.stop - tiles.start).sum()) * programs_of_a_run
+    share = -(-keys // (processors * kind.programs))
+    return max(kind.min_run, 1 << max(share - 1, 0).bit_length())
+
+
+def max_items(kind: TileKind, max_sequences: int, max_tokens: int, shape: HeadShape, processors: int) -> int:
+    """At least as many items of a kind as a step of up to that size can have."""
+    tiles = min(max_tokens, max_sequences + max_tokens // kind.queries)
+    return 2 * tiles + -(-processors * kind.programs // kind.programs_of_an_item(shape))
+
+
+def _count_up(counts: Indices) -> Indices:
+    """0, 1, … for each of `counts` in turn: [sum of counts]."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

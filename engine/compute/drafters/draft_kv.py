@@ -1,0 +1,94 @@
+"""DraftKv: the blocks and tensors of the sequences that a draft model follows, and who gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+
+
+@dataclass(slots=True)
+class _Held:
+    """How much of a sequence's KV is valid, and whether a good row was drawn from all of it."""
+
+    num_computed: int = 0
+    is_proven: bool = True
+
+
+class DraftKv:
+    """Room for as many sequences as fit; who was drafted for longest ago gives way to those drafted for now.
+
+    Dropped KV costs its sequence another reading and nothing else. Blocks that may hold non-finite values are
+    scrubbed before anybody else gets them. Used by one thread at a time.
+    """
+
+    def __init__(self, tensors: KvTensors, max_num_seqs: int, max_model_len: int) -> None:
+        max_blocks = -(-max_model_len // tensors.block_size)
+        self.manager = PagedKvManager(tensors.num_blocks, tensors.block_size, max_num_seqs, max_blocks)
+        self.tensors = tensors
+        self._held: dict[str, _Held] = {}  # least recently used first
+
+    def num_computed(self, request_id: str) -> int:
+        """Leading tokens whose KV is valid; 0 for a sequence that holds none."""
+        held = self._held.get(request_id)
+        return 0 if held is None else held.num_computed
+
+    def blocks(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """The blocks of the first `num_tokens` tokens, for which there is room."""
+        return self.manager.block_ids(request_id)[: self.manager.blocks_for(num_tokens)]
+
+    def make_room(self, request_id: str, num_tokens: int, current: Collection[str]) -> bool:
+        """Get room for `num_tokens` in total, from sequences that are not `current` if need be.
+
+        False if that is not enough. The sequence then loses what it holds: those that can go on get it.
+        """
+        held = self._held.pop(request_id, None)
+        self._held[request_id] = held or _Held()  # now the most recently used
+        if self.extend(request_id, num_tokens, current):
+            return True
+        self.drop(request_id)
+        return False
+
+    def extend(self, request_id: str, num_tokens: int, current: Collection[str]) -> bool:
+        """The same, but that a sequence for which there is not enough room keeps what it has."""
+        while not self.manager.allocate(request_id, num_tokens):
+            others = (other for other in self._held if other not in current and other in self.manager)
+            victim = next(others, None)
+            if victim is None or num_tokens > self.manager.max_tokens_per_seq:
+                return False
+            self.drop(victim)
+        return True
+
+    def advance(self, request_id: str, num_tokens: int, *, is_proven: bool) -> None:
+        """The first `num_tokens` tokens are computed; proven if a good row was drawn from them."""
+        held = self._held[request_id]
+        held.num_computed, held.is_proven = num_tokens, is_proven
+
+    def cut(self, request_id: str, num_tokens: int) -> None:
+        """Nothing behind the first `num_tokens` tokens is valid any more."""
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        held.num_computed = min(held.num_computed, num_tokens)
+        kept = self.manager.blocks_for(held.num_computed)
+        released = self.manager.block_ids(request_id)[kept:]
+        self.manager.rewind(request_id, held.num_computed)
+        if not held.is_proven:
+            self.tensors.scrub_blocks(released)
+
+    def drop(self, request_id: str) -> None:
+        """Free all that the sequence holds, if it holds anything."""
+        held = self._held.pop(request_id, None)
+        if held is None or request_id not in self.manager:
+            return
+        if not held.is_proven:
+            self.tensors.scrub_blocks(self.manager.block_ids(request_id))
+        self.manager.free(request_id)
+
+    def distrust(self, request_id: str) -> None:
+        """What the sequence holds may be non-finite: free and scrub it."""
+        if request_id in self._held:
+            self._held[request_id].is_proven = False
+            self.drop(request_id)

@@ -1,0 +1,139 @@
+"""load_draft_model: from settings to a draft model that fits the target, in vocabulary and in memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from config import ModelSettings, Settings
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.recorder import CudaRecorder
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_files import first_line
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.support import exact_context_limit, read_architecture
+from engine.compute.native.install import with_kernels
+from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import check_forward
+from engine.compute.sampling.sampler import Sampler
+from engine.errors import StartRefused, UnsupportedModel
+
+log = logging.getLogger("slipstream.speculation")
+
+# A draft model's KV may take this part of the target's, unless one sequence alone needs more.
+KV_SHARE = 0.25
+
+
+def load_draft_model(
+    settings: Settings, target: LoadedModel, target_directory: Path, target_kv_bytes: int
+) -> DraftModelDrafter:
+    """The drafter around `--draft-model`; on the thread that will draft. Raises StartRefused, one line.
+
+    Number format and device are asked for as for the target; a context shorter than the target's only means
+    that nothing is drafted beyond it.
+    """
+    name = settings.speculation.draft_model
+    assert name is not None, "no draft model is asked for"
+    source = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+    directory = resolve_model(source, settings.home)
+    check_vocabulary(target_directory, directory)
+    loaded = _load(directory, source, target.max_model_len)
+    block_size = settings.cache.kv_block_size
+    sizes = DraftSizes(
+        vocab_size=target.vocab_size,
+        num_blocks=count_draft_blocks(
+            loaded, block_size, settings.scheduler.max_num_seqs, int(target_kv_bytes * KV_SHARE)
+        ),
+        block_size=block_size,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+    )
+    check_forward(PackedForward(loaded))
+    log.info(
+        "draft model %s: %.0f million parameters, %d KV blocks",
+        name,
+        loaded.model.num_parameters() / 1e6,
+        sizes.num_blocks,
+    )
+    loaded = with_kernels(
+        loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len)
+    )
+    verification = settings.speculation.draft_verification
+    return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+
+
+def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice | None:
+    """How a draft model on a GPU runs, warmed up, with K/V of its own; None on a CPU.
+
+    Its steps are recorded in memory of their own, so that they may be at work beside the target's.
+    """
+    if loaded.device.type != "cuda":
+        return None
+    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, Sampler(loaded.vocab_size, loaded.device))
+    runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), CudaRecorder(loaded.device))
+    runner.warm_up()
+    stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(loaded.device))
+    return OnDevice(runner, stream)
+
+
+def draft_graphs(loaded: LoadedModel, sizes: DraftSizes) -> GraphLimits:
+    """What a draft model's recorded steps hold: after an accepted chain two tokens are new, else one."""
+    max_blocks = -(-loaded.max_model_len // sizes.block_size)
+    return GraphLimits(sizes.max_num_seqs, max_blocks, max_draft_tokens=1)
+
+
+def count_draft_blocks(loaded: LoadedModel, block_size: int, max_num_seqs: int, memory_bytes: int) -> int:
+    """KV blocks for a draft model: enough for all sequences at full length, or what `memory_bytes` holds.
+
+    Never fewer than one sequence of full length needs.
+    """
+    longest = -(-loaded.max_model_len // block_size)
+    affordable = memory_bytes // bytes_per_block(loaded.layers, block_size, loaded.dtype)
+    return max(longest, min(max_num_seqs * longest, affordable))
+
+
+def check_vocabulary(target_directory: Path, draft_directory: Path) -> None:
+    """Raise StartRefused, naming the first difference, unless both give every token the same id."""
+    target, draft = _vocabulary(target_directory), _vocabulary(draft_directory)
+    if target == draft:
+        return
+    token_id = min(i for i in target.keys() | draft.keys() if target.get(i) != draft.get(i))
+    raise StartRefused(
+        f"The draft model {draft_directory} has another vocabulary than the target: token {token_id} is "
+        f"{_shown(draft.get(token_id))}, the target's is {_shown(target.get(token_id))}."
+    )
+
+
+def _vocabulary(directory: Path) -> dict[int, str]:
+    """Every token by its id, those that were added included."""
+    path = directory / "tokenizer.json"
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception for files it cannot read
+        raise StartRefused(f"{path} cannot be read: {first_line(error)}.") from error
+    return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
+
+
+def _load(directory: Path, settings: ModelSettings, max_model_len: int) -> LoadedModel:
+    """The model with as much context as it has, at most `max_model_len`."""
+    architecture = read_architecture(directory)
+    if architecture.model_class._is_stateful:
+        raise UnsupportedModel(
+            f"{architecture.model_class.__name__} cannot draft: it carries recurrent state, which does not "
+            "rewind when a draft is rejected."
+        )
+    config = architecture.text_config
+    limits = (getattr(config, "max_position_embeddings", None), exact_context_limit(config), max_model_len)
+    longest = min(limit for limit in limits if limit is not None)
+    return load_model(directory, settings.model_copy(update={"max_model_len": longest}))

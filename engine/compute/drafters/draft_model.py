@@ -1,0 +1,389 @@
+"""DraftModelDrafter: a small model that drafts for a large one, with paged KV of its own.
+
+Knows nothing of verification but whether it must say what its drafts were drawn from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
+from engine.compute.drafters.draft_kv import DraftKv
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.scheduling.sampling_table import adjustment_of, as_int64
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
+from engine.plan.speculation.speculation_config import Verification
+from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, StepInputs
+
+# Small enough that those who only wait for their next token are not held up for long by somebody's prompt.
+DEFAULT_READ_TOKENS = 512
+# The most drafts of one go: a request that ends meanwhile keeps its blocks for so many steps at most.
+MAX_CHAIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What a draft model may use. `vocab_size` is the target's; at most `max_read_tokens` are read a call."""
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_read_tokens: int = DEFAULT_READ_TOKENS
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the drafter knows of one sequence: committed tokens, drafts of others and its own.
+
+    `is_broken` once its row failed, it held a token that the model cannot read, or a job left tokens out:
+    nothing is drafted for it then.
+    """
+
+    request: DraftRequest
+    token_ids: list[int]
+    is_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """How a device that works on by itself drafts: in a stream of its own, whole chains at a time.
+
+    `runner` computes over its own K/V with the same model and draws as the target draws. `stream` None is the
+    one that is current anyway.
+    """
+
+    runner: ChainRunner
+    stream: torch.cuda.Stream | None
+
+
+class _Turn(NamedTuple):
+    """Tokens [first, stop) of one sequence are computed in a call, and if these are all, drafts are drawn.
+
+    There is room for all of them but the last, which is not computed.
+    """
+
+    job: DraftJob
+    known: _Known
+    first: int
+    stop: int
+    num_drafts: int = 1
+
+    @property
+    def draws(self) -> bool:
+        """True when nothing is left to read."""
+        return self.stop == len(self.known.token_ids)
+
+
+class _Drawn(NamedTuple):
+    """The tokens of a turn that draws; `probs` has the float32 [vocab] laws they come from, if needed."""
+
+    token_ids: tuple[int, ...]
+    probs: tuple[torch.Tensor, ...] = ()
+
+
+class DraftModelDrafter:
+    """One call is one forward pass: whoever has known tokens left to read reads, whoever has none draws one.
+
+    With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their law is needed
+    or the next depends on all that were drafted; the host waits once, and in a stream of its own.
+
+    Drafts go through the whole pipeline of the target's rows: the request's own parameters, with the tokens
+    drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
+    same token wherever their distributions allow (Daliri, Musco, Suresh 2024); under the other rules it is a
+    stream of its own and every draft comes with its distribution.
+
+    A sequence that does not fit, beside those that are drafted for in the same call, gets no answer and holds
+    nothing; one beyond the draft model's context gets none either. One whose row fails, or whose tokens are
+    not all known, gets none until it is closed.
+    """
+
+    method = "draft_model"
+    is_cheap = False
+    reads_features = False
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        sizes: DraftSizes,
+        verification: Verification = "match",
+        on_device: OnDevice | None = None,
+    ) -> None:
+        self._forward = PackedForward(loaded)
+        self._device = on_device
+        # The runner draws for `match` only, and all that the model knows, which the target must know too.
+        self._chains = (
+            on_device is not None and verification == "match" and loaded.vocab_size <= sizes.vocab_size
+        )
+        self.is_stepwise = not self._chains
+        self._sizes = sizes
+        self._verification = verification
+        self._sampler = Sampler(sizes.vocab_size, loaded.device)
+        tensors = (
+            self._forward.make_kv(sizes.num_blocks, sizes.block_size)
+            if on_device is None
+            else on_device.runner.kv
+        )
+        self._kv = DraftKv(tensors, sizes.max_num_seqs, loaded.max_model_len)
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self._kv.manager.num_used_blocks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and sequences agree. O(blocks): for tests."""
+        self._kv.manager.check_integrity()
+
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
+        """Tokens for each job that has no more to read. Whatever the forward pass raises comes through."""
+        begin = perf_counter()
+        behind: set[str] = set()
+        with self._own_stream():
+            for job in jobs:
+                self._take_note(job)
+            turns = self._plan(jobs, behind)
+            drawn = self._compute(turns) if turns else {}
+        drafts = tuple(self._answer(job, drawn, behind) for job in jobs)
+        return DraftResult(drafts, perf_counter() - begin)
+
+    @torch.inference_mode()
+    def close(self, request_ids: Sequence[str]) -> None:
+        """See Drafter."""
+        with self._own_stream():
+            for request_id in request_ids:
+                self._known.pop(request_id, None)
+                self._kv.drop(request_id)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Have what is queued meanwhile, on this thread, go into the drafter's stream, if it has one."""
+        if self._device is None or self._device.stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._device.stream):
+                yield
+
+    def _take_note(self, job: DraftJob) -> None:
+        """Make the job's tokens the known ones; KV stays valid as far as they agree with those before."""
+        request_id = job.request.request_id
+        known = self._known.get(request_id)
+        if known is None:
+            known = self._known[request_id] = _Known(job.request, [])
+        old = known.token_ids
+        if job.first > len(old):
+            known.is_broken = True
+            return
+        num_equal = job.first
+        for before, after in zip(old[job.first :], job.token_ids, strict=False):
+            if before != after:
+                break
+            num_equal += 1
+        old[job.first :] = job.token_ids
+        # Only padding of the target's embeddings can lie outside a vocabulary that is the same.
+        known.is_broken |= max(job.token_ids, default=0) >= self._forward.loaded.vocab_size
+        # The newest token is always fed (again), for its logits are wanted.
+        valid = min(num_equal, len(old) - 1)
+        if valid < self._kv.num_computed(request_id):
+            self._kv.cut(request_id, valid)
+
+    # Who computes what.
+
+    def _plan(self, jobs: Sequence[DraftJob], behind: set[str]) -> list[_Turn]:
+        """The turns of this call, single tokens first; `behind` gets those who need another call to read."""
+        current = {job.request.request_id for job in jobs}
+        asked = [(job, known) for job in jobs if self._can_go_on(job, known := self._known_of(job))]
+        asked.sort(key=lambda entry: self._num_unread(entry[1]) > 1)
+        turns: list[_Turn] = []
+        budget = max(self._sizes.max_read_tokens, self._sizes.block_size)
+        for job, known in asked:
+            request_id, num_tokens = job.request.request_id, len(known.token_ids)
+            first = self._kv.num_computed(request_id)
+            count = min(num_tokens - first, budget)
+            if count == 0:
+                behind.add(request_id)
+                continue
+            # Room for all that is known at once: a reader that cannot finish must not begin.
+            if not self._kv.make_room(request_id, num_tokens, current):
+                continue
+            turn = _Turn(job, known, first, first + count)
+            budget -= count if count > 1 else 0
+            if not turn.draws:
+                behind.add(request_id)
+            turns.append(turn._replace(num_drafts=self._num_drafts(turn, current)))
+        return turns
+
+    def _num_drafts(self, turn: _Turn, current: set[str]) -> int:
+        """How many drafts this turn may draw, for which room is made: 1 but for a chain."""
+        most = min(turn.job.num_wanted, MAX_CHAIN, self._forward.loaded.max_model_len - turn.stop + 1)
+        if not (self._chains and turn.draws and depends_on_newest_only(turn.known)) or most == 1:
+            return 1
+        has_room = self._kv.extend(turn.job.request.request_id, turn.stop + most - 1, current)
+        return most if has_room else 1
+
+    def _can_go_on(self, job: DraftJob, known: _Known) -> bool:
+        """True if a token is wanted and the model may draw one."""
+        token_ids = known.token_ids
+        if job.num_wanted <= 0 or known.is_broken or not token_ids:
+            return False
+        return len(token_ids) <= self._forward.loaded.max_model_len and not has_ended(
+            known.request, token_ids
+        )
+
+    def _known_of(self, job: DraftJob) -> _Known:
+        return self._known[job.request.request_id]
+
+    def _num_unread(self, known: _Known) -> int:
+        return len(known.token_ids) - self._kv.num_computed(known.request.request_id)
+
+    # The pass.
+
+    def _compute(self, turns: Sequence[_Turn]) -> Mapping[str, _Drawn]:
+        """Run the turns; what was drawn, by request."""
+        try:
+            drawing = [turn for turn in turns if turn.draws]
+            inputs = self._step_inputs(turns)
+            if self._chains and drawing:
+                drawn = self._draw_chains(drawing, inputs)
+            else:
+                logits = self._forward(inputs, self._kv.tensors)  # [drawing, draft vocab]
+                drawn = self._draw(drawing, fit_vocabulary(logits, self._sizes.vocab_size)) if drawing else []
+        except Exception:
+            for turn in turns:  # nobody knows what was written
+                self._kv.distrust(turn.job.request.request_id)
+            raise
+        for turn in turns:
+            self._kv.advance(turn.job.request.request_id, turn.stop, is_proven=turn.draws)
+        found: dict[str, _Drawn] = {}
+        for turn, result in zip(drawing, drawn, strict=True):
+            request_id = turn.job.request.request_id
+            if result is None:
+                turn.known.is_broken = True
+                self._kv.distrust(request_id)
+            else:
+                turn.known.token_ids += result.token_ids
+                # All but the newest were computed to draw it; drafts past an end were dropped again.
+                self._kv.advance(request_id, len(turn.known.token_ids) - 1, is_proven=True)
+                found[request_id] = result
+        return found
+
+    def _step_inputs(self, turns: Sequence[_Turn]) -> StepInputs:
+        parts = [
+            Part(
+                turn.known.token_ids,
+                turn.first,
+                turn.stop,
+                self._kv.blocks(turn.job.request.request_id, turn.stop + turn.num_drafts - 1),
+            )
+            for turn in turns
+        ]
+        inputs = pack_step(parts, self._sizes.block_size)
+        return replace(inputs, logits_rows=inputs.logits_rows[[turn.draws for turn in turns]])
+
+    def _draw_chains(self, turns: Sequence[_Turn], inputs: StepInputs) -> list[_Drawn | None]:
+        """All drafts of each turn, up to one that ends the request, None for a row that failed."""
+        assert self._device is not None
+        inputs = replace(inputs, sampling=sampling_inputs([turn.known for turn in turns]))
+        num_drafts = [turn.num_drafts for turn in turns]
+        chains = draw_chains(self._device.runner, inputs, num_drafts, self._sizes.block_size)
+        return [
+            None if chain is None else _Drawn(up_to_the_end(turn.known, chain))
+            for turn, chain in zip(turns, chains, strict=True)
+        ]
+
+    def _draw(self, turns: Sequence[_Turn], logits: torch.Tensor) -> list[_Drawn | None]:
+        """One token a turn, None for a row that failed; `logits` is [turns, vocab]."""
+        inputs = sampling_inputs([turn.known for turn in turns])
+        if self._verification == "match":
+            rows = self._sampler.sample(logits, inputs)
+            errors = rows.row_errors or {}
+            return [None if row in errors else _Drawn((token,)) for row, token in enumerate(rows.token_ids)]
+        committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
+        drafts = self._sampler.sample_with_probs(logits, inputs, committed)
+        if drafts.probs.is_cuda:  # the target reads the laws, in another stream, after we let go of them
+            drafts.probs.record_stream(torch.cuda.default_stream(drafts.probs.device))
+        return [
+            None if row in drafts.row_errors else _Drawn((token,), (drafts.probs[row],))
+            for row, token in enumerate(drafts.token_ids)
+        ]
+
+    def _answer(self, job: DraftJob, drawn: Mapping[str, _Drawn], behind: set[str]) -> Draft:
+        request_id = job.request.request_id
+        found = drawn.get(request_id)
+        return Draft(
+            request_id,
+            job.epoch,
+            job.next_position,
+            token_ids=() if found is None else found.token_ids,
+            probs=() if found is None else found.probs,
+            is_behind=request_id in behind,
+        )
+
+
+def has_ended(request: DraftRequest, token_ids: Sequence[int]) -> bool:
+    """True if the newest token ends the request, so that nothing can follow it."""
+    return ends_with(request, len(token_ids), token_ids[-1])
+
+
+def ends_with(request: DraftRequest, num_tokens: int, token_id: int) -> bool:
+    """True if this token, when it makes the sequence so long, ends the request."""
+    num_output = num_tokens - request.num_prompt_tokens
+    return num_output > max(0, request.sampling.min_tokens) and token_id in request.stop_token_ids
+
+
+def up_to_the_end(known: _Known, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Of the drafts that follow what is known, those up to the first that ends the request."""
+    num_known = len(known.token_ids)
+    for count, token_id in enumerate(token_ids, start=1):
+        if ends_with(known.request, num_known + count, token_id):
+            return tuple(token_ids[:count])
+    return tuple(token_ids)
+
+
+def depends_on_newest_only(known: _Known) -> bool:
+    """Whether the tokens after this sequence can be drawn knowing of each only that it follows the last."""
+    is_free = not known.request.sampling.bad_words
+    return is_free and adjustment_after(known, 0) is None
+
+
+def adjustment_after(known: _Known, row: int) -> LogitAdjustment | None:
+    """What the row that draws the token after this sequence needs beyond its columns."""
+    request = known.request
+    return adjustment_of(
+        row, request.sampling, request.stop_token_ids, known.token_ids, request.num_prompt_tokens
+    )
+
+
+def sampling_inputs(sequences: Sequence[_Known]) -> SamplingInputs:
+    """The parameters of the rows that draw the token after each of these sequences."""
+    params = [known.request.sampling for known in sequences]
+    adjustments = (adjustment_after(known, row) for row, known in enumerate(sequences))
+    return SamplingInputs(
+        temperature=np.array([sampling.temperature for sampling in params], np.float32),
+        top_k=np.array([sampling.top_k for sampling in params], np.int32),
+        top_p=np.array([sampling.top_p for sampling in params], np.float32),
+        min_p=np.array([sampling.min_p for sampling in params], np.float32),
+        seed=np.array([as_int64(sampling.seed) for sampling in params], np.int64),
+        position=np.array([len(known.token_ids) for known in sequences], np.int64),
+        num_logprobs=np.full(len(params), -1, np.int32),
+        adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
+    )
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [rows, vocab_size] from those of a model whose embeddings are padded to another size."""
+    missing = vocab_size - logits.shape[1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]

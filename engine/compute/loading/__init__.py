@@ -1,0 +1,1 @@
+"""From the name of a model to its weights in memory."""

@@ -1,0 +1,161 @@
+"""A GGUF file written out as a safetensors directory: weights in bfloat16, tokenizer, chat template, EOS ids.
+
+Names, shapes and settings are mapped by transformers' own GGUF tables; what is added here is a progress bar,
+refusal of a file that does not fill the model, and the digit rule those tables lack.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
+from engine.compute.loading.model_files import first_line
+from engine.compute.loading.progress_bars import no_progress_bars
+from engine.compute.loading.support import Architecture, check_num_layers, check_supported, find_model_class
+from engine.errors import StartRefused, UnsupportedModel
+
+log = logging.getLogger("slipstream.model")
+
+CONVERTER_VERSION = 1
+_DTYPE = torch.bfloat16
+_EOS_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+# Byte-level vocabularies that were learned with every digit on its own. Without the split "a  1" would merge
+# its spaces differently from the model's training.
+_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
+
+
+def convert_gguf(source: Path, directory: Path) -> None:
+    """Fill `directory` with the model in `source`; shows a progress bar on a terminal.
+
+    Needs memory for the whole model in bfloat16. Raises StartRefused for a file that is damaged, incomplete
+    or of an architecture that cannot be served; OSError or SafetensorError when writing fails.
+    """
+    log.info("converting %s to safetensors, once", source.name)
+    try:
+        file = read_gguf(source)
+        model = _read_model(source, file)
+        tokenizer = _read_tokenizer(source, file)
+    except StartRefused:
+        raise
+    except Exception as error:  # a damaged file fails in any of a dozen ways
+        raise StartRefused(f"{source} cannot be converted: {first_line(error)}.") from error
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    with no_progress_bars():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _read_model(source: Path, file: GgufFile) -> Any:
+    """The model with every parameter filled, on the CPU in bfloat16."""
+    config, settings = read_gguf_config(file)
+    check_supported(Architecture(config, find_model_class(config)))
+    check_num_layers(config, len(file.tensors))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
+    tensors = _read_tensors(file, model, settings)
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    if missing := [name for name, weights in model.state_dict().items() if weights.is_meta]:
+        raise StartRefused(f"{source} is incomplete: it holds no {missing[0]} (of {len(missing)} missing).")
+    model.generation_config.eos_token_id = _eos_token_ids(file) or None
+    return model
+
+
+def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights by their name in the model, dequantized; transformers gathers experts as it goes."""
+    architecture = file.values["general.architecture"]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
+    names = get_gguf_hf_weights_map(_NamedWeights(model, depth=1), processor)
+    gathered: dict[str, Any] = {"config": settings, "tensors": {}}
+    tensors: dict[str, Tensor] = {}
+    for tensor in _with_progress(file.tensors):
+        result = processor.process(
+            weights=tensor.values(),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters=gathered,
+        )
+        if result.name in names:
+            tensors[names[result.name]] = torch.tensor(result.weights, dtype=_DTYPE)
+        elif result.name not in (None, ROPE_FACTORS):  # None: gathered
+            raise UnsupportedModel(f"The GGUF tensor {result.name} has no place in {type(model).__name__}.")
+    tensors.update({name: tensor.to(_DTYPE) for name, tensor in gathered["tensors"].items()})
+    return tensors
+
+
+class _NamedWeights:
+    """The part of a module that the name table looks at, only `depth` levels deep.
+
+    Given the module itself it would build one table for each of the hundreds of submodules.
+    """
+
+    def __init__(self, module: Any, depth: int) -> None:
+        self._module = module
+        self._depth = depth
+        self.config = getattr(module, "config", None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights, on the meta device."""
+        weights: dict[str, Tensor] = self._module.state_dict()
+        return weights
+
+    def named_children(self) -> Iterator[tuple[str, _NamedWeights]]:
+        """The direct children, if they are to be looked at."""
+        if self._depth:
+            for name, child in self._module.named_children():
+                yield name, _NamedWeights(child, self._depth - 1)
+
+
+def _read_tokenizer(source: Path, file: GgufFile) -> Any:
+    """The tokenizer with its special tokens and chat template."""
+    with tempfile.TemporaryDirectory() as alone:
+        # Files that happen to lie beside the GGUF must not be mixed in.
+        (Path(alone) / "model.gguf").symlink_to(source.resolve())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(alone, gguf_file="model.gguf")
+    tokenizer.name_or_path = source.stem
+    for role, field in _SPECIAL_TOKENS.items():  # older tables mix them up
+        token_id = file.values.get(f"tokenizer.ggml.{field}")
+        setattr(tokenizer, role, None if token_id is None else tokenizer.convert_ids_to_tokens(token_id))
+    rule = file.values.get("tokenizer.ggml.pre")
+    if rule in _SINGLE_DIGITS and file.values.get("tokenizer.ggml.model") == "gpt2":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+def _eos_token_ids(file: GgufFile) -> list[int]:
+    """Every id the file names as an end of sequence, turn or message."""
+    found = {file.values.get(f"tokenizer.ggml.{name}") for name in _EOS_FIELDS}
+    return sorted(token_id for token_id in found if isinstance(token_id, int))
+
+
+def _with_progress(tensors: Sequence[GgufTensor]) -> Iterable[GgufTensor]:
+    """`tensors`, with a bar on stderr while they are consumed; nothing when stderr is no terminal."""
+    console = Console(stderr=True)
+    return track(
+        tensors, "Converting the model", console=console, transient=True, disable=not console.is_terminal
+    )

@@ -1,0 +1,111 @@
+"""The configuration a GGUF file describes; a setting that would get lost on the way is refused by name.
+
+Transformers' tables read the common settings and pass over the rest in silence. The rest is read here, or
+stops the conversion: a window or a frequency scaling less is another model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.compute.loading.gguf_file import GgufFile, GgufList
+from engine.errors import UnsupportedModel
+
+ROPE_FACTORS = "rope_freqs.weight"
+# Settings missing from some of transformers' tables, by their name in a configuration.
+_ADDED: dict[str, str | None] = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta",
+}
+# Where llama.cpp and transformers call an architecture differently.
+_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+_VOCABULARY = "tokenizer.ggml.tokens"
+# Settings that must repeat the size of a head: anything else is a model with another shape of attention.
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# The 27B models of Gemma 2 and 3, by their number of layers: what they divide queries by is in no GGUF file.
+_UNSTATED_SCALING = frozenset({("gemma2", 46), ("gemma3_text", 62)})
+# How far Llama 3's scaling was trained from (Grattafiori et al., "The Llama 3 Herd of Models", 2024).
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_gguf_config(file: GgufFile) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The configuration, and the same settings as transformers' tensor processors want to see them.
+
+    Raises UnsupportedModel for an architecture or a setting that would be lost.
+    """
+    architecture = str(file.values.get("general.architecture"))
+    model_type = _MODEL_TYPES.get(architecture, architecture)
+    table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING.get(model_type)
+    if table is None or architecture in ("general", "tokenizer"):
+        raise UnsupportedModel(f"The GGUF architecture {architecture!r} is not known.")
+    # What the file does not name there is not: the defaults are those of some published model.
+    settings: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    settings |= GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})
+    settings["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in file.tensors)
+    _add_settings(settings, file, "tokenizer.", GGUF_CONFIG_MAPPING["tokenizer"])
+    settings.setdefault("vocab_size", getattr(file.values.get(_VOCABULARY), "length", None))
+    _add_settings(settings, file, f"{architecture}.", _ADDED | table)
+    config = AutoConfig.for_model(model_type, **settings)
+    _check_nothing_lost(file, architecture, table, config)
+    for tensor in file.tensors:
+        if tensor.name == ROPE_FACTORS:
+            scaling = _find_scaling(config, tensor.values())
+            config = AutoConfig.for_model(model_type, **settings, rope_scaling=scaling)
+    return config, settings
+
+
+def _add_settings(
+    settings: dict[str, Any], file: GgufFile, prefix: str, table: dict[str, str | None]
+) -> None:
+    """Take over what the file says under `prefix`, renamed by `table`."""
+    for name, renamed in table.items():
+        if renamed is not None and prefix + name in file.values:
+            settings[renamed] = file.values[prefix + name]
+
+
+def _check_nothing_lost(
+    file: GgufFile, architecture: str, table: dict[str, str | None], config: PreTrainedConfig
+) -> None:
+    """Raise UnsupportedModel for a setting that was not taken over and would change the model."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = AutoConfig.for_model(config.model_type)  # `config` also keeps settings its model never reads
+    known = {name for name, renamed in (_ADDED | table).items() if renamed is None or hasattr(plain, renamed)}
+    for name, value in file.values.items():
+        if not name.startswith(f"{architecture}."):
+            continue
+        setting = name.removeprefix(f"{architecture}.")
+        if setting in _HEAD_SIZES:
+            lost = value != head_size
+        else:
+            lost = isinstance(value, GgufList) or setting not in known | {"rope.freq_base", "vocab_size"}
+        if lost:
+            raise UnsupportedModel(f"The GGUF setting {name} = {value} cannot be carried over.")
+    if (config.model_type, config.num_hidden_layers) in _UNSTATED_SCALING:
+        raise UnsupportedModel(
+            f"The GGUF file of a {config.model_type} of this size does not say how queries scale."
+        )
+
+
+def _find_scaling(config: PreTrainedConfig, factors: Any) -> dict[str, Any]:
+    """The rotary scaling that divides each frequency by `factors`; only Llama 3's is known."""
+    scaling = _LLAMA3_ROPE | {"factor": float(factors.max())}
+    scaled = type(config)(**config.to_dict() | {"rope_parameters": config.rope_parameters | scaling})
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
+    exponents = torch.arange(0, 2 * len(frequencies), 2) / (2 * len(frequencies))
+    plain = 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+    if not torch.allclose(plain / frequencies, torch.tensor(factors), rtol=1e-3):
+        raise UnsupportedModel(f"The rotary scaling in the GGUF tensor {ROPE_FACTORS} is not Llama 3's.")
+    return scaling

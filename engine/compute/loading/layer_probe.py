@@ -1,0 +1,158 @@
+"""What a model really asks of attention, and keeps besides, seen in one forward pass over two tokens.
+
+Configurations name head counts and windows in a dozen ways; what the layers hand to the attention function
+is the same for all. The pass also shows what no configuration tells: keywords that do not arrive, a mask the
+model builds itself, keys that come from another layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading.model_files import first_line
+from engine.compute.loading.support import FULL_ATTENTION, SLIDING_ATTENTION
+from engine.compute.recurrent.slot_mixers import read_layer_states
+from engine.compute.recurrent.slot_states import LayerState
+from engine.errors import UnsupportedModel
+
+_NAME = "slipstream-probe"
+_NUM_TOKENS = 2
+# Tensors that tell the attention function what it already knows from our own context.
+_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position"})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The K/V shape of each attention layer, what each recurrent one keeps, and the width of the logits.
+
+    Both in order of `layer_idx`.
+    """
+
+    layers: tuple[LayerKv, ...]
+    states: tuple[LayerState, ...]
+    vocab_size: int
+
+
+def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResult:
+    """Run `model` once on its device and read its layers; its attention implementation is left as it was.
+
+    `config` is the text model's. Raises UnsupportedModel for anything paged attention would not honour.
+    """
+    states = read_layer_states(model)
+    if len(states) == config.num_hidden_layers:
+        seen, logits = _run(model)
+    else:
+        before = model.config._attn_implementation
+        AttentionInterface.register(_NAME, _record_attention)
+        model.set_attn_implementation(_NAME)
+        try:
+            seen, logits = _run(model)
+        finally:
+            model.set_attn_implementation(before)
+    _check_coverage(seen.layers, states, config)
+    layers = dict(sorted(seen.layers.items()))
+    for index, layer in layers.items():
+        _check_window(index, layer, config)
+    return ProbeResult(tuple(layers.values()), states, int(logits.shape[-1]))
+
+
+class _Refusal(Exception):
+    """Why the model is refused; carried out of its forward pass, where its name is not known."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the attention calls of one pass have shown. `keys` keeps the tensors alive."""
+
+    layers: dict[int, LayerKv] = field(default_factory=dict)
+    keys: list[Tensor] = field(default_factory=list)
+
+
+def _run(model: PreTrainedModel) -> tuple[_Seen, Tensor]:
+    """One packed pass; the logits are [1, tokens, vocab]."""
+    seen = _Seen()
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
+    positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    try:
+        with torch.inference_mode():
+            output = model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=False,
+                slipstream_probe=seen,
+            )
+    except _Refusal as refusal:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served exactly: {refusal}.") from None
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served exactly: its forward pass does not accept a packed row "
+            f"({first_line(error)})."
+        ) from error
+    return seen, output.logits
+
+
+def _record_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Stands in for attention: notes the layer, answers zeros. Shapes [1, heads, tokens, dim]."""
+    seen = kwargs.get("slipstream_probe")
+    if seen is None:
+        raise _Refusal("it does not pass keywords on to the attention function")
+    if reason := _find_refusal(module, key, attention_mask, kwargs, seen):
+        raise _Refusal(reason)
+    index: int = module.layer_idx  # type: ignore[assignment]  # checked above
+    seen.keys.append(key)
+    seen.layers[index] = LayerKv(
+        key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window") or None
+    )
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _find_refusal(
+    module: nn.Module, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], seen: _Seen
+) -> str | None:
+    """Why this call is more than causal attention over the layer's own keys; None if it is not."""
+    if getattr(module, "layer_idx", None) is None or module.layer_idx in seen.layers:
+        return "its attention calls cannot be told apart by layer"
+    if key.shape[2] != _NUM_TOKENS or any(key.data_ptr() == other.data_ptr() for other in seen.keys):
+        return "a layer attends to keys that are not its own"
+    if attention_mask is not None:
+        return "it builds an attention mask or position bias itself"
+    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal", True) is not False):
+        return "it attends to later tokens"
+    tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - _HARMLESS_TENSORS
+    return f"its attention takes {', '.join(sorted(tensors))}" if tensors else None
+
+
+def _check_coverage(
+    attending: Collection[int], states: Sequence[LayerState], config: PreTrainedConfig
+) -> None:
+    """Every layer attends, or is recurrent in a way we know: else it would need a state that is nowhere."""
+    known = sorted([*attending, *(state.layer_idx for state in states)])
+    if known != list(range(int(config.num_hidden_layers))):
+        raise UnsupportedModel(
+            f"The architecture {config.model_type!r} cannot be served exactly: {len(attending)} of its "
+            f"{config.num_hidden_layers} layers use attention, {len(states)} are recurrent in a known way."
+        )
+
+
+def _check_window(index: int, layer: LayerKv, config: PreTrainedConfig) -> None:
+    """What the layer hands on must be what the configuration promises, or a window would be lost silently."""
+    layer_types = getattr(config, "layer_types", None)
+    declared = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        declared = None
+    if layer_types is not None:
+        declared = {FULL_ATTENTION: None, SLIDING_ATTENTION: declared}[layer_types[index]]
+    if layer.window != (declared or None):
+        raise UnsupportedModel(
+            f"The architecture {config.model_type!r} cannot be served exactly: layer {index} attends with a "
+            f"window of {layer.window}, its configuration says {declared}."
+        )

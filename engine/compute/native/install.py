@@ -1,0 +1,153 @@
+"""Puts our modules into a loaded model wherever they give what the model's own give."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from config import ModelSettings
+from engine.compute.loading.loader import LoadedModel, leave_file
+from engine.compute.native.compiler import NativeUnavailable, check_cpu, find_compiler, find_library, library
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.families import is_known
+from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.observation import observe
+from engine.compute.native.places import Place, find_places
+from engine.compute.native.quantization import quantize, unquantized
+from engine.compute.native.replacement import make_equal
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import packed_difference, packed_sample
+from engine.errors import StartRefused
+
+log = logging.getLogger("slipstream.model")
+
+
+class LogitsChanged(Exception):
+    """Modules that each answer alike make a model that does not; the message says by how much."""
+
+
+def with_kernels(
+    loaded: LoadedModel, settings: ModelSettings, home: Path, reload: Callable[[], LoadedModel]
+) -> LoadedModel:
+    """The model with our modules in it, as the settings ask; the log says what became of it.
+
+    `loaded` itself is changed: use what is returned. `reload` gives it anew, for when the changed one turns
+    out to be of no use. Raises StartRefused if what is insisted on cannot be had.
+    """
+    if settings.compile == "off":
+        return loaded
+    try:
+        check_usable(loaded)
+        kernels = NativeKernels(library(home))
+        leave_file(loaded.model)
+        loaded = install(loaded, kernels)
+        if settings.quantization == "int8":
+            quantize(loaded, kernels)
+        join_layers(loaded, kernels)
+        return loaded
+    except NativeUnavailable as reason:
+        refuse_without(settings, reason)
+        log.info("compiled kernels are not used: %s", reason)
+        return loaded
+    except LogitsChanged as reason:
+        refuse_without(settings, f"the kernels change the logits {reason}")
+        log.warning("compiled kernels are not used: they change the logits %s", reason)
+        return reload()
+
+
+def refuse_without(settings: ModelSettings, reason: object) -> None:
+    """Raise StartRefused, for `reason`, where kernels that cannot be had are insisted on."""
+    if settings.quantization != "none":
+        raise unquantized(f"no compiled kernels: {reason}")
+    if settings.compile == "on":
+        raise StartRefused(f"--compile on: {reason}. Leave it out to do without.")
+
+
+def check_usable(loaded: LoadedModel) -> None:
+    """Raise NativeUnavailable unless a model like this can run on the kernels; its weights are not needed."""
+    if loaded.device.type != "cpu":
+        raise NativeUnavailable(f"they are for CPUs, the model is on {loaded.device}")
+    if loaded.dtype is not torch.bfloat16:
+        raise NativeUnavailable(f"they compute in bfloat16, the model in {str(loaded.dtype).split('.')[-1]}")
+    if not loaded.rewindable:
+        raise NativeUnavailable("the model keeps recurrent states")
+    if not is_known(loaded.model):
+        raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")
+    check_cpu()
+
+
+def foresee(outline: LoadedModel, home: Path) -> str:
+    """What a start would use the kernels for, in words. Compiles nothing. Raises NativeUnavailable."""
+    check_usable(outline)
+    is_ready = find_library(home) is not None
+    if not is_ready:
+        find_compiler()
+    count = Counter(place.name_of_kind for place in find_places(outline.model))
+    if not count:
+        raise _nothing_to_do(outline)
+    return _listed(count) + ("" if is_ready else "; the first start compiles them, in a few seconds")
+
+
+def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
+    """Replace each module that answers alike, freeing its weights, then compare the logits with those before.
+
+    Raises NativeUnavailable when nothing was replaced and LogitsChanged when the model is of no use any more.
+    """
+    places = find_places(loaded.model)
+    before = packed_sample(PackedForward(loaded))
+    count = _replace_all(loaded, places, kernels)
+    if not count:
+        raise _nothing_to_do(loaded)
+    if count[Place.ATTENTION] == len(loaded.layers):
+        loaded = replace(loaded, kernels=kernels)
+    difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype)
+    if difference is not None:
+        raise LogitsChanged(difference)
+    log.info("compiled kernels compute %s", _listed(count))
+    return loaded
+
+
+def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
+    """Have one call compute all layers where that gives the same bits as one after the other.
+
+    After it, weights must stay where they are.
+    """
+    base = loaded.model.base_model
+    if loaded.kernels is None or not NativeDecoder.fits(base):
+        return
+    before = packed_sample(PackedForward(loaded))
+    loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base))
+    if torch.equal(packed_sample(PackedForward(loaded)), before):
+        log.info("all of them in one call")
+        return
+    loaded.model.set_submodule(loaded.model.base_model_prefix, base)
+    log.warning("one call for all layers changes the logits: they are computed one by one")
+
+
+@torch.inference_mode()
+def _replace_all(loaded: LoadedModel, places: list[Place], kernels: NativeKernels) -> Counter[str]:
+    """How many of each kind were replaced. What answers otherwise stays, and the log says so."""
+    count: Counter[str] = Counter()
+    observation = observe(loaded, [place.name for place in places])
+    context = observation.context(kernels)
+    for place in places:
+        made = make_equal(loaded.model.get_submodule(place.name), place, observation, context, kernels)
+        if made is None:
+            log.info("%s answers otherwise than compiled kernels: it stays as it is", place.name)
+            continue
+        loaded.model.set_submodule(place.name, made)
+        count[place.name_of_kind] += 1
+    return count
+
+
+def _nothing_to_do(loaded: LoadedModel) -> NativeUnavailable:
+    return NativeUnavailable(f"{type(loaded.model).__name__} has no module that they could compute")
+
+
+def _listed(count: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(count.items()))

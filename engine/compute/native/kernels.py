@@ -1,0 +1,203 @@
+"""NativeKernels: kernels.cpp with tensors for arguments. What is wrong for a kernel is refused here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.compute.attention import LayerCall, PagedRows
+from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.packed_weights import PackedWeights
+from engine.compute.native.records import (
+    BFLOAT16,
+    INDEX,
+    INT8,
+    POINTER,
+    Attention,
+    Decoder,
+    DecoderStep,
+    Norm,
+    Product,
+    Rotation,
+)
+
+PANEL = 32  # columns of packed weights that lie together
+VECTOR = 16
+MAX_GROUP = 64  # query heads a KV head
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [dim] of the norms of each query and key head, as Qwen3 has them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class NativeKernels:
+    """The loaded library. Every tensor is bfloat16 and contiguous on the CPU; results are new tensors.
+
+    Uses as many threads as torch does on the calling thread. Raises NativeUnavailable if it cannot be loaded
+    or does not share torch's threads.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
+        self._pack = _function(loaded, "slip_pack", POINTER, POINTER, INDEX, INDEX)
+        self._quantize = _function(loaded, "slip_quantize", *[POINTER] * 3, INDEX, INDEX)
+        self._linear = _function(loaded, "slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
+        self._rms_norm = _function(
+            loaded, "slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX
+        )
+        self._silu_mul = _function(loaded, "slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
+        self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(Rotation))
+        self._attend = _function(loaded, "slip_attend", ctypes.POINTER(Attention))
+        self._decode = _function(loaded, "slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
+        self._decoder_scratch = _function(loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder))
+        self._decoder_scratch.restype = INDEX
+        # Two OpenMP libraries would have two sets of threads, each waiting for work on all cores.
+        threads = _function(loaded, "slip_num_threads")
+        threads.restype = INDEX
+        if threads() != torch.get_num_threads():
+            raise NativeUnavailable(f"{library.name} shares no OpenMP library with torch")
+
+    @staticmethod
+    def packs(weight: torch.Tensor) -> bool:
+        """True for weights [out, in] that `pack` takes."""
+        return weight.dtype is torch.bfloat16 and weight.shape[0] % PANEL == 0 and weight.shape[1] % 2 == 0
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
+        """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
+        weight = weight.contiguous()
+        packed = torch.empty_like(weight)
+        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
+        return PackedWeights(BFLOAT16, packed, None, bias, *weight.shape)
+
+    def quantize(self, weights: PackedWeights) -> PackedWeights:
+        """The same weights, which `pack` gave, as integers of 8 bits: half the bytes.
+
+        Each output's largest becomes 127 or -127, the others the nearest multiple of a 127th of it.
+        """
+        packed = torch.empty(weights.packed.shape, dtype=torch.int8)
+        scales = torch.empty(weights.out)
+        addresses = (weights.packed.data_ptr(), packed.data_ptr(), scales.data_ptr())
+        self._quantize(*addresses, weights.out, weights.in_features)
+        return replace(weights, kind=INT8, packed=packed, scales=scales)
+
+    def linear(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
+        """x [n, in] times the weights, plus their bias: [n, out]."""
+        y = x.new_empty(x.shape[0], weights.out)
+        self._linear(weights.record, x.data_ptr(), y.data_ptr(), x.shape[0])
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Each row of x [n, width] over its root mean square, times `weight`; width a multiple of 16."""
+        y = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), norm_record(weight, eps), y.data_ptr(), *x.shape)
+        return y
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16."""
+        n, width = x.shape[0], x.shape[1] // 2
+        y = x.new_empty(n, width)
+        self._silu_mul(x.data_ptr(), y.data_ptr(), n, width)
+        return y
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: HeadNorms | None,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
+
+        `qkv` is [n, (heads + 2 * kv_heads) * dim], `rotation` cos and sin [n, dim], `pages` a layer's keys
+        and values [blocks, kv_heads, block_size, dim], `slots` int64 [n]; dim a multiple of
+        32, at most MAX_HEAD_DIM.
+        """
+        keys, values = pages
+        _, kv_heads, block_size, dim = keys.shape
+        n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+        query = qkv.new_empty(n, heads, dim)
+        self._rotate(
+            Rotation(
+                qkv.data_ptr(),
+                rotation[0].data_ptr(),
+                rotation[1].data_ptr(),
+                *head_norm_records(norms),
+                *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
+                *(n, heads, kv_heads, dim, block_size),
+            )
+        )
+        return query
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        rows: PagedRows,
+        call: LayerCall,
+    ) -> torch.Tensor:
+        """See RowAttention."""
+        keys, values = pages
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        record = attention_record(rows, keys.shape, query.shape[1])
+        record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
+        record.output = output.data_ptr()
+        record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
+        self._attend(record)
+        return output
+
+    def decoder_scratch(self, decoder: Decoder) -> int:
+        """How many numbers of scratch `decode` needs for each token."""
+        return int(self._decoder_scratch(decoder))
+
+    def decode(self, decoder: Decoder, step: DecoderStep) -> None:
+        """Run all layers of `decoder` and its last norm on a step's tokens; see decoder.h."""
+        self._decode(decoder, step)
+
+
+def norm_record(weight: torch.Tensor, eps: float) -> Norm:
+    """A norm as the kernels take it, for as long as `weight` is there."""
+    return Norm(weight.data_ptr(), eps)
+
+
+def head_norm_records(norms: HeadNorms | None) -> tuple[Norm, Norm]:
+    """Those of query and key heads."""
+    if norms is None:
+        return Norm(None, 0.0), Norm(None, 0.0)
+    return norm_record(norms.query, norms.eps), norm_record(norms.key, norms.eps)
+
+
+def attention_record(rows: PagedRows, pages: Sequence[int], heads: int) -> Attention:
+    """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
+
+    Queries, keys, values and output, window, scale and soft cap are still to be filled in.
+    """
+    _, kv_heads, block_size, dim = pages
+    given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
+    return Attention(
+        *(None, None, None),
+        *(None if tensor is None else tensor.data_ptr() for tensor in given),
+        None,
+        *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    found = getattr(library, name)
+    found.argtypes, found.restype = arguments, None
+    return found

@@ -1,0 +1,195 @@
+"""Stand-ins for modules of transformers' models, each equal to its original up to rounding.
+
+They keep packed weights in place of the original's. Any leading shape is taken as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from engine.compute.native.families import is_whole
+from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, HeadNorms, NativeKernels
+from engine.errors import UnsupportedModel
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class NativeLinear(nn.Module):
+    """One or more projections of the same input, side by side."""
+
+    def __init__(self, kernels: NativeKernels, *linears: nn.Linear) -> None:
+        super().__init__()
+        self._kernels = kernels
+        weights = [linear.weight.detach() for linear in linears]
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(len(weight) for weight in weights)
+        together = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.weights = kernels.pack(together, _joined_bias(linears))
+
+    @staticmethod
+    def fits(*linears: nn.Module) -> bool:
+        """True for plain projections of one input that can be packed."""
+        return all(type(linear) is nn.Linear and NativeKernels.packs(linear.weight) for linear in linears)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._kernels.linear(rows, self.weights).view(*x.shape[:-1], self.out_features)
+
+
+class NativeRmsNorm(nn.Module):
+    """A plain root-mean-square norm."""
+
+    def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.weight, self.eps = _norm_parts(norm)
+
+    @staticmethod
+    def fits(norm: nn.Module) -> bool:
+        """True for one that can be computed; its output is still to be compared."""
+        weight = getattr(norm, "weight", None)
+        return (
+            is_whole(norm, "RMSNorm")
+            and isinstance(weight, torch.Tensor)
+            and isinstance(getattr(norm, "variance_epsilon", None), float)
+            and weight.dtype is torch.bfloat16
+            and weight.numel() % VECTOR == 0
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
+
+
+_SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
+
+
+class NativeGatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.gate_up = NativeLinear(kernels, mlp.gate_proj, mlp.up_proj)
+        self.down = NativeLinear(kernels, mlp.down_proj)
+
+    @staticmethod
+    def fits(mlp: Any) -> bool:
+        """True for one that can be computed; its output is still to be compared."""
+        names = ("gate_proj", "up_proj", "down_proj")
+        if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
+            return False
+        linears = _linears(mlp, names)
+        return len(linears) == len(names) and linears[0].out_features == linears[1].out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to the same."""
+        rows = x.reshape(-1, x.shape[-1])
+        down: torch.Tensor = self.down(self._kernels.silu_mul(self.gate_up(rows)))
+        return down.view(x.shape)
+
+
+class _SelfAttention(Protocol):
+    """What an attention module of the usual kind has."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    head_dim: int
+
+
+class NativeAttention(nn.Module):
+    """Rotary self-attention over the paged K/V of the step's context. Without a context it cannot be run.
+
+    `call` is what the original asks of the attention function: scale, window and soft cap.
+    """
+
+    def __init__(self, kernels: NativeKernels, original: _SelfAttention, call: LayerCall) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
+        self.output = NativeLinear(kernels, original.o_proj)
+        self.norms = _head_norms(original)
+        self.head_dim = original.head_dim
+        self.call = call
+
+    @staticmethod
+    def fits(original: Any) -> bool:
+        """True for one that can be computed; its output is still to be compared."""
+        if not is_whole(original, "Attention"):
+            return False
+        linears = _linears(original, [f"{name}_proj" for name in "qkvo"])
+        dim = getattr(original, "head_dim", 0)
+        if len(linears) < 4:
+            return False
+        norms = {name for name, _ in original.named_children()} - {f"{name}_proj" for name in "qkvo"}
+        return (
+            isinstance(dim, int)
+            and 0 < dim <= MAX_HEAD_DIM
+            and dim % PANEL == 0
+            and linears[0].out_features <= MAX_GROUP * linears[1].out_features
+            and linears[1].out_features == linears[2].out_features
+            and norms in (set(), {"q_norm", "k_norm"})
+            and all(
+                NativeRmsNorm.fits(getattr(original, name)) and getattr(original, name).weight.numel() == dim
+                for name in norms
+            )
+            and isinstance(getattr(original, "layer_idx", None), int)
+        )
+
+    @staticmethod
+    def rotates(original: _SelfAttention, rotation: Any) -> bool:
+        """True for angles that our kernel takes: whole heads, in the model's own number format."""
+        return isinstance(rotation, tuple) and all(
+            part.dtype is torch.bfloat16 and part.shape[-1] == original.head_dim for part in rotation
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
+        if options.get("attention_mask") is not None:
+            raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
+        context: AttentionContext = options[CONTEXT_KEYWORD]
+        call = self.call
+        pages = context.kv.keys[call.layer], context.kv.values[call.layer]
+        cos, sin = (part.reshape(-1, part.shape[-1]).contiguous() for part in position_embeddings)
+        qkv = self.qkv(hidden_states[0])
+        query = self._kernels.rotate_and_write(qkv, (cos, sin), self.norms, pages, context.slots)
+        attended = context.attend_written(query, call)  # [N, heads, dim]
+        return self.output(attended.flatten(1))[None], None
+
+
+def _linears(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The children of these names if all of them can be packed, else none."""
+    found = [child for name in names if isinstance(child := getattr(parent, name, None), nn.Linear)]
+    return found if len(found) == len(names) and NativeLinear.fits(*found) else []
+
+
+def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+        for linear in linears
+    ]
+    return torch.cat(biases)
+
+
+def _norm_parts(norm: Any) -> tuple[torch.Tensor, float]:
+    return norm.weight.detach(), norm.variance_epsilon
+
+
+def _head_norms(original: Any) -> HeadNorms | None:
+    if not hasattr(original, "q_norm"):
+        return None
+    (query, eps), (key, _) = _norm_parts(original.q_norm), _norm_parts(original.k_norm)
+    return HeadNorms(query, key, eps)

@@ -1,0 +1,58 @@
+"""Where in a model our modules could stand, by looks alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The name of a module in its model, and in plain words what it is."""
+
+    ATTENTION: ClassVar[str] = "attentions"
+    MLP: ClassVar[str] = "gated MLPs"
+    NORM: ClassVar[str] = "norms"
+    LINEAR: ClassVar[str] = "projections"
+
+    name: str
+    name_of_kind: str
+
+
+_KINDS: tuple[tuple[str, Any], ...] = (
+    (Place.ATTENTION, NativeAttention),
+    (Place.MLP, NativeGatedMlp),
+    (Place.NORM, NativeRmsNorm),
+    (Place.LINEAR, NativeLinear),
+)
+
+
+def find_places(model: nn.Module) -> list[Place]:
+    """Every module that one of ours could replace; none lies inside another.
+
+    Modules that stand in several places, or that do more when called than their class says, are left out.
+    """
+    counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    return list(_places_in(model, "", counts))
+
+
+def _places_in(parent: nn.Module, prefix: str, counts: Counter[int]) -> Iterator[Place]:
+    for name, child in parent.named_children():
+        if counts[id(child)] > 1 or not is_unhooked(child):
+            continue
+        kind = next((kind for kind, made in _KINDS if made.fits(child)), None)
+        if kind is None:
+            yield from _places_in(child, f"{prefix}{name}.", counts)
+        elif all(counts[id(part)] == 1 and is_unhooked(part) for part in child.modules()):
+            yield Place(prefix + name, kind)
+
+
+def is_unhooked(module: Any) -> bool:
+    """True where calling the module runs its class's own code and nothing else."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -1,0 +1,77 @@
+"""One of our modules in place of a model's own, if it gives what that gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.native.observation import Observation, Seen
+from engine.compute.native.places import Place
+
+# By how much of its length a row may differ: half of them, and any one. Rounding to bfloat16 makes 0.003,
+# attention's roundings together up to 0.02 in few rows; a scale that is ten percent off makes 0.1.
+_TYPICAL, _LARGEST = 0.02, 0.08
+
+
+def make_equal(
+    original: nn.Module,
+    place: Place,
+    observation: Observation,
+    context: AttentionContext,
+    kernels: NativeKernels,
+) -> nn.Module | None:
+    """Our module with the weights of `original`; None unless it repeats what that was seen to answer.
+
+    `context` is the observed step's, over tensors of its own, which attentions fill.
+    """
+    seen = observation.seen.get(place.name)
+    given = None if seen is None else seen.given
+    if seen is None or given is None or given.dtype is not torch.bfloat16:
+        return None
+    if place.name_of_kind == Place.ATTENTION:
+        return _equal_attention(original, seen, observation, context, kernels)
+    made = _SIMPLE[place.name_of_kind](kernels, original)
+    return made if _is_close(made(given), seen.output) else None
+
+
+_SIMPLE: dict[str, Any] = {
+    Place.MLP: NativeGatedMlp,
+    Place.NORM: NativeRmsNorm,
+    Place.LINEAR: NativeLinear,
+}
+
+
+def _equal_attention(
+    original: Any, seen: Seen, observation: Observation, context: AttentionContext, kernels: NativeKernels
+) -> nn.Module | None:
+    """As `make_equal`; the keys and values it leaves behind must be equal too."""
+    call = observation.calls.get(original.layer_idx)
+    if call is None or not NativeAttention.rotates(original, seen.options.get("position_embeddings")):
+        return None
+    made = NativeAttention(kernels, original, call)
+    output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    layer, kv = call.layer, observation.kv
+    pairs = (
+        (output, seen.output[0]),
+        (context.kv.keys[layer], kv.keys[layer]),
+        (context.kv.values[layer], kv.values[layer]),
+    )
+    return made if all(_is_close(found, expected) for found, expected in pairs) else None
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True for rows that differ by no more than rounding; never where something is not finite."""
+    if found.shape != expected.shape or not (found.isfinite().all() and expected.isfinite().all()):
+        return False
+    rows, expected_rows = (tensor.float().flatten(0, -2) for tensor in (found, expected))  # [rows, width]
+    lengths = expected_rows.norm(dim=-1)
+    distances = (rows - expected_rows).norm(dim=-1)
+    if distances[lengths == 0].any():
+        return False
+    parts = distances[lengths > 0] / lengths[lengths > 0]
+    return not len(parts) or bool(parts.median() <= _TYPICAL and parts.max() <= _LARGEST)

@@ -1,0 +1,97 @@
+"""Runs the scheduler's steps on a recurrent or hybrid model: states in slots, K/V where it attends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
+from engine.compute.runner.isolated_draw import draw_isolated
+from engine.compute.runner.prompt_scorer import PromptScorer
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.self_check import check_forward
+from engine.compute.sampling.sampler import Sampler
+from engine.compute.verification.verifier import MatchVerifier
+from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
+from engine.plan.step_records import SampledRows, StepInputs, StepResult
+
+_WARM_UP_TOKENS = 64
+
+
+class RecurrentRunner:
+    """Owns one slot for each seat, and the paged K/V of the layers that attend.
+
+    What has been computed cannot be cut back, copied or moved: no drafts, no forks, no shared prefixes, no
+    swaps. After a step that failed, its sequences must be computed again from their first tokens. Every
+    method runs on the one thread that made it.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, num_blocks: int, block_size: int, num_slots: int, sampler: Sampler
+    ) -> None:
+        self._forward = RecurrentForward(loaded)
+        self._sampler = sampler
+        self._verifier = MatchVerifier(sampler)
+        self._scorer = PromptScorer(loaded)
+        self._memory = self._forward.make_memory(num_blocks, block_size, num_slots)
+        self.kv = self._memory.kv
+        self.states = self._memory.states
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> StepResult:
+        """One step: mix tokens, attend, draw. The seconds are of the device's own clock.
+
+        A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for drafts, for blocks
+        that are to be copied or swapped and for a sequence that does not go on where its slot ended;
+        OutOfDeviceMemory; other errors of the forward pass come through.
+        """
+        if inputs.block_copies or inputs.swap_out or inputs.swap_in:
+            raise RewindError(
+                RewindFault.NOT_SUPPORTED,
+                "The blocks of a recurrent model are neither copied nor swapped: its states cannot be.",
+            )
+        device = self._forward.loaded.device
+        try:
+            start = mark(device)
+            self.kv.scrub_blocks(inputs.scrub_blocks)
+            with self._scorer.watching(inputs.prompt_rows) as seen:
+                logits = self._forward(inputs, self._memory)
+            middle = mark(device)
+            rows = SampledRows([])
+            if len(logits):
+                rows = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts).rows
+            scores = self._scorer.score(inputs.prompt_rows, seen)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
+        end = mark(device)
+        return StepResult(
+            rows, seconds_between(start, middle), seconds_between(middle, end), prompt_logprobs=scores
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a small prefill and small decodes on scratch memory, so that the first request is not slow."""
+        block_size = self.kv.block_size
+        length = min(_WARM_UP_TOKENS, self._forward.loaded.max_model_len)
+        num_blocks = -(-length // block_size)
+        memory = self._forward.make_memory(2 * num_blocks, block_size, num_slots=2)
+        blocks = (range(num_blocks), range(num_blocks, 2 * num_blocks))
+        tokens = [0] * length
+        single = [Part(tokens, 0, 1, blocks[seat]) for seat in range(2)]
+        for step in ([Part(tokens, 0, length, blocks[0])], single, single[:1]):
+            for temperature in (0.0, 1.0):
+                inputs = replace(
+                    pack_step(step, block_size, temperature=temperature),
+                    seats=np.arange(len(step), dtype=np.int32),
+                )
+                self._sampler.sample(self._forward(inputs, memory), inputs.sampling)
+
+    def self_check(self) -> None:
+        """Raise UnsupportedModel unless packed, chunked computation gives the model's own logits."""
+        check_forward(self._forward)

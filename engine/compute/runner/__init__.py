@@ -1,0 +1,1 @@
+"""The forward pass of one step, and what measures and checks it."""

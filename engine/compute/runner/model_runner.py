@@ -1,0 +1,147 @@
+"""Runs the scheduler's steps on the device: scheduled tokens in, drawn tokens out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.compute.attention.draft_tree import accepted_moves
+from engine.compute.attention.swap_tensors import SwapTensors
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
+from engine.compute.runner.isolated_draw import draw_isolated
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.prompt_scorer import PromptScorer
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.compute.verification.verified import Verified
+from engine.compute.verification.verifier import make_verifier
+from engine.plan.speculation.speculation_config import Verification
+from engine.plan.step_records import Int64, SampledRows, StepInputs, StepResult
+
+_WARM_UP_TOKENS = 64
+_WARM_UP_SEQUENCES = 8
+_WARM_UP_VERIFIED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ForDrafts:
+    """What drafts need of the runner: the rule they are judged by, and whether drafters read the target.
+
+    `keeps_features` has each result carry what those need.
+    """
+
+    verification: Verification = "match"
+    keeps_features: bool = False
+
+
+class ModelRunner:
+    """Owns the model's paged K/V tensors and what is swapped out of them into `num_host_blocks`.
+
+    Every method runs on the one thread that made it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        sampler: Sampler,
+        num_host_blocks: int = 0,
+        for_drafts: ForDrafts = ForDrafts(),
+    ) -> None:
+        self.forward = PackedForward(loaded)
+        self._sampler = sampler
+        self.scorer = PromptScorer(loaded)
+        self._verifier = make_verifier(for_drafts.verification, sampler)
+        self.for_drafts = for_drafts
+        self.kv = self.forward.make_kv(num_blocks, block_size)
+        self.swap = SwapTensors(self.kv, num_host_blocks)
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> StepResult:
+        """One step: move blocks, write K/V, attend, draw, judge drafts. Seconds are by the device's clock.
+
+        A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
+        the forward pass come through.
+        """
+        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        device = self.kv.device
+        with out_of_memory_named():
+            self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
+            start = mark(device)
+            self.move_blocks(inputs)
+            begin = mark(device) if num_swapped else start
+            hidden = None
+            with self.scorer.watching(inputs.prompt_rows) as seen:
+                if self.for_drafts.keeps_features:
+                    logits, hidden = self.forward.with_features(inputs, self.kv)
+                else:
+                    logits = self.forward(inputs, self.kv)
+            middle = mark(device)
+            verified = self.judge(logits, inputs)
+            scores = self.scorer.score(inputs.prompt_rows, seen)
+        end = mark(device)
+        return StepResult(
+            verified.rows,
+            seconds_between(begin, middle),
+            seconds_between(middle, end),
+            seconds_between(start, begin) if num_swapped else 0.0,
+            num_swapped * self.kv.block_bytes,
+            None if hidden is None else hidden[last_rows(inputs, verified)].unbind(0),
+            scores,
+        )
+
+    def judge(self, logits: torch.Tensor, inputs: StepInputs) -> Verified:
+        """Draw from the `logits` [R, vocab] and judge the drafts; those accepted of a tree are moved."""
+        if not len(logits):
+            return Verified(SampledRows([]))
+        verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
+        if inputs.drafts is not None:
+            self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
+        return verified
+
+    def move_blocks(self, inputs: StepInputs) -> None:
+        """In this order: save what is to be kept, clean, copy, bring back what was saved."""
+        self.swap.copy_out(inputs.swap_out)
+        self.kv.scrub_blocks(inputs.scrub_blocks)
+        self.kv.copy_blocks(inputs.block_copies)
+        self.swap.copy_in(inputs.swap_in)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a small prefill and small decodes on scratch tensors, so that the first request is not slow."""
+        block_size = self.kv.block_size
+        length = min(_WARM_UP_TOKENS, self.forward.loaded.max_model_len)
+        num_blocks = -(-length // block_size)
+        kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size)
+        tokens = [0] * length
+        parts = [
+            Part(tokens, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))
+            for row in range(_WARM_UP_SEQUENCES)
+        ]
+        steps = [[parts[0]._replace(first=0)], parts, parts[:1]]
+        if kv.device.type == "cuda":  # where drafts, and a context that many read, have kernels of their own
+            longest = min(length * _WARM_UP_SEQUENCES, self.forward.loaded.max_model_len)
+            every_block = range(num_blocks * _WARM_UP_SEQUENCES)
+            steps.append([parts[0]._replace(first=max(0, length - _WARM_UP_VERIFIED))])
+            steps.append([Part([0] * longest, longest - 1, longest, every_block)])
+        for step in steps:
+            for temperature in (0.0, 1.0):
+                inputs = pack_step(step, block_size, temperature=temperature)
+                self._sampler.sample(self.forward(inputs, kv), inputs.sampling)
+
+
+def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
+    """The row of logits that each sampled sequence's last token was drawn from. [sampled sequences]"""
+    rows = np.arange(len(inputs.logits_rows))
+    if inputs.drafts is None or verified.paths is None:
+        return rows
+    is_draft = np.zeros(len(rows), np.bool_)
+    for first, count in zip(inputs.drafts.first_row, inputs.drafts.num_drafts, strict=True):
+        is_draft[first + 1 : first + 1 + count] = True
+    rows = rows[~is_draft]
+    rows[np.searchsorted(rows, inputs.drafts.first_row)] = verified.paths.last_row
+    return rows

@@ -1,0 +1,93 @@
+"""One forward pass of a transformers model over a packed row, against given paged tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from engine.compute.attention import (
+    ATTENTION_NAME,
+    CONTEXT_KEYWORD,
+    AttentionContext,
+    choose_backend,
+    register,
+)
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.loading.loader import LoadedModel
+from engine.plan.step_records import StepInputs
+
+
+class PackedForward:
+    """Runs a loaded model on the tokens of many sequences at once; keeps nothing between calls."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        register()
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+        self.loaded = loaded
+        self.backend = choose_backend(loaded.device, loaded.kernels)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+
+    def make_kv(self, num_blocks: int, block_size: int) -> KvTensors:
+        """Empty K/V tensors of the model's shape."""
+        loaded = self.loaded
+        return KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+
+    def __call__(self, inputs: StepInputs, kv: KvTensors) -> torch.Tensor:
+        """The logits of the R rows asked for, [R, vocab], in the model's dtype. Call under inference mode.
+
+        Where drafts form trees, each sees its own branch only. Moves no blocks: that is the caller's. Errors
+        of the model and of the device come through.
+        """
+        device = self.loaded.device
+        return self.compute(
+            torch.tensor(inputs.token_ids, device=device),
+            torch.tensor(inputs.positions, device=device),
+            AttentionContext(inputs, kv, self.backend),
+            torch.tensor(inputs.logits_rows, device=device),
+        )
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As a call, over what is on the device already: [N], [N], and the `rows` [R] that want logits.
+
+        Without rows it gives the logits of every token, [N, vocab].
+        """
+        options = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
+        output = self.loaded.model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            **options,
+            **{CONTEXT_KEYWORD: context},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows or rows is None else logits[rows]
+
+    def with_features(self, inputs: StepInputs, kv: KvTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits as a plain call gives them, and the hidden states they were made from: [R, hidden].
+
+        These are what the model's output embedding reads, after the last norm, in the model's dtype.
+        """
+        rows = torch.tensor(inputs.logits_rows, device=self.loaded.device)
+        return self.keeping_features(lambda: self(inputs, kv), rows)
+
+    def keeping_features(
+        self, compute: Callable[[], torch.Tensor], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `compute`, a pass that wants the logits of `rows` (None: all), gives, and hidden states."""
+        seen: list[torch.Tensor] = []
+        head = self.loaded.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            logits = compute()
+        finally:
+            handle.remove()
+        hidden = seen[0][0]  # [R, hidden], or [N, hidden]
+        return logits, hidden if self._keeps_rows or rows is None else hidden[rows]

@@ -1,0 +1,98 @@
+"""Steps made up without a scheduler or a request: what the self-check and the warm-up run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.plan.step_records import DraftInputs, SamplingInputs, StepInputs
+
+
+class Part(NamedTuple):
+    """Tokens [first, stop) of one sequence, which owns `blocks`.
+
+    The last of them are drafts, one for each of `parents`, which are as in DraftInputs.
+    """
+
+    token_ids: Sequence[int]
+    first: int
+    stop: int
+    blocks: Sequence[int]
+    parents: Sequence[int] = ()
+
+
+def pack_step(
+    parts: Sequence[Part], block_size: int, *, every_row: bool = False, temperature: float = 0.0
+) -> StepInputs:
+    """The inputs that compute `parts` in this order and want the logits of each last token, or of all.
+
+    Of a part with drafts they are those of its newest token and of each draft.
+    """
+    lengths = np.array([part.stop - part.first for part in parts], dtype=np.int32)
+    num_drafts = np.array([len(part.parents) for part in parts], dtype=np.int32)
+    places = np.concatenate([np.arange(part.first, part.stop) for part in parts])
+    positions = np.concatenate([_positions(part) for part in parts])
+    owners = np.repeat(np.arange(len(parts)), lengths)
+    tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), dtype=np.int32)
+    for row, part in enumerate(parts):
+        tables[row, : len(part.blocks)] = part.blocks
+    stops = np.cumsum(lengths, dtype=np.int64)
+    is_wanted = places >= np.repeat(places[stops - 1] - num_drafts, lengths)
+    logits_rows = np.flatnonzero(is_wanted | every_row)
+    token_ids = np.concatenate([np.asarray(part.token_ids[part.first : part.stop]) for part in parts])
+    return StepInputs(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=tables[owners, places // block_size].astype(np.int64) * block_size + places % block_size,
+        query_lens=lengths,
+        kv_lens=np.array([part.stop for part in parts], dtype=np.int32),
+        block_tables=tables,
+        logits_rows=logits_rows,
+        sampling=plain_sampling(positions[logits_rows] + 1, temperature),
+        drafts=_drafts(parts, token_ids, logits_rows) if num_drafts.any() else None,
+    )
+
+
+def _positions(part: Part) -> np.ndarray:
+    """Each token one behind the one it follows: [num_tokens]."""
+    newest = part.stop - len(part.parents) - 1
+    positions = list(range(part.first, newest + 1))
+    for parent in part.parents:
+        positions.append(positions[newest - part.first + 1 + parent] + 1)
+    return np.array(positions)
+
+
+def _drafts(parts: Sequence[Part], token_ids: np.ndarray, logits_rows: np.ndarray) -> DraftInputs:
+    """What `parts` verify."""
+    stops = np.cumsum([part.stop - part.first for part in parts])
+    sequence = np.array([row for row, part in enumerate(parts) if part.parents], dtype=np.int32)
+    num_drafts = np.array([len(parts[row].parents) for row in sequence], dtype=np.int32)
+    newest = stops[sequence] - num_drafts - 1  # [V] indices into the packed tokens
+    return DraftInputs(
+        sequence=sequence,
+        first_row=np.searchsorted(logits_rows, newest),
+        num_drafts=num_drafts,
+        token_ids=np.concatenate(
+            [
+                token_ids[first + 1 : first + 1 + count]
+                for first, count in zip(newest, num_drafts, strict=True)
+            ]
+        ),
+        parents=np.array([parent for part in parts for parent in part.parents], dtype=np.int32),
+    )
+
+
+def plain_sampling(positions: np.ndarray, temperature: float = 0.0) -> SamplingInputs:
+    """Rows that draw at `positions` with nothing but a temperature, 0 being greedy."""
+    num_rows = len(positions)
+    return SamplingInputs(
+        temperature=np.full(num_rows, temperature, dtype=np.float32),
+        top_k=np.zeros(num_rows, dtype=np.int32),
+        top_p=np.ones(num_rows, dtype=np.float32),
+        min_p=np.zeros(num_rows, dtype=np.float32),
+        seed=np.zeros(num_rows, dtype=np.int64),
+        position=positions.astype(np.int64),
+        num_logprobs=np.full(num_rows, -1, dtype=np.int32),
+    )

@@ -1,0 +1,135 @@
+"""Is this model, served our way, still the model? Asked once at start, of the real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.errors import UnsupportedModel
+from engine.plan.step_records import StepInputs
+
+_BLOCK_SIZE = 4
+_LENGTHS = (24, 15)
+# Where each of the two sequences is cut: prompts in chunks, single tokens alone and together, short runs.
+_CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
+# By how much of a row's spread its logits may differ. Thirty layers round by 0.03 in bfloat16; attending to
+# the wrong tokens differs by more than 0.5, a scale ten percent off by 0.06 to 0.2.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+
+
+def check_forward(forward: PackedForward | RecurrentForward) -> None:
+    """Raise UnsupportedModel, naming the architecture, unless packed logits equal plain ones.
+
+    Runs two short sequences in chunks over scattered blocks and slots of scratch tensors, and whole as
+    transformers does, with eager attention. The model's attention implementation is left as it was.
+    """
+    difference = _difference(forward)
+    tolerance = _TOLERANCES[forward.loaded.dtype]
+    if not difference <= tolerance:  # NaN fails too
+        raise UnsupportedModel(
+            f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits computed in "
+            f"pieces differ from the plain forward pass by {difference:.2g} of their spread "
+            f"(limit {tolerance})."
+        )
+
+
+@torch.inference_mode()
+def _difference(forward: PackedForward | RecurrentForward) -> float:
+    """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
+    sequences = _sequences(forward)
+    return logits_distance(_packed_logits(forward, sequences), _plain_logits(forward, sequences))
+
+
+@torch.inference_mode()
+def packed_sample(forward: PackedForward) -> torch.Tensor:
+    """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32."""
+    return _packed_logits(forward, _sequences(forward))
+
+
+def packed_difference(sample: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """How far two samples of a model in `dtype` are apart, in words; None if by no more than rounding."""
+    difference, tolerance = logits_distance(sample, expected), _TOLERANCES[dtype]
+    if difference <= tolerance:
+        return None
+    return f"by {difference:.2g} of their spread (limit {tolerance})"
+
+
+def logits_distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The median over rows of the distance between two [rows, vocab], as a part of the expected spread."""
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)  # [tokens]
+    return float(((logits - expected).norm(dim=-1) / spread).median())
+
+
+def _sequences(forward: PackedForward | RecurrentForward) -> list[list[int]]:
+    limit = forward.loaded.max_model_len
+    generator = np.random.default_rng(0)
+    return [
+        generator.integers(0, forward.loaded.vocab_size, min(length, limit)).tolist() for length in _LENGTHS
+    ]
+
+
+def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """Transformers' own answer, sequence after sequence: [tokens, vocab] in float32."""
+    model = forward.loaded.model
+    before = model.config._attn_implementation
+    if forward.loaded.layers:
+        model.set_attn_implementation("eager")
+    try:
+        return torch.cat(
+            [
+                model(input_ids=torch.tensor([tokens], device=forward.loaded.device), use_cache=False)
+                .logits[0]
+                .float()
+                for tokens in sequences
+            ]
+        )
+    finally:
+        if forward.loaded.layers:
+            model.set_attn_implementation(before)
+
+
+def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """The same rows computed in pieces."""
+    num_blocks = sum(_LENGTHS)
+    compute = _on_scratch(forward, num_blocks)
+    scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
+    blocks = (scattered[: _LENGTHS[0]], scattered[_LENGTHS[0] :])
+    rows: tuple[list[torch.Tensor], ...] = ([], [])
+    for step in _steps(sequences):
+        parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
+        seats = np.array([index for index, _, _ in step], dtype=np.int32)
+        logits = compute(replace(pack_step(parts, _BLOCK_SIZE, every_row=True), seats=seats)).float()
+        start = 0
+        for index, first, stop in step:
+            rows[index].append(logits[start : start + stop - first])
+            start += stop - first
+    return torch.cat(rows[0] + rows[1])
+
+
+def _on_scratch(
+    forward: PackedForward | RecurrentForward, num_blocks: int
+) -> Callable[[StepInputs], torch.Tensor]:
+    """The forward pass over memory that nobody else uses."""
+    if isinstance(forward, PackedForward):
+        kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
+        return lambda inputs: forward(inputs, kv)
+    memory = forward.make_memory(num_blocks, _BLOCK_SIZE, num_slots=len(_LENGTHS))
+    return lambda inputs: forward(inputs, memory)
+
+
+def _steps(sequences: Sequence[list[int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Steps of (sequence, first, stop), single tokens first; empty pieces left out."""
+    for cut in range(1, len(_CUTS[0])):
+        pieces = [
+            (index, _CUTS[index][cut - 1], min(_CUTS[index][cut], len(tokens)))
+            for index, tokens in enumerate(sequences)
+        ]
+        pieces = [(index, first, stop) for index, first, stop in pieces if first < stop]
+        if pieces:
+            yield sorted(pieces, key=lambda piece: piece[2] - piece[1])

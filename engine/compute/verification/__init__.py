@@ -1,0 +1,1 @@
+"""Which drafts the target accepts, and what it draws in place of the first that it rejects."""

@@ -1,0 +1,104 @@
+"""Verified: what a step commits once its drafts are judged, and where in the target's pass it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.compute.sampling.logprobs import logprob_records
+from engine.compute.verification.draft_rows import DraftRows
+from engine.plan.step_records import NO_TOKEN, Int32, Int64, SampledRows, SamplingInputs
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedPaths:
+    """Which drafts of the V sequences that had any were accepted.
+
+    A sequence commits one token more than its accepted drafts; its last token was drawn from `last_row`, the
+    row of logits that follows the last of them. `drafts` are indices among the sequence's own drafts, in
+    order, sequence by sequence: None means that all were chains, whose first ones they are.
+    """
+
+    num_accepted: Int32  # [V]
+    last_row: Int64  # [V] indices into [0, R)
+    drafts: Int32 | None = None  # [sum of num_accepted]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a step commits; `paths` is None when it had no drafts."""
+
+    rows: SampledRows
+    paths: AcceptedPaths | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What was drawn from the rows of logits; a token means nothing where `errors` has its row.
+
+    Of the rows that drafts belong to, only those that a walk can reach need one.
+    """
+
+    token_ids: Int64  # [R]
+    errors: dict[int, str]
+
+    @classmethod
+    def of(cls, rows: SampledRows) -> Draws:
+        """What the sampler drew, NO_TOKEN where it failed."""
+        errors = rows.row_errors or {}
+        token_ids = np.array(rows.token_ids, np.int64)
+        token_ids[list(errors)] = NO_TOKEN
+        return cls(token_ids, errors)
+
+
+def without_logprobs(sampling: SamplingInputs) -> SamplingInputs:
+    """The same draws; their log-probabilities wait until it is known which are committed."""
+    if not (sampling.num_logprobs >= 0).any():
+        return sampling
+    return replace(sampling, num_logprobs=np.full_like(sampling.num_logprobs, -1))
+
+
+def settle(
+    logits: torch.Tensor | None, sampling: SamplingInputs, drafts: DraftRows, draws: Draws, last: Int64
+) -> Verified:
+    """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
+
+    Without `logits` nobody may ask for log-probabilities, and every error means that they were not finite.
+    """
+    token_ids = draws.token_ids.copy()
+    source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
+    owned = drafts.rows(np.arange(len(last)))
+    token_ids[owned], source[owned] = NO_TOKEN, -1
+
+    marks = drafts.paths(last)  # [V, G]
+    sequence, draft = np.nonzero(marks)  # parents come first, so this is the order of commit
+    num_accepted = marks.sum(axis=1)
+    place = drafts.first_row[sequence] + marks.cumsum(axis=1)[sequence, draft] - 1
+    token_ids[place] = drafts.token_ids[sequence, draft]
+    source[place] = drafts.first_row[sequence] + drafts.parents[sequence, draft] + 1
+    end, last_row = drafts.first_row + num_accepted, drafts.first_row + last + 1
+    token_ids[end], source[end] = draws.token_ids[last_row], last_row
+
+    reached = {int(row): place for place, row in enumerate(source) if row >= 0} if draws.errors else {}
+    errors = {reached[row]: reason for row, reason in draws.errors.items() if row in reached}
+    source[list(errors)] = -1
+    committed = token_ids.tolist()
+    spoiled, logprobs = tuple(sorted(draws.errors.keys() - reached.keys())), None
+    if logits is not None:
+        logprobs = logprob_records(logits, sampling.num_logprobs, committed, source)
+        spoiled = _not_finite(logits, spoiled)
+    path = None if drafts.are_chains else draft.astype(np.int32)
+    return Verified(
+        SampledRows(committed, logprobs, errors or None, spoiled),
+        AcceptedPaths(num_accepted.astype(np.int32), last_row, path),
+    )
+
+
+def _not_finite(logits: torch.Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Those rows whose logits hold NaN or infinity: others failed for what was asked of them."""
+    if not rows:
+        return ()
+    finite = logits[torch.tensor(rows, device=logits.device)].amax(dim=1).isfinite().tolist()
+    return tuple(row for row, is_finite in zip(rows, finite, strict=True) if not is_finite)

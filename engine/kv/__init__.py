@@ -1,1 +1,0 @@
-"""KV accounting: which block belongs to whom. Ids and counts only; the tensors live in `engine.model`."""

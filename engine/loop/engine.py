@@ -1,0 +1,396 @@
+"""Engine: what the server talks to. Loads, admits, tokenizes, submits, cancels; the loop does the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    EngineError,
+    Overloaded,
+    RequestFailed,
+    frames_of,
+)
+from engine.loop.engine_loop import Ending, EngineLoop
+from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
+from engine.loop.intake import make_detokenizer, make_record
+from engine.loop.open_requests import OpenRequests
+from engine.loop.stream import RequestStream
+from engine.loop.text_thread import TextThread
+from engine.loop.thread_stacks import thread_stacks
+from engine.loop.time_limits import TimeLimits, too_late
+from engine.loop.watchdog import Watchdog
+from engine.plan.admission import Admission, Permit, check_choice_of_tokens, check_prompt
+from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
+from engine.plan.request import FinishReason, GenerationRequest, Request
+from engine.plan.step_records import RequestExplanation
+from engine.plan.structured_output import CompiledGrammar, StructuredOutput
+from engine.text.grammar_compiler import GrammarCompiler
+
+log = logging.getLogger("slipstream.engine")
+
+_LAST_MOMENT_S = 0.2  # for a step that hangs to come back all the same, before it is left behind
+
+
+class Engine:
+    """One model, one loop, many streams. Every method is for the event-loop thread.
+
+    `load` builds the parts; it runs on the target thread so that the server can answer meanwhile.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], EngineParts],
+        limits: EngineLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        executors: Executors | None = None,
+    ) -> None:
+        self._load = load
+        self._limits = limits or EngineLimits()
+        self._clock = clock
+        self._executors = executors or Executors.threads()
+        self._admission = Admission(
+            self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
+        )
+        self.state = EngineState.LOADING
+        self.fault: EngineDead | None = None  # what it died of, a hang included
+        self.metrics = BatchMetrics()
+        self._text = TextThread(self._executors.text, self.metrics)
+        self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
+        self._requests = OpenRequests(self.metrics, clock, self._time_limits)
+        self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
+        self._num_arrivals = 0
+        self._parts: EngineParts | None = None
+        self._grammars: GrammarCompiler | None = None
+        self._loop: EngineLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._died = asyncio.Event()
+
+    # Life.
+
+    async def start(self) -> None:
+        """Load the model, then serve until `stop`. Raises StartRefused when it cannot be loaded.
+
+        A drain or a stop that comes while loading takes effect when the load returns.
+        """
+        parts = await asyncio.get_running_loop().run_in_executor(self._executors.target, self._load)
+        self._parts = parts
+        self.metrics.speculation = parts.batcher.decoder.stats
+        self._loop = EngineLoop(
+            parts, self._requests, self.metrics, self._executors, self._clock, self._watchdog
+        )
+        if self.state is EngineState.LOADING:
+            self.state = EngineState.READY
+            self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end what is left.
+
+        That ends at once, even in the middle of a step; 0 waits for nothing.
+        """
+        if self.state in (EngineState.LOADING, EngineState.READY):
+            self.state = EngineState.DRAINING
+        try:
+            await asyncio.wait_for(self._requests.wait_until_none(), timeout_s)
+        except TimeoutError:
+            self._end_all()
+
+    async def stop(self) -> None:
+        """End every open stream with an error, stop after the step in flight, join the threads.
+
+        What hangs is left behind.
+        """
+        await self.drain(0)
+        if self._loop is not None and self._task is not None:
+            self._loop.stop()
+            await asyncio.wait([self._task], timeout=None if self.fault is None else _LAST_MOMENT_S)
+        if self.metrics.busy_s:
+            log.info(self.metrics.format_report(self._clock()))
+        self._executors.shutdown(wait=self.state is not EngineState.DEAD)
+
+    async def wait_dead(self) -> None:
+        """Return when the engine has died, by a fault or a hang; `fault` says of what.
+
+        Never returns for an engine that is stopped in order.
+        """
+        await self._died.wait()
+
+    def _end_all(self) -> None:
+        error = Overloaded("The server is shutting down.", code="draining")
+        if len(self._requests):
+            log.warning("%d requests are cut short by the end of the server", len(self._requests))
+        for request in self._requests.all():
+            assert self._loop is not None
+            self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
+
+    async def _serve(self, loop: EngineLoop) -> None:
+        try:
+            await loop.run()
+        except (Exception, asyncio.CancelledError) as cause:
+            if isinstance(cause, asyncio.CancelledError) and loop.is_stopping:
+                raise  # left behind by `stop`, as the event loop ends
+            log.exception("the engine loop has died")
+            self._die(loop, EngineDead(f"The engine has stopped after a fault ({type(cause).__name__})."))
+
+    def _on_hung(self, seconds: float) -> None:
+        loop = self._loop
+        assert loop is not None
+        self.metrics.engine_errors["watchdog"] += 1
+        log.error(
+            "a step hangs: no progress for %.1f s with %d requests open",
+            seconds,
+            len(self._requests),
+            extra={**loop.describe_step(), "stack": thread_stacks("target", "draft")},
+        )
+        limit = f"{self._limits.watchdog_timeout_s:g} s"
+        self._die(loop, EngineDead(f"The engine has made no progress for {limit}, the limit.", "engine_hung"))
+        loop.stop()
+
+    def _die(self, loop: EngineLoop, fault: EngineDead) -> None:
+        """End everything for good; the first fault is what it died of."""
+        self.state = EngineState.DEAD
+        self.fault = self.fault or fault
+        try:
+            loop.fail_all(self.fault)
+        finally:
+            self._died.set()
+
+    # What callers ask before and beside generating.
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded. Raises Overloaded (loading) before that."""
+        return self._loaded.info
+
+    @property
+    def _loaded(self) -> EngineParts:
+        if self._parts is None:
+            raise Overloaded("The model is still loading.", code="loading")
+        return self._parts
+
+    def gauges(self) -> EngineGauges:
+        """The state of this instant, all zero while loading."""
+        if self._parts is None:
+            return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
+        batcher = self._parts.batcher
+        decoder = batcher.decoder
+        kv_blocks_cached = batcher.kv.num_cached_blocks
+        return EngineGauges(
+            num_requests_running=batcher.num_running,
+            num_requests_waiting=batcher.num_waiting,
+            num_requests_swapped=batcher.num_swapped,
+            kv_blocks_used=batcher.kv.num_used_blocks,
+            kv_blocks_cached=kv_blocks_cached,
+            kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
+            heartbeat_age_s=self._watchdog.age_s,
+            speculation_draft_length=decoder.draft_length,
+            speculation_acceptance=decoder.stats.ema_acceptance,
+            speculation_speedup=decoder.speedup,
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize off the loop. Text too long for any prompt is refused before it costs anything."""
+        tokenizer = self._loaded.tokenizer
+        self._check_length(len(text), param="prompt")
+        return await self._text.run(
+            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer"
+        )
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, object]],
+        tools: Sequence[dict[str, object]] = (),
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Apply the chat template and tokenize, off the loop. Raises InvalidRequest.
+
+        Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
+        `tools` are for a model with a `tool_template`.
+        """
+        tokenizer = self._loaded.tokenizer
+        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
+        self._check_length(num_chars + (len(str(tools)) if tools else 0), "messages")
+        return await self._text.run(
+            lambda: tokenizer.render_chat(messages, tools, add_special_tokens=add_special_tokens), "tokenizer"
+        )
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that shows tools to the model; None if none does. Raises Overloaded (loading)."""
+        return self._loaded.tokenizer.tool_template
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of a whole token list, off the loop."""
+        tokenizer = self._loaded.tokenizer
+        return await self._text.run(
+            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens), "detokenizer"
+        )
+
+    async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
+        """What a reply must be, made ready for `GenerationRequest.grammar`, off the loop; cached.
+
+        Raises InvalidRequest for what is not valid, not supported or too large.
+        """
+        parts = self._loaded
+        if self._grammars is None:
+            pieces = parts.tokenizer.pieces
+            self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
+        compiler = self._grammars
+        return await self._text.run(lambda: compiler.compile(structure), "grammar")
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a single token, as logprobs show it."""
+        return self._loaded.tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a single token, which may be part of a character; None for an id without a token."""
+        return self._loaded.tokenizer.token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id without one."""
+        return self._loaded.tokenizer.token_name(token_id)
+
+    def describe_tokenizer(self) -> dict[str, object]:
+        """The tokenizer's class, special tokens and chat template, for clients that render by themselves."""
+        return self._loaded.tokenizer.describe()
+
+    def _check_length(self, num_chars: int, param: str) -> None:
+        """Refuse text that cannot fit the context whatever its tokens are, so that none is spent on it."""
+        limit = self.info.max_model_len
+        char_limit = self._loaded.tokenizer.char_limit(limit)
+        if num_chars > char_limit:
+            fewest_tokens = -(-num_chars * limit // char_limit)
+            raise ContextLengthExceeded(limit=limit, prompt_tokens=fewest_tokens, max_tokens=0, param=param)
+
+    # Requests.
+
+    def admit(self, num_requests: int) -> Permit:
+        """Take queue places before tokenizing; use as a context manager around it and `submit`.
+
+        Raises Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
+        """
+        try:
+            self._check_open()
+            return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected[refusal.code] += 1
+            raise
+
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
+
+        Raises InvalidRequest (ContextLengthExceeded), Overloaded, DeadlineExceeded or EngineDead; nothing is
+        kept then.
+        """
+        check_prompt(request, self.info.max_model_len, self.info.vocab_size)
+        check_choice_of_tokens(request.sampling, self._loaded.eos_token_ids)
+        batcher = self._loaded.batcher
+        try:
+            self._check_open()
+            self._admission.check_tokens(
+                len(request.prompt_token_ids), batcher.num_waiting_tokens, batcher.num_waiting
+            )
+        except Overloaded as refusal:
+            self.metrics.requests_rejected[refusal.code] += 1
+            raise
+        self._num_arrivals += 1
+        record = make_record(request, self._loaded, self._num_arrivals, self._clock())
+        stream = self._make_stream(request)
+        self._check_deadline(record)
+        batcher.add(record)
+        self._requests.open(record, stream, request.group)
+        if self._loop is not None:
+            self._loop.wake()
+        return stream
+
+    def cancel(self, request_id: str, abort: str = "cancel") -> bool:
+        """End an open request with ABORT within a step; False when there is no such request any more."""
+        if request_id not in self._requests:
+            return False
+        self._end(request_id, Ending(FinishReason.ABORT, abort=abort))
+        return True
+
+    def _retry_after_s(self, num_requests: int) -> int:
+        return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
+
+    def _check_deadline(self, record: Request) -> None:
+        """Refuse, and count, what could not be finished in time even if all goes well."""
+        refusal = too_late(record, self._clock(), self._loaded.batcher.can_meet)
+        if refusal is not None:
+            self.metrics.deadlines_missed += 1
+            self.metrics.requests_rejected["deadline_exceeded"] += 1
+            raise refusal
+
+    def reprioritize(
+        self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
+    ) -> bool:
+        """Rank an open request anew from the next step on; False when there is no such request any more.
+
+        `deadline_s` counts from its arrival, like the one it came with; one that has passed ends it at once.
+        None leaves as it is what there is.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        deadline = None if deadline_s is None else request.arrival_time + deadline_s
+        self._loaded.batcher.reprioritize(request_id, priority=priority, deadline=deadline)
+        self._time_limits.watch(request)
+        return True
+
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """How an open request stands, its preemptions dated in seconds ago; None when there is none."""
+        found = self._loaded.batcher.explain(request_id) if request_id in self._requests else None
+        if found is None:
+            return None
+        now = self._clock()
+        return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
+
+    def tenant_shares(self) -> dict[str, float]:
+        """Each tenant's share of the tokens of late, a bounded number of them by name."""
+        return self._requests.shares.shares()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no request uses; how many they were. Raises Overloaded (loading)."""
+        return self._loaded.batcher.reset_prefix_cache()
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            raise EngineDead(str(self.fault), self.fault.code)
+        if self.state is EngineState.DRAINING:
+            retry_after_s = self._retry_after_s(len(self._requests))
+            raise Overloaded("The server is shutting down.", code="draining", retry_after_s=retry_after_s)
+        if self.state is EngineState.LOADING:
+            raise Overloaded("The model is still loading.", code="loading")
+
+    def _make_stream(self, request: GenerationRequest) -> RequestStream:
+        detokenizer = make_detokenizer(request, self._loaded)
+        checks_stops = bool(request.sampling.stop)
+        return RequestStream(request.request_id, detokenizer, self._abandon, checks_stops=checks_stops)
+
+    def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:
+        """A stream's reader has gone, or its text could not be decoded."""
+        if failure is None:
+            self.cancel(request_id, abort="disconnect")
+        else:
+            log.error("%s", failure, extra=frames_of(failure.__cause__ or failure))
+            self.metrics.engine_errors[failure.stage] += 1
+            self._end(request_id, Ending(FinishReason.ERROR, failure))
+
+    def _on_due(self, request: Request, error: EngineError) -> None:
+        """A request's time is up, be it the deadline's or the queue's."""
+        assert self._loop is not None
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self._retry_after_s(self._loaded.batcher.num_waiting)
+            self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
+        else:
+            self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))
+
+    def _end(self, request_id: str, ending: Ending) -> None:
+        if self._loop is not None:
+            self._loop.end(request_id, ending)

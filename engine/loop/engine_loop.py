@@ -1,0 +1,372 @@
+"""EngineLoop: schedule, run, commit, deliver; one batcher step an iteration, until told to stop.
+
+Scheduler, KV and request state is written on the event-loop thread only. The model runs in an executor of one
+thread, which gets a frozen decision and returns a frozen result. Nothing polls: the loop waits for work or
+for the device. A device that can is given the next step before the last one's tokens are read, wherever that
+step can be decided without them, so that it is not idle while tokens are committed and delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of
+from engine.loop.engine_parts import EngineParts, Executors
+from engine.loop.held_frames import let_go
+from engine.loop.open_requests import OpenRequests
+from engine.loop.run_ahead import RunAhead
+from engine.loop.step_pipeline import StepPipeline
+from engine.loop.watchdog import Watchdog
+from engine.plan.metrics.batch_metrics import BatchMetrics
+from engine.plan.request import FinishReason, Request
+from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.drain_rate import DrainRate
+from engine.plan.step_records import BatchDecision, PromptRows, SampledRows, StepResult
+
+log = logging.getLogger("slipstream.engine")
+
+MAX_FAILED_PASSES = 3  # in a row: the engine is dead
+REPORT_EVERY_S = 60.0
+MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request is ended from outside; `abort` is its label in request_aborts, None for faults."""
+
+    reason: FinishReason
+    error: EngineError | None = None
+    abort: str | None = None
+
+
+class EngineLoop:
+    """Drives one batcher and one runner. Every method is for the event-loop thread.
+
+    Endings from outside (cancel, disconnect) are noted and carried out between steps, or between a step's
+    result and its commit; only a request whose time is up, or the server's, ends in the middle of a step. Its
+    blocks, which the device may still write, are the batcher's until the step lands.
+
+    The watchdog is told of work, progress and rest.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        requests: OpenRequests,
+        metrics: BatchMetrics,
+        executors: Executors,
+        clock: Callable[[], float],
+        watchdog: Watchdog,
+    ) -> None:
+        self._batcher = parts.batcher
+        self._pipeline = StepPipeline(parts.runner, executors.target)
+        self._requests = requests
+        self._metrics = metrics
+        self._clock = clock
+        self._watchdog = watchdog
+        self._decoder = parts.batcher.decoder
+        self._run_ahead = RunAhead(self._decoder, executors.draft, metrics, clock)
+        self._endings: dict[str, Ending] = {}
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._failed_passes = 0
+        self._empty_steps = 0
+        self._decision: BatchDecision | None = None  # that of the step being carried out
+        self._ahead: BatchDecision | None = None  # launched behind it
+        self._landed_at = 0.0  # the last step that went well
+        self._next_report = clock() + REPORT_EVERY_S
+        self._drain_rate = DrainRate()
+        self._num_ended = 0  # of the requests, when the drain rate was last told
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once `stop` was called."""
+        return self._stopping
+
+    def describe_step(self) -> dict[str, object]:
+        """What the loop is at, for the log: the step in flight, or that none was decided yet."""
+        decision = self._decision
+        if decision is None:
+            return {"step": "not decided"}
+        return {
+            "step": decision.step_id,
+            "num_seqs": len(decision.scheduled),
+            "prefill_tokens": decision.num_prefill_tokens,
+            "decode_tokens": decision.num_decode_tokens,
+            "draft_tokens": decision.num_draft_tokens,
+        }
+
+    def retry_after_s(self, num_requests: int) -> int:
+        """Whole seconds, at least 1, until that many requests will have ended at the measured rate."""
+        return self._drain_rate.retry_after_s(num_requests)
+
+    def wake(self) -> None:
+        """Say that there is something to do."""
+        self._watchdog.note_work()
+        self._wake.set()
+
+    def end(self, request_id: str, ending: Ending) -> None:
+        """Note that an open request is to end within a step; the first reason given counts."""
+        self._endings.setdefault(request_id, ending)
+        self._wake.set()
+
+    def end_now(self, request_id: str, ending: Ending) -> None:
+        """End an open request at once, even in the middle of a step that takes long."""
+        self._carry_out(request_id, self._endings.pop(request_id, ending))
+
+    def stop(self) -> None:
+        """Make `run` return after the step in flight."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`; what has been noted to end by then is ended.
+
+        Raises what killed the loop: MAX_FAILED_PASSES failed passes in a row, or a fault of the loop itself.
+        Open requests are then still open: the caller ends them with `fail_all`.
+        """
+        try:
+            while not self._stopping:
+                self._carry_out_endings()
+                if self._batcher.has_work or self._ahead is not None:
+                    await self._step()
+                    self._watchdog.note_progress()
+                else:
+                    self._watchdog.note_rest()
+                    self._run_ahead.rest()
+                    self._wake.clear()
+                    await self._wake.wait()
+            if (ahead := await self._drop_ahead()) is not None:
+                self._batcher.abandon(ahead, fail=False)
+            self._carry_out_endings()
+        finally:
+            self._watchdog.stop()
+            self._run_ahead.stop()
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every open request with `error`: the loop is over. Nothing that is broken keeps one open."""
+        for request in self._requests.all():
+            try:
+                self._batcher.finish(request.request_id, FinishReason.ERROR)
+            except Exception:
+                log.exception("a request could not be taken from the scheduler")
+            self._requests.finish(request, FinishReason.ERROR, error=error)
+
+    async def _step(self) -> None:
+        started = self._clock()
+        self._metrics.begin_step(started)
+        self._report(started)
+        self._run_ahead.choose_arm(self._batcher.num_running)
+        ahead, self._ahead = self._ahead, None
+        began = started if ahead is None else self._landed_at  # when the device was done with the last one
+        decision = self._decision = ahead or await self._decide()
+        if decision.inputs is None:
+            self._note_empty_step()
+        else:
+            self._empty_steps = 0
+            if ahead is None:
+                self._pipeline.launch(decision.inputs)
+            else:
+                self._run_ahead.draft_inline()
+            self._run_ahead.beside_step()
+            self._launch_ahead(decision)
+            result = await self._read(decision)
+            self._carry_out_endings()
+            if result is not None:
+                self._landed_at = self._clock()
+                self._take(decision, result, started)
+                self._record(decision, self._landed_at - began)
+        self._measure_drain(self._clock() - started)
+        self._decision = None
+
+    async def _decide(self) -> BatchDecision:
+        """Decide the next step, once the drafts are there that it waits for; endings are carried out then."""
+        while await self._run_ahead.draft_once():
+            self._carry_out_endings()
+        decision = self._batcher.step()
+        if decision.preempted:
+            self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
+            self._metrics.preemptions["swap"] += len(decision.swapped)
+        return decision
+
+    def _launch_ahead(self, decision: BatchDecision) -> None:
+        """Have the device go on with the step behind this one, if it can be decided already."""
+        if not self._pipeline.can_launch_ahead or self._endings or self._stopping:
+            return
+        ahead = self._batcher.step_ahead(decision)
+        if ahead is not None and ahead.inputs is not None:
+            self._pipeline.launch(ahead.inputs)
+            self._ahead = ahead
+
+    async def _drop_ahead(self) -> BatchDecision | None:
+        """Wait until the device is done with the step ahead, if there is any, and take nothing of it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            try:
+                await self._pipeline.read()
+            except Exception as error:
+                let_go(error)
+        return ahead
+
+    def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
+        """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
+        committed = self._batcher.commit(decision, result.rows)
+        self._keep_features(decision, result)
+        self._learn_costs(decision, result)
+        num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
+        self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
+        if decision.inputs is not None and decision.inputs.prompt_rows is not None:
+            self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
+        self._deliver(committed, result.rows, self._landed_at)
+        self._learn_draft_costs(decision, result, started)
+
+    def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
+        if result.features is None:
+            return
+        sampled = [request.request_id for request in decision.scheduled if request.samples]
+        for request_id, features in zip(sampled, result.features, strict=True):
+            self._decoder.keep_features(request_id, features)
+
+    def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
+        costs = self._batcher.costs
+        seconds = result.forward_s + result.sample_s
+        if decision.num_draft_tokens == 0:
+            costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        else:
+            self._metrics.verify_duration.observe(seconds)
+        if result.swap_bytes:
+            costs.observe_swap(result.swap_bytes, result.swap_s)
+
+    def _learn_draft_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
+        """Tell what the step took by the clock: laying out and committing drafts costs the host, too.
+
+        What was waited for drafts is counted where it is decided whether to wait.
+        """
+        if decision.num_prefill_tokens:
+            return
+        num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
+        step_s = self._clock() - started - self._decoder.waited_s
+        pass_s = result.forward_s + result.sample_s
+        self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, pass_s, max(pass_s, step_s))
+
+    def _measure_drain(self, seconds: float) -> None:
+        num_ended = self._requests.num_ended
+        self._drain_rate.observe(num_ended - self._num_ended, seconds)
+        self._num_ended = num_ended
+
+    def _note_empty_step(self) -> None:
+        self._empty_steps += 1
+        if self._empty_steps > MAX_EMPTY_STEPS:
+            raise EngineDead("The scheduler has work but schedules none of it.")
+
+    async def _read(self, decision: BatchDecision) -> StepResult | None:
+        """The result of the flying pass; None when it failed and its requests were dealt with."""
+        try:
+            result = await self._pipeline.read()
+        except Exception as error:
+            log.exception("a forward pass failed")
+            let_go(error)
+            self._metrics.engine_errors["forward"] += 1
+            self._failed_passes += 1
+            await self._drop_ahead()
+            if self._failed_passes >= MAX_FAILED_PASSES:
+                self._batcher.abandon(decision, fail=False)
+                raise
+            self._recover(decision, error)
+            return None
+        self._failed_passes = 0
+        return result
+
+    def _recover(self, decision: BatchDecision, error: Exception) -> None:
+        """After a failed pass: out of memory is tried once more with fewer requests, else the batch ends."""
+        if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
+            self._batcher.preempt_for_memory(decision)
+            return
+        self._carry_out_endings()
+        failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
+        for request in self._batcher.abandon(decision, fail=True):
+            self._requests.finish(request, FinishReason.ERROR, error=failure)
+
+    def _deliver_prompts(self, decision: BatchDecision, rows: PromptRows, result: StepResult) -> None:
+        """Hand the log-probabilities of prompt tokens to the streams of those that asked."""
+        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1)).tolist()
+        for start, end in zip(starts, [*starts[1:], len(rows.sequence)], strict=True):
+            scheduled = decision.scheduled[rows.sequence[start]]
+            request = self._requests.get(scheduled.request_id)
+            if request is None:
+                continue  # ended while the step ran
+            records = [record for record in result.prompt_logprobs[start:end] if record is not None]
+            if len(records) < end - start:
+                self._fail(request, "sampler", "the prompt could not be scored")
+            else:
+                self._requests.put_prompt_logprobs(request.request_id, scheduled.first_position, records)
+
+    def _deliver(self, committed: list[CommittedToken], rows: SampledRows, now: float) -> None:
+        """Hand each token to its stream; end what has ended. One request's fault stays with that request."""
+        logprobs = rows.logprobs
+        num_delivered = 0
+        for token in committed:
+            if token.request.request_id not in self._requests:
+                continue  # an earlier token of this step ended it
+            if token.error is not None:
+                self._fail(token.request, "sampler", token.error)
+                continue
+            num_delivered += 1
+            try:
+                stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
+            except Exception as error:
+                log.error("the output of a request could not be decoded", extra=frames_of(error))
+                self._fail(token.request, "detokenizer", "the output could not be decoded")
+                continue
+            if stop is not None or token.finish_reason is not None:
+                self._finish(token, stop)
+        self._requests.end_step(now)
+        self._metrics.generation_tokens += num_delivered
+
+    def _finish(self, token: CommittedToken, stop: str | None) -> None:
+        """End a request by its own terms: a stop string, a stop token, or its length."""
+        request, reason = token.request, token.finish_reason
+        if reason is None:
+            self._batcher.finish(request.request_id, FinishReason.STOP)
+            del request.token_ids[token.num_tokens :]  # of this step, after the stop string
+        if stop is not None:
+            self._requests.finish(request, FinishReason.STOP, stop_reason=stop)
+        elif reason is not None:
+            asked_for = reason is FinishReason.STOP and token.token_id in request.sampling.stop_token_ids
+            self._requests.finish(request, reason, stop_reason=token.token_id if asked_for else None)
+
+    def _fail(self, request: Request, stage: str, message: str) -> None:
+        log.warning("a request failed: %s", message)
+        self._metrics.engine_errors[stage] += 1
+        self._batcher.finish(request.request_id, FinishReason.ERROR)
+        self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
+
+    def _record(self, decision: BatchDecision, seconds: float) -> None:
+        seats = len(decision.scheduled) / self._batcher.config.max_num_seqs
+        self._metrics.end_step(decision, seconds, seats, self._batcher.kv.usage)
+
+    def _report(self, now: float) -> None:
+        """Say what the last minute was like, once a minute while there is work."""
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_EVERY_S
+        activity = self._metrics.last_minute(now)
+        if activity.num_steps and log.isEnabledFor(logging.DEBUG):
+            log.debug(activity.format_report("the last minute"))
+
+    def _carry_out_endings(self) -> None:
+        endings, self._endings = self._endings, {}
+        for request_id, ending in endings.items():
+            self._carry_out(request_id, ending)
+
+    def _carry_out(self, request_id: str, ending: Ending) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # it ended by itself first
+        self._batcher.finish(request_id, ending.reason)
+        self._requests.finish(request, ending.reason, error=ending.error, abort=ending.abort)

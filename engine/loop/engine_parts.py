@@ -1,0 +1,132 @@
+"""What an engine is made of: its state, its limits, what loading gives it, and where its work runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from engine.loop.daemon_executor import DaemonExecutor
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.step_records import StepInputs, StepResult
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+class EngineState(Enum):
+    """Loading, ready, draining, dead: each only ever moves rightwards."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors.
+
+    `num_host_blocks` is how many blocks of preempted requests fit host memory.
+    `draft_methods` are the draft sources at hand, and `max_draft_tokens` the most drafts a step verifies of
+    one request; 0 without speculation. `compute_threads` says how many threads compute, and why so many.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_kv_blocks: int
+    kv_block_size: int
+    kv_bytes: int
+    has_chat_template: bool
+    draft_methods: tuple[str, ...] = ()
+    max_draft_tokens: int = 0
+    num_host_blocks: int = 0
+    compute_threads: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine accepts and how long a step may take before it no longer counts as alive.
+
+    `queue_timeout_s` is the longest a request may wait for its first step; 0 is no limit.
+    """
+
+    max_queued_requests: int = 256
+    max_queued_tokens: int = 1_000_000
+    watchdog_timeout_s: float = 60.0
+    queue_timeout_s: float = 0.0
+
+
+class StepRunner(Protocol):
+    """The model's side of a step; called on the target thread only, never concurrently."""
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Run one forward pass and sample."""
+        ...
+
+
+class LaunchedStep(Protocol):
+    """A step that the device may still be at work on."""
+
+    def wait(self) -> StepResult:
+        """Its result, once it is there; on any one thread, once. Raises what `run` raises."""
+        ...
+
+
+@runtime_checkable
+class AheadRunner(StepRunner, Protocol):
+    """A runner whose device works on while the host thinks: a step may be launched before the last is read.
+
+    Who has `launch` is one, so what has nothing to gain must not have it. All is called on the target thread
+    only. Steps run on the device in the order they were launched, two at most; an error may come from
+    `launch` or from `wait`, and the step behind one that failed may draw anything.
+    """
+
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
+        """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
+
+    The batcher's decoder names the drafters; without one nothing is drafted. `detokenizer` is made for each
+    request.
+    """
+
+    runner: StepRunner
+    batcher: ContinuousBatcher
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    info: EngineInfo
+    detokenizer: Callable[..., Detokenizer] = Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Executors:
+    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each."""
+
+    target: Executor
+    draft: Executor
+    text: Executor
+
+    @classmethod
+    def threads(cls) -> Executors:
+        """One named thread each, started when first used."""
+        return cls(
+            target=ThreadPoolExecutor(1, thread_name_prefix="target"),
+            draft=DaemonExecutor("draft"),
+            text=DaemonExecutor("text"),
+        )
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Take no more work and drop what has not begun; `wait` joins the threads.
+
+        A drafter that hangs, or a text that takes long, is waited for a moment only.
+        """
+        for executor in (self.text, self.draft, self.target):
+            executor.shutdown(wait=wait, cancel_futures=True)

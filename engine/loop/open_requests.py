@@ -1,0 +1,212 @@
+"""OpenRequests: every accepted request and its stream, from submission to its one terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from engine.errors import EngineError, Overloaded
+from engine.loop.stream import Finish, RequestStream, RequestTiming
+from engine.loop.time_limits import TimeLimits
+from engine.plan.metrics.batch_metrics import BatchMetrics
+from engine.plan.metrics.tenant_shares import TenantShares
+from engine.plan.metrics.token_gaps import TokenGaps
+from engine.plan.request import FinishReason, Request
+from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.step_records import TokenLogprobs
+
+GRAVITY = (
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+    FinishReason.DEADLINE,
+    FinishReason.ERROR,
+)
+
+
+class _Outcome(NamedTuple):
+    """How a choice ended; `abort` and `rejection` are labels, None for what is neither."""
+
+    reason: FinishReason
+    abort: str | None
+    rejection: str | None
+
+
+class RequestGroups:
+    """Counts a reply's choices as one request: started with the first, finished with the last.
+
+    The outcome counted is the gravest of its choices', the first of equals.
+    """
+
+    def __init__(self, metrics: BatchMetrics) -> None:
+        self._metrics = metrics
+        self._group_of: dict[str, str] = {}
+        self._num_open: Counter[str] = Counter()
+        self._gravest: dict[str, _Outcome] = {}
+
+    def open(self, request_id: str, group: str | None) -> None:
+        """A choice of `group` begins; None is a group of its own."""
+        name = self._group_of[request_id] = request_id if group is None else group
+        if not self._num_open[name]:
+            self._metrics.requests_started += 1
+        self._num_open[name] += 1
+
+    def close(
+        self, request_id: str, reason: FinishReason, abort: str | None, error: EngineError | None
+    ) -> None:
+        """A choice has ended; with the last one its group has."""
+        gave_up = isinstance(error, Overloaded) and error.code == "queue_timeout"
+        outcome = _Outcome(reason, abort, "queue_timeout" if gave_up else None)
+        name = self._group_of.pop(request_id)
+        gravest = max(self._gravest.pop(name, outcome), outcome, key=lambda each: GRAVITY.index(each.reason))
+        self._num_open[name] -= 1
+        if self._num_open[name]:
+            self._gravest[name] = gravest
+            return
+        del self._num_open[name]
+        metrics = self._metrics
+        metrics.requests_finished[gravest.reason] += 1
+        metrics.deadlines_missed += gravest.reason is FinishReason.DEADLINE
+        if gravest.abort is not None:
+            metrics.request_aborts[gravest.abort] += 1
+        if gravest.rejection is not None:
+            metrics.requests_rejected[gravest.rejection] += 1
+
+
+class OpenRequests:
+    """Pairs each request with its stream and counts what happens to it. Loop thread only.
+
+    `finish` is the only place where a stream gets its terminal event.
+    """
+
+    def __init__(self, metrics: BatchMetrics, clock: Callable[[], float], time_limits: TimeLimits) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._time_limits = time_limits
+        self.shares = TenantShares(clock)
+        self.num_ended = 0  # choices, since the start
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, RequestStream] = {}
+        self._groups = RequestGroups(metrics)
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._gaps = TokenGaps(metrics.inter_token_latency)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        """The open request, or None when there is none of that id any more."""
+        return self._requests.get(request_id)
+
+    def all(self) -> list[Request]:
+        """Every open request, oldest first; a copy."""
+        return list(self._requests.values())
+
+    async def wait_until_none(self) -> None:
+        """Return when no request is open."""
+        await self._none_open.wait()
+
+    def open(self, request: Request, stream: RequestStream, group: str | None = None) -> None:
+        """Take a request that was accepted, as one of its group's choices."""
+        self._groups.open(request.request_id, group)
+        self._requests[request.request_id] = request
+        self._streams[request.request_id] = stream
+        self._time_limits.watch(request)
+        self._none_open.clear()
+
+    def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
+        """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""
+        request = token.request
+        stream = self._streams[request.request_id]
+        if stream.first_token_time is None:
+            stream.first_token_time = now
+            self._metrics.time_to_first_token.observe(now - request.arrival_time)
+            self._count_prompt(request)
+        else:
+            self._gaps.add(stream.last_token_time, now)
+        stream.last_token_time = now
+        by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
+        return stream.put(token.token_id, logprobs, shown=not by_id)
+
+    def put_prompt_logprobs(self, request_id: str, first: int, records: Sequence[TokenLogprobs]) -> None:
+        """Hand an open request's stream the log-probabilities of prompt tokens; see RequestStream."""
+        self._streams[request_id].put_prompt_logprobs(first, records)
+
+    def end_step(self, now: float) -> None:
+        """All tokens of a step have been put; `now` is the same for all of them."""
+        self._gaps.end_step(now)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: EngineError | None = None,
+        abort: str | None = None,
+    ) -> None:
+        """Close a request: terminal event to its stream, figures to the metrics.
+
+        `abort` is its label in request_aborts; None if nobody outside ended it.
+        """
+        stream = self._streams.pop(request.request_id)
+        del self._requests[request.request_id]
+        self._time_limits.forget(request.request_id)
+        self.num_ended += 1
+        timing = self._timing(request, stream)
+        self._groups.close(request.request_id, reason, abort, error)
+        self._count(request, timing)
+        self.shares.count(request.tenant, request.num_tokens)
+        if not self._requests:
+            self._none_open.set()
+        stream.finish(
+            Finish(
+                reason=reason,
+                stop_reason=stop_reason,
+                error=error,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                timing=timing,
+                speculation=request.spec_stats,
+            )
+        )
+
+    def _timing(self, request: Request, stream: RequestStream) -> RequestTiming:
+        scheduled, first = request.first_scheduled_time, stream.first_token_time
+        generation_s = 0.0 if first is None else stream.last_token_time - first
+        num_gaps = request.num_output_tokens - 1
+        return RequestTiming(
+            queue_s=(self._clock() if scheduled is None else scheduled) - request.arrival_time,
+            time_to_first_token_s=None if first is None else first - request.arrival_time,
+            generation_s=generation_s,
+            mean_itl_s=None if first is None or num_gaps < 1 else generation_s / num_gaps,
+            num_preemptions=request.num_preemptions,
+            preemptions=tuple((at - request.arrival_time, mode) for at, mode in request.preemptions),
+        )
+
+    def _count_prompt(self, request: Request) -> None:
+        """All of it has been computed, or found."""
+        metrics = self._metrics
+        metrics.prompt_tokens += request.num_prompt_tokens
+        metrics.prompt_tokens_cached += request.num_cached_tokens
+        if request.block_hashes:  # looked for
+            metrics.prefix_cache_queries += request.num_prompt_tokens
+            metrics.prefix_cache_hits += request.num_cached_tokens
+
+    def _count(self, request: Request, timing: RequestTiming) -> None:
+        metrics = self._metrics
+        metrics.e2e_request_latency.observe(self._clock() - request.arrival_time)
+        metrics.request_queue_time.observe(timing.queue_s)
+        if timing.time_to_first_token_s is not None:
+            metrics.request_prefill_time.observe(timing.time_to_first_token_s - timing.queue_s)
+            metrics.request_decode_time.observe(timing.generation_s)
+        metrics.request_prompt_tokens.observe(request.num_prompt_tokens)
+        metrics.request_generation_tokens.observe(request.num_output_tokens)
+        metrics.request_preemptions.observe(request.num_preemptions)

@@ -1,0 +1,77 @@
+"""StepPipeline: has steps carried out on the target thread, two of them at once where the device can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
+from engine.plan.step_records import StepInputs, StepResult
+
+
+class StepPipeline:
+    """The runner, for the event loop: `launch` a step, `read` what came of it, oldest first.
+
+    A runner that is no AheadRunner has its step read before the next is launched. One that is has everything
+    done on the one target thread, in order of the calls: nothing is launched while that thread waits for a
+    result, so launch what there is to launch before reading.
+    """
+
+    def __init__(self, runner: StepRunner, executor: Executor) -> None:
+        self._runner = runner
+        self._executor = executor
+        self._flying: deque[asyncio.Future[StepResult]] = deque()  # of a runner that is no AheadRunner
+        self._launcher = _Launcher(runner) if isinstance(runner, AheadRunner) else None
+
+    @property
+    def can_launch_ahead(self) -> bool:
+        """True if a step may be launched before the last one is read."""
+        return self._launcher is not None
+
+    def launch(self, inputs: StepInputs) -> None:
+        """Start a step; what it raises, `read` does. Loop thread."""
+        loop = asyncio.get_running_loop()
+        if self._launcher is not None:
+            loop.run_in_executor(self._executor, self._launcher.launch, inputs)
+        else:
+            self._flying.append(loop.run_in_executor(self._executor, self._runner.run, inputs))
+
+    async def read(self) -> StepResult:
+        """The result of the oldest step launched and not read yet. Raises what the runner raised."""
+        if self._launcher is None:
+            return await self._flying.popleft()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._launcher.read)
+
+
+class _Launcher:
+    """The part on the target thread: steps launched and not read, oldest first."""
+
+    def __init__(self, runner: AheadRunner) -> None:
+        self._runner = runner
+        self._launched: deque[LaunchedStep] = deque()
+
+    def launch(self, inputs: StepInputs) -> None:
+        """Launch one more; never raises. Behind one that could not be, what needs its tokens cannot be."""
+        if self._launched and inputs.previous_rows is not None and isinstance(self._launched[-1], _Failed):
+            self._launched.append(self._launched[-1])
+            return
+        try:
+            self._launched.append(self._runner.launch(inputs))
+        except Exception as error:
+            self._launched.append(_Failed(error))
+
+    def read(self) -> StepResult:
+        """Wait for the oldest."""
+        return self._launched.popleft().wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that could not be launched."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error

@@ -1,0 +1,224 @@
+"""RequestStream: the one-slot mailbox between the step loop and whoever reads a request's output.
+
+Loop thread only. What the reader has not taken yet is merged, so a slow reader costs a list of token ids and
+never blocks the loop. Text is decoded when it is taken, while the device runs the next step, unless stop
+strings make the loop need it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from engine.errors import EngineError, RequestFailed
+from engine.plan.request import FinishReason
+from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.step_records import TokenLogprobs
+from engine.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Seconds spent in each part of one request's life; None where that part never came.
+
+    `preemptions` are (seconds since the arrival, "recompute" or "swap").
+    """
+
+    queue_s: float
+    time_to_first_token_s: float | None
+    generation_s: float
+    mean_itl_s: float | None
+    num_preemptions: int
+    preemptions: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The one terminal event of a request.
+
+    `stop_reason` is the stop string or token id that matched, None for EOS and for every other reason.
+    `error` is set when the request did not end by its own terms; the reader reports it. `speculation` is None
+    when nothing was ever drafted.
+    """
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    error: EngineError | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    timing: RequestTiming
+    speculation: SpecStats | None = None
+
+
+class OutputDelta(NamedTuple):
+    """What came since the last one; `finish` is set on the last and only there.
+
+    `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
+    unless asked for, else one for each of `token_ids`. `prompt_logprobs` come with the first token, one for
+    each token of the prompt but its first, if they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class RequestStream:
+    """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
+
+    `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its
+    text fails; the engine then ends the request within a step. Of a text that fails nothing more is given but
+    the end, which is an error even if the request had ended well by then.
+    """
+
+    __slots__ = (
+        "_checks_stops",
+        "_detokenizer",
+        "_failure",
+        "_finish",
+        "_hides_last",
+        "_logprobs",
+        "_loop",
+        "_on_abandon",
+        "_prompt_logprobs",
+        "_stopped",
+        "_taken",
+        "_text",
+        "_token_ids",
+        "_waiter",
+        "first_token_time",
+        "last_token_time",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        detokenizer: Detokenizer,
+        on_abandon: Callable[[str, RequestFailed | None], None],
+        *,
+        checks_stops: bool,
+    ) -> None:
+        self.request_id = request_id
+        self._loop = asyncio.get_running_loop()
+        self.first_token_time: float | None = None
+        self.last_token_time = -1.0  # before any
+        self._detokenizer = detokenizer
+        self._on_abandon = on_abandon
+        self._checks_stops = checks_stops
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []  # until the first token is taken
+        self._text = ""
+        self._failure: RequestFailed | None = None  # of decoding: nothing is shown any more but the end
+        self._finish: Finish | None = None
+        self._hides_last = False  # the text of the newest token is not part of the output
+        self._stopped = False  # a stop string matched: no text follows
+        self._taken = False  # the terminal delta was handed out
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the terminal event is set, read or not."""
+        return self._finish is not None
+
+    # The loop's side.
+
+    def put(self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool) -> str | None:
+        """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out."""
+        self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        stop = None
+        if not shown:
+            self._hides_last = True
+        elif self._checks_stops:
+            delta = self._detokenizer.push((token_id,))
+            self._text += delta.text
+            stop = delta.stop
+            self._stopped = stop is not None
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        return stop
+
+    def put_prompt_logprobs(self, first: int, records: Sequence[TokenLogprobs]) -> None:
+        """Add those of the prompt tokens behind its `first` + 1 ones, over what was known of the same tokens.
+
+        All that comes before must be known; a prompt that is computed again gives them again.
+        """
+        self._prompt_logprobs[first:] = records
+
+    def finish(self, finish: Finish) -> None:
+        """Set the terminal event; only the first one counts."""
+        if self._finish is None:
+            self._finish = finish
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    # The reader's side.
+
+    def close(self) -> None:
+        """Say that nobody reads any more: the request is aborted if it still runs. Safe to call twice."""
+        if self._finish is None:
+            self._on_abandon(self.request_id, None)
+
+    def __aiter__(self) -> RequestStream:
+        """Iterate over what comes from here on."""
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """Wait for output; ends after the terminal delta. Cancelling the wait loses nothing."""
+        if self._taken:
+            raise StopAsyncIteration
+        while True:
+            while (self._failure is not None or not self._token_ids) and self._finish is None:
+                self._waiter = self._loop.create_future()
+                await self._waiter
+            try:
+                return self._take()
+            except Exception as error:  # one request's text must not cost another request anything
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The text could not be decoded: the end, which may have come already, is an error."""
+        self._failure = RequestFailed(
+            f"the output could not be decoded ({type(error).__name__})", "detokenizer"
+        )
+        self._failure.__cause__ = error
+        self._on_abandon(self.request_id, self._failure)
+
+    def _take(self) -> OutputDelta:
+        """All there is, in one delta. Raises what decoding does."""
+        token_ids = tuple(self._token_ids)
+        if self._failure is None:
+            text = self._take_text(token_ids)
+        else:
+            text = ""
+            if self._finish is not None and self._finish.error is None:
+                self._finish = replace(self._finish, reason=FinishReason.ERROR, error=self._failure)
+        self._token_ids.clear()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._logprobs:
+            logprobs = tuple(self._logprobs)
+            self._logprobs.clear()
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._prompt_logprobs and token_ids:
+            prompt_logprobs = tuple(self._prompt_logprobs)
+            self._prompt_logprobs.clear()
+        self._taken = self._finish is not None
+        return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs)
+
+    def _take_text(self, token_ids: tuple[int, ...]) -> str:
+        if self._checks_stops:
+            text, self._text = self._text, ""
+        else:
+            text = self._detokenizer.decode(token_ids[:-1] if self._hides_last else token_ids)
+        if self._finish is not None and not self._stopped:
+            text += self._detokenizer.flush().text
+        return text

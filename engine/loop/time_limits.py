@@ -1,0 +1,98 @@
+"""TimeLimits: ends requests whose time is up, at that time, whatever the loop is doing then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.errors import DeadlineExceeded, EngineError, Overloaded
+from engine.plan.request import Request
+
+_EARLIEST_RETRY_S = 0.001  # a timer that fires before the engine's clock says so waits at least this long
+
+
+class TimeLimits:
+    """One timer a deadline and one a bounded wait in the queue; nothing is polled. Loop thread only.
+
+    `on_due(request, error)` is called when a watched request's time is up: past its deadline, or not run at
+    all for `queue_timeout_s` seconds since it arrived (0: no limit).
+    """
+
+    def __init__(
+        self,
+        queue_timeout_s: float,
+        clock: Callable[[], float],
+        on_due: Callable[[Request, EngineError], None],
+    ) -> None:
+        self._queue_timeout_s = queue_timeout_s
+        self._clock = clock
+        self._on_due = on_due
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._waits: dict[str, asyncio.TimerHandle] = {}
+
+    def watch(self, request: Request) -> None:
+        """Time a request that was accepted, or whose deadline has changed."""
+        self._forget(self._deadlines, request.request_id)
+        if request.deadline is not None:
+            self._check_deadline(request)
+        if self._queue_timeout_s and request.request_id not in self._waits:
+            self._check_wait(request)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._forget(self._deadlines, request_id)
+        self._forget(self._waits, request_id)
+
+    def _forget(self, timers: dict[str, asyncio.TimerHandle], request_id: str) -> None:
+        timer = timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _check_deadline(self, request: Request) -> None:
+        assert request.deadline is not None
+        left_s = request.deadline - self._clock()
+        if left_s <= 0:
+            self._on_due(request, deadline_passed(request))
+        else:
+            self._set(self._deadlines, request, left_s, self._check_deadline)
+
+    def _check_wait(self, request: Request) -> None:
+        if request.first_scheduled_time is not None:
+            return
+        left_s = request.arrival_time + self._queue_timeout_s - self._clock()
+        if left_s <= 0:
+            limit = f"{self._queue_timeout_s:g} s"
+            error = Overloaded(f"The request waited {limit} in the queue, the limit.", code="queue_timeout")
+            self._on_due(request, error)
+        else:
+            self._set(self._waits, request, left_s, self._check_wait)
+
+    def _set(
+        self,
+        timers: dict[str, asyncio.TimerHandle],
+        request: Request,
+        delay_s: float,
+        check: Callable[[Request], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        timers[request.request_id] = loop.call_later(max(delay_s, _EARLIEST_RETRY_S), check, request)
+
+
+def deadline_passed(request: Request) -> DeadlineExceeded:
+    """What a request is told whose deadline has passed."""
+    assert request.deadline is not None
+    limit = f"{request.deadline - request.arrival_time:.3f}".rstrip("0").rstrip(".")
+    done = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
+    return DeadlineExceeded(f"The deadline, {limit} s after the request arrived, passed after {done}.")
+
+
+def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) -> DeadlineExceeded | None:
+    """Why a new request's deadline cannot be met: it has passed, or `can_meet` denies it. None if it can."""
+    if request.deadline is None:
+        return None
+    if request.deadline <= now:
+        return deadline_passed(request)
+    if can_meet(request):
+        return None
+    limit_s = request.deadline - request.arrival_time
+    return DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")

@@ -1,0 +1,1 @@
+"""What decides: requests, scheduling, KV blocks, speculation, metrics. No torch, asyncio or threads."""

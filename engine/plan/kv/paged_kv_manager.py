@@ -1,0 +1,286 @@
+"""PagedKvManager: the block table of every sequence that holds KV, and the seat it occupies.
+
+Accounting only: it never touches a tensor. Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.errors import RewindError, RewindFault
+from engine.plan.kv.block_pool import BlockPool
+from engine.plan.kv.prefix_cache import PrefixCache
+from engine.plan.kv.swap import SwapSpace
+from engine.plan.step_records import BlockCopy, Int32
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for.
+
+    Its first `num_published` blocks, all full, were published, they or their equals.
+    """
+
+    row: int
+    num_tokens: int
+    block_ids: list[int]
+    num_published: int = 0
+
+
+class PagedKvManager:
+    """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
+
+    A sequence has a *row* from its first blocks until `free`; `block_tables[row]` lists its blocks, with 0
+    behind the last. Blocks may be shared, by forks and by sequences that begin with the same published
+    blocks; whoever writes into a block that is shared or published calls `copy_on_write` first. "Does not
+    fit" is False or None and changes nothing; an unknown request id is a KeyError.
+
+    Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
+    where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
+    `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
+    found; whoever looks counts. `can_rewind` False is for models that keep state outside the blocks, which
+    has no earlier self: their sequences can be neither cut nor forked.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        num_host_blocks: int = 0,
+        *,
+        can_rewind: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.can_rewind = can_rewind
+        self.max_num_seqs = max_num_seqs
+        self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
+        self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
+        self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool)
+        self.host = SwapSpace(num_host_blocks)
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self._sequences: dict[str, _Sequence] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
+
+    # What there is.
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now."""
+        return self.pool.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks referenced by at least one sequence."""
+        return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose contents can still be found by their hash."""
+        return self.pool.num_free_kept
+
+    @property
+    def usage(self) -> float:
+        """Used blocks over all blocks, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks
+
+    @property
+    def max_tokens_per_seq(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        return self.max_blocks_per_seq * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def row(self, request_id: str) -> int:
+        """The sequence's row of `block_tables`; constant while it holds one."""
+        return self._sequences[request_id].row
+
+    def row_for(self, request_id: str, num_tokens: int) -> int:
+        """The same, for a pass that reaches `num_tokens` tokens. AssertionError if it holds fewer blocks.
+
+        Behind its last block a row says 0, which is somebody's block, and the pass would write there.
+        """
+        sequence = self._sequences[request_id]
+        assert num_tokens <= sequence.num_tokens, (
+            f"{request_id} is scheduled up to token {num_tokens} and holds blocks for {sequence.num_tokens}"
+        )
+        return sequence.row
+
+    def block_ids(self, request_id: str) -> tuple[int, ...]:
+        """The sequence's blocks in token order."""
+        return tuple(self._sequences[request_id].block_ids)
+
+    def num_blocks_held(self, request_id: str) -> int:
+        """How many blocks the sequence holds."""
+        return len(self._sequences[request_id].block_ids)
+
+    def num_published(self, request_id: str) -> int:
+        """How many of the sequence's blocks, from the first on, were published, they or their equals."""
+        return self._sequences[request_id].num_published
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    # What changes it.
+
+    def start(self, request_id: str, num_tokens: int, found: Sequence[int] = ()) -> bool:
+        """Give a new sequence a row and blocks for `num_tokens`, the first being those `found` published."""
+        assert request_id not in self._sequences, f"{request_id} already holds KV"
+        free_found = sum(1 for block_id in found if self.pool.ref_count(block_id) == 0)
+        missing = self.blocks_for(num_tokens) - len(found)
+        if not self._free_rows or missing > self.num_free_blocks - free_found:
+            return False
+        if missing + len(found) > self.max_blocks_per_seq:
+            return False
+        sequence = _Sequence(self._free_rows.pop(), len(found) * self.block_size, list(found), len(found))
+        self.pool.share(found)
+        self.block_tables[sequence.row, : len(found)] = found
+        self._grow(sequence, num_tokens)
+        self._sequences[request_id] = sequence
+        return True
+
+    def allocate(self, request_id: str, num_tokens: int) -> bool:
+        """Grow the sequence to hold `num_tokens` in total, taking a row if it has none. Never shrinks."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return self.start(request_id, num_tokens)
+        return num_tokens <= sequence.num_tokens or self._grow(sequence, num_tokens)
+
+    def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
+        held = len(sequence.block_ids)
+        if num_tokens > held * self.block_size:
+            needed = -(-num_tokens // self.block_size)
+            new = self._take(needed - held) if needed <= self.max_blocks_per_seq else None
+            if new is None:
+                return False
+            sequence.block_ids += new
+            self.block_tables[sequence.row, held:needed] = new
+        sequence.num_tokens = num_tokens
+        return True
+
+    def _take(self, count: int) -> list[int] | None:
+        block_ids = self.pool.take(count)
+        if block_ids is not None:
+            self.prefixes.forget_taken(block_ids)
+        return block_ids
+
+    def fork(self, parent_id: str, child_id: str) -> bool:
+        """Give `child_id` a row of its own over the parent's blocks; False if no row is free."""
+        parent = self._sequences[parent_id]
+        assert child_id not in self._sequences, f"{child_id} already holds KV"
+        if not self._free_rows:
+            return False
+        child = replace(parent, row=self._free_rows.pop(), block_ids=parent.block_ids.copy())
+        self.pool.share(child.block_ids)
+        self.block_tables[child.row] = self.block_tables[parent.row]
+        self._sequences[child_id] = child
+        return True
+
+    def copy_on_write(self, request_id: str, first_position: int) -> tuple[BlockCopy, ...] | None:
+        """Make the blocks from `first_position` on the sequence's own; the copies to do before writing there.
+
+        Empty when none of them is shared. None when too few blocks are free; nothing has changed then. What
+        was published of them is found no more where it is to be written over.
+        """
+        sequence = self._sequences[request_id]
+        first = first_position // self.block_size
+        ref_count = self.pool.ref_count
+        shared = [i for i in range(first, len(sequence.block_ids)) if ref_count(sequence.block_ids[i]) > 1]
+        own = self._take(len(shared))
+        if own is None:
+            return None
+        copies = []
+        for index, target in zip(shared, own, strict=True):
+            copies.append(BlockCopy(sequence.block_ids[index], target))
+            sequence.block_ids[index] = target
+            self.block_tables[sequence.row, index] = target
+        self.pool.release(copy.source for copy in copies)
+        for block_id in sequence.block_ids[first : sequence.num_published]:
+            self.prefixes.withdraw(block_id)  # its own, and about to be written over
+        sequence.num_published = min(sequence.num_published, first)
+        return tuple(copies)
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
+
+        Nothing is erased: stale slots are overwritten before they are read again. A published block that is
+        cut in its middle can be written to only after `copy_on_write`. Raises RewindError: NOT_SUPPORTED
+        unless `can_rewind`, POSITION_BEYOND_END if the sequence holds fewer tokens.
+        """
+        sequence = self._sequences[request_id]
+        if not self.can_rewind:
+            raise RewindError(
+                RewindFault.NOT_SUPPORTED,
+                "this model keeps state that cannot be cut back to an earlier token",
+            )
+        if num_tokens > sequence.num_tokens:
+            raise RewindError(
+                RewindFault.POSITION_BEYOND_END,
+                f"cannot rewind to {num_tokens} tokens: the sequence holds {sequence.num_tokens}",
+            )
+        kept = self.blocks_for(num_tokens)
+        sequence.num_published = min(sequence.num_published, kept)
+        self.pool.release(reversed(sequence.block_ids[kept:]))
+        del sequence.block_ids[kept:]
+        self.block_tables[sequence.row, kept:] = 0
+        sequence.num_tokens = num_tokens
+
+    def free(self, request_id: str) -> None:
+        """Release all the sequence holds and give its row back.
+
+        The last block goes first, so that a prefix, which others may want again, is reused last.
+        """
+        sequence = self._sequences.pop(request_id)
+        self.pool.release(reversed(sequence.block_ids))
+        self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
+        self._free_rows.append(sequence.row)
+
+    # What others may find.
+
+    def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
+        """Let the sequence's first `num_blocks` blocks be found; all full, computed and known to be good."""
+        sequence = self._sequences[request_id]
+        publish = self.prefixes.publish
+        for index in range(sequence.num_published, num_blocks):
+            publish(sequence.block_ids[index], hashes[index])
+        sequence.num_published = max(sequence.num_published, num_blocks)
+
+    def unpublish(self, request_id: str) -> None:
+        """Let no block of this sequence be found: what it holds may be bad."""
+        sequence = self._sequences[request_id]
+        for block_id in sequence.block_ids:
+            self.prefixes.withdraw(block_id)
+        sequence.num_published = 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""
+        self.pool.check_integrity()
+        self.prefixes.check_integrity()
+        self.host.check_integrity()
+        held = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
+        for block_id in range(self.num_blocks):
+            count = self.pool.ref_count(block_id)
+            assert count == held[block_id], f"block {block_id}: {count} references, {held[block_id]} tables"
+        rows = [sequence.row for sequence in self._sequences.values()] + self._free_rows
+        assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or doubled: {sorted(rows)}"
+        expected = np.zeros_like(self.block_tables)
+        for sequence in self._sequences.values():
+            assert len(sequence.block_ids) == self.blocks_for(sequence.num_tokens), (
+                f"row {sequence.row}: length"
+            )
+            expected[sequence.row, : len(sequence.block_ids)] = sequence.block_ids
+        assert (self.block_tables == expected).all(), "the table matrix differs from the block lists"

@@ -1,0 +1,108 @@
+"""PrefixCache: finds blocks by the tokens they hold and all the tokens before them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from engine.plan.kv.block_pool import BlockPool
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str | None
+) -> None:
+    """Append to `hashes` those of the full blocks of `token_ids` up to `num_blocks`.
+
+    A block's hash is sha256 over its parent's and its tokens; the first one's parent is that of the salt.
+    """
+    parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"+" + salt.encode()).digest()
+    for index in range(len(hashes), num_blocks):
+        tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
+        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        hashes.append(parent)
+
+
+class PrefixCache:
+    """Which block holds the contents of which hash, and which hashes somebody is computing just now.
+
+    Only blocks that nobody will write again are published. They are kept by the pool when they are free, and
+    stay findable until the pool hands them out for something else. At most one block is found for a hash, and
+    at most one request claims it.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._claimant_of: dict[bytes, str] = {}
+        self._claims: dict[str, list[bytes]] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._hash_of
+
+    # Contents.
+
+    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """The blocks of the longest run of these hashes from the first on, at most `limit`."""
+        found = []
+        block_of = self._block_of
+        for index in range(limit):
+            block_id = block_of.get(hashes[index])
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Let this block be found, unless another with the same contents is."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+            self._pool.keep(block_id)
+
+    def withdraw(self, block_id: int) -> None:
+        """Let this block be found no more, if it was."""
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._pool.drop(block_id)
+
+    def forget_taken(self, block_ids: Sequence[int]) -> None:
+        """The pool has handed these blocks out: what they held is gone."""
+        if self._hash_of:
+            for block_id in block_ids:
+                block_hash = self._hash_of.pop(block_id, None)
+                if block_hash is not None:
+                    del self._block_of[block_hash]
+
+    def reset(self) -> int:
+        """Withdraw every block that nobody references; how many they were."""
+        block_ids = self._pool.free_kept_block_ids()
+        for block_id in block_ids:
+            self.withdraw(block_id)
+        return len(block_ids)
+
+    # Contents to come.
+
+    def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """This request is computing the blocks of these hashes, as far as nobody else does."""
+        claims = [block_hash for block_hash in hashes if block_hash not in self._claimant_of]
+        self._claimant_of.update(dict.fromkeys(claims, request_id))
+        self._claims[request_id] = claims
+
+    def claimant(self, block_hash: bytes) -> str | None:
+        """Who is computing the block of this hash."""
+        return self._claimant_of.get(block_hash)
+
+    def unclaim(self, request_id: str) -> None:
+        """This request computes nothing more that others might wait for."""
+        for block_hash in self._claims.pop(request_id, ()):
+            del self._claimant_of[block_hash]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the two directions agree and the pool keeps what can be found."""
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
+        assert self._pool.kept_block_ids() == self._hash_of.keys(), "kept and published blocks differ"
+        claimed = {block_hash: name for name, claims in self._claims.items() for block_hash in claims}
+        assert claimed == self._claimant_of, "claims and claimants differ"

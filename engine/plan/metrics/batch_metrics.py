@@ -1,0 +1,153 @@
+"""BatchMetrics: what the engine counts about itself, as plain numbers.
+
+Written on the loop thread once a step and once a request; read by whoever exports it. Knows no Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.plan.metrics.activity import PHASES, Activity, RollingWindow, Totals
+from engine.plan.metrics.histogram import Histogram
+from engine.plan.request import FinishReason
+from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.step_records import BatchDecision
+
+LATENCY_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKEN_LATENCY_BOUNDS_S = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0),
+)
+DRAFT_BOUNDS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025),
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+TOKEN_COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0)
+
+
+def _latency() -> Histogram:
+    return Histogram(LATENCY_BOUNDS_S)
+
+
+def _token_latency() -> Histogram:
+    return Histogram(TOKEN_LATENCY_BOUNDS_S)
+
+
+def _token_counts() -> Histogram:
+    return Histogram(TOKEN_COUNT_BOUNDS)
+
+
+@dataclass(slots=True)
+class BatchMetrics:
+    """Running totals since the start, never reset, and what they gained of late. Seconds and tokens.
+
+    `requests_finished` counts each accepted request once, so that started = finished by reason at rest.
+    """
+
+    requests_started: int = 0
+    requests_finished: Counter[FinishReason] = field(default_factory=Counter)
+    requests_rejected: Counter[str] = field(default_factory=Counter)  # by the code of Overloaded
+    request_aborts: Counter[str] = field(default_factory=Counter)  # disconnect, cancel, drain, timeout
+    preemptions: Counter[str] = field(default_factory=Counter)  # recompute, swap
+    deadlines_missed: int = 0  # requests ended by their deadline, or refused because they could not meet it
+    engine_errors: Counter[str] = field(default_factory=Counter)  # by stage
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked for
+    prefix_cache_hits: int = 0  # prompt tokens found
+    generation_tokens: int = 0
+    time_to_first_token: Histogram = field(default_factory=_latency)
+    inter_token_latency: Histogram = field(default_factory=_token_latency)
+    e2e_request_latency: Histogram = field(default_factory=_latency)
+    request_queue_time: Histogram = field(default_factory=_latency)
+    request_prefill_time: Histogram = field(default_factory=_latency)
+    request_decode_time: Histogram = field(default_factory=_latency)
+    request_prompt_tokens: Histogram = field(default_factory=_token_counts)
+    request_generation_tokens: Histogram = field(default_factory=_token_counts)
+    request_preemptions: Histogram = field(default_factory=lambda: Histogram(PREEMPTION_BOUNDS))
+    step_duration: dict[str, Histogram] = field(
+        default_factory=lambda: {phase: _token_latency() for phase in PHASES}
+    )
+    step_batched_tokens: Histogram = field(default_factory=_token_counts)
+    speculation: SpecStats = field(default_factory=SpecStats)  # of all requests together
+    draft_duration: Histogram = field(default_factory=lambda: Histogram(DRAFT_BOUNDS_S))  # a micro-step
+    verify_duration: Histogram = field(default_factory=_token_latency)  # of steps that verify drafts
+    num_sequences: int = 0  # of all steps together
+    busy_s: float = 0.0  # in steps
+    seats_s: float = 0.0  # in steps, times the share of seats in use
+    kv_s: float = 0.0  # in steps, times the share of K/V blocks in use
+    _window: RollingWindow = field(default_factory=RollingWindow)
+
+    def begin_step(self, now: float) -> None:
+        """A step begins; `now` is on the engine's clock, as everywhere here."""
+        if self._window.is_due(now):
+            self._window.keep(self._totals(now))
+
+    def end_step(self, decision: BatchDecision, seconds: float, seats: float, kv: float) -> None:
+        """A step has been committed; `seats` and `kv` are the shares of them in use, 0 to 1."""
+        if not decision.num_prefill_tokens:
+            phase = "decode"
+        else:
+            phase = "mixed" if decision.num_decode_tokens else "prefill"
+        self.step_duration[phase].observe(seconds)
+        self.step_batched_tokens.observe(decision.num_tokens)
+        self.num_sequences += len(decision.scheduled)
+        self.busy_s += seconds
+        self.seats_s += seats * seconds
+        self.kv_s += kv * seconds
+
+    def last_minute(self, now: float) -> Activity:
+        """What the engine did of late, known to a few seconds."""
+        return self._window.last_minute(self._totals(now))
+
+    def format_report(self, now: float) -> str:
+        """All since the first step, drafts included, for a person to read; no newline at the end."""
+        report = self._window.all(self._totals(now)).format_report("since the first request")
+        return f"{report}\n{self.speculation.format_report()}" if self.speculation.num_rounds else report
+
+    def _totals(self, now: float) -> Totals:
+        return Totals(
+            time=now,
+            num_ended=self.requests_finished.total(),
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            num_sequences=self.num_sequences,
+            busy_s=self.busy_s,
+            seats_s=self.seats_s,
+            kv_s=self.kv_s,
+            step_duration={phase: each.distribution() for phase, each in self.step_duration.items()},
+            step_tokens=self.step_batched_tokens.distribution(),
+            time_to_first_token=self.time_to_first_token.distribution(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """What is true at this instant. A cached block is unreferenced but still holds a reusable prefix.
+
+    The numbers of speculation are of late: drafts verified a round, the share of them that was right, and
+    tokens for the time of a step against what it would be without drafts. Before the first
+    round the last is 1 once the model is loaded, the others 0.
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_swapped: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    kv_blocks_free: int
+    heartbeat_age_s: float
+    speculation_draft_length: float = 0.0
+    speculation_acceptance: float = 0.0
+    speculation_speedup: float = 0.0
+
+    @property
+    def kv_cache_usage_ratio(self) -> float:
+        """Referenced blocks over all blocks, 0 to 1."""
+        total = self.kv_blocks_used + self.kv_blocks_cached + self.kv_blocks_free
+        return self.kv_blocks_used / total if total else 0.0

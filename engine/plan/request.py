@@ -1,0 +1,225 @@
+"""One generation: what was asked (frozen) and how far it is (mutable, written on the loop thread only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.structured_output import CompiledGrammar, Grammar
+
+
+class Priority(IntEnum):
+    """Named points on the priority scale; any int is allowed, a lower one runs first."""
+
+    HIGH = -10
+    DEFAULT = 0
+    FLEX = 10
+
+
+class FinishReason(Enum):
+    """Why a request ended. OpenAI's spelling is chosen in `server`, not here."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+class RequestStatus(Enum):
+    """Where a request is. It holds KV blocks only while RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens and when to stop, already checked against the limits.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off.
+    `seed` is always set: the admission draws one when the caller gave none. `logprobs` None returns none,
+    0 the sampled token's only, n > 0 the n likeliest as well; `prompt_logprobs` is the same for the prompt's
+    tokens. `bad_words` are token sequences of which the last token is not drawn where the others just were.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the drawn distribution depends on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What one request wants of drafting; None leaves it to the server, whose limits hold anyway.
+
+    `prediction` is the caller's guess of the output, tokenized; empty without one.
+    """
+
+    enabled: bool = True
+    method: str | None = None
+    num_tokens: int | None = None
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation as a caller asks for it, after validation: nobody downstream checks it again.
+
+    `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
+    None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
+    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
+    `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
+    `grammar` is what the output must follow; None for any output.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    priority: int = Priority.DEFAULT
+    group: str | None = None
+    tenant: str | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+    fork_of: str | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
+    grammar: CompiledGrammar | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The scheduler's record of one generation.
+
+    A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
+    `token_ids` is prompt then output, one list. `stop_token_ids` is the caller's set plus the model's EOS set
+    unless EOS is ignored. `arrival` is a counter that breaks every tie; `arrival_time` is in seconds of the
+    engine's monotonic clock, and so is `deadline`, None without one. `first_scheduled_time` is None until the
+    request first runs. `num_cached_tokens` counts prompt tokens whose KV was found, not computed, when the
+    request first ran. `fork_of` names the request whose prompt KV this one shares; None for no one.
+    `spec_stats` is None while nothing has been drafted for it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    arrival: int
+    arrival_time: float
+    priority: int = Priority.DEFAULT
+    tenant: str | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    fork_of: str | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
+    grammar: Grammar | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    preemptions: list[tuple[float, str]] = field(default_factory=list)
+    turn_tokens: int = 0
+    backlog_tokens: int = 0
+    num_charged_tokens: int = 0
+    spec_stats: SpecStats | None = None
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
+    max_num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and committed."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to be computed if the request goes on to its `max_tokens`."""
+        return self.max_num_tokens - self.num_computed_tokens
+
+    @property
+    def least_output_tokens(self) -> int:
+        """The fewest output tokens it can end with: all of them, if nothing can stop it sooner."""
+        if self.sampling.stop or self.grammar is not None:
+            return 1
+        return max(1, self.sampling.min_tokens) if self.stop_token_ids else self.sampling.max_tokens
+
+    @property
+    def draws_by_history(self) -> bool:
+        """True when what may be drawn depends on the tokens drawn before, not only on their number.
+
+        That is beside the model, which is always told of them.
+        """
+        sampling = self.sampling
+        return sampling.has_penalties or bool(sampling.bad_words) or self.grammar is not None
+
+    @property
+    def wants_only_draws(self) -> bool:
+        """True when nothing but a draw is wanted of its logits, from the token after the next one on.
+
+        Then a device can go on by itself: no logits to be changed, none to be told of.
+        """
+        sampling = self.sampling
+        is_changed = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
+        is_banning = self.num_output_tokens + 1 < sampling.min_tokens
+        return not (is_changed or is_banning or sampling.logprobs is not None or self.draws_by_history)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while log-probabilities of its prompt are wanted: then the whole prompt is computed for it."""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def is_finished(self) -> bool:
+        """True once a terminal status is set; it never changes back."""
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Commit one generated token; the finish reason it causes by its id, the grammar or length."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.grammar is not None and self.grammar.accept(token_id):
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH
+        return None

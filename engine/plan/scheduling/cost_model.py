@@ -1,0 +1,109 @@
+"""CostModel: what a step costs, learnt from the steps that ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from engine.plan.request import Request
+
+_MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
+_FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
+_SEED_ROUNDS = 4  # each as good as so many steps
+_LONG_CHUNK = 64  # prefill tokens from which one step alone tells what they cost
+_SWEEPS = 24
+_MAX_SURPRISE = 4.0  # a step counts as so many times the expected at most: a stall is no cost
+
+
+class CostModel:
+    """Seconds of a step = fixed + one cost a prefill token + one cost a decode, none of them below 0.
+
+    Fitted by least squares with exponential forgetting: `observe` adds to the sums, and every few steps they
+    are solved by coordinate descent from the last answer. Nothing measured is None; a part that no step so
+    far tells from the others gets no more than its share, so that estimates for a single request err towards
+    too fast. Swapping is timed apart, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._times = [0.0] * 3
+        self._costs = [0.0] * 3
+        self._swap_bytes = 0.0
+        self._swap_seconds = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True once enough steps were observed for an estimate."""
+        return self._num_steps >= _FIRST_FIT
+
+    # What is learnt.
+
+    def observe(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
+        """Learn from one step that ran."""
+        expected = self.step_s(num_prefill_tokens, num_decode_tokens)
+        if expected:
+            seconds = min(seconds, _MAX_SURPRISE * expected)
+        step = (1.0, float(num_prefill_tokens), float(num_decode_tokens))
+        for value, row in zip(step, self._products, strict=True):
+            for column, other in enumerate(step):
+                row[column] = _MEMORY * row[column] + value * other
+        self._times = [_MEMORY * old + value * seconds for old, value in zip(self._times, step, strict=True)]
+        self._num_steps += 1
+        is_telling = num_prefill_tokens >= _LONG_CHUNK and self.is_known
+        if is_telling or self._num_steps == _FIRST_FIT or self._num_steps % _FIT_EVERY == 0:
+            self._fit()
+
+    def seed(self, profile: Iterable[tuple[int, int, float]]) -> None:
+        """Take (prefill tokens, decodes, seconds) that were measured beforehand: known from then on."""
+        for num_prefill_tokens, num_decode_tokens, seconds in list(profile) * _SEED_ROUNDS:
+            self.observe(num_prefill_tokens, num_decode_tokens, seconds)
+
+    def observe_swap(self, num_bytes: int, seconds: float) -> None:
+        """Learn from K/V blocks that were copied to or from host memory."""
+        self._swap_bytes = _MEMORY * self._swap_bytes + num_bytes
+        self._swap_seconds = _MEMORY * self._swap_seconds + seconds
+
+    def _fit(self) -> None:
+        costs = self._costs
+        for _ in range(_SWEEPS):
+            for i, row in enumerate(self._products):
+                if row[i]:
+                    predicted = row[0] * costs[0] + row[1] * costs[1] + row[2] * costs[2]
+                    costs[i] = max(0.0, costs[i] + (self._times[i] - predicted) / row[i])
+
+    # What it says.
+
+    def step_s(self, num_prefill_tokens: int, num_decode_tokens: int) -> float | None:
+        """Seconds of a step that computes so much; None while unknown."""
+        if not self.is_known:
+            return None
+        fixed, prefill, decode = self._costs
+        return fixed + prefill * num_prefill_tokens + decode * num_decode_tokens
+
+    def prefill_tokens_within(self, seconds: float, num_decodes: int) -> int | None:
+        """How many prompt tokens fit a step of so many decodes and `seconds`; None while unknown."""
+        step = self.step_s(0, num_decodes)
+        if step is None or self._costs[1] <= 0:
+            return None
+        return max(0, int((seconds - step) / self._costs[1]))
+
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Seconds that computing so many prompt tokens adds to steps that run anyway; None while unknown."""
+        return self._costs[1] * num_tokens if self.is_known else None
+
+    def swap_s(self, num_bytes: int) -> float | None:
+        """Seconds to copy so many bytes between device and host; None while unknown."""
+        return self._swap_seconds / self._swap_bytes * num_bytes if self._swap_bytes else None
+
+    def time_to_finish_s(self, request: Request, num_to_compute: int, tokens_a_step: int) -> float | None:
+        """Seconds the request still needs if it runs from now on and alone; None while unknown.
+
+        A lower bound: of the tokens it has now `num_to_compute` are to be computed, `tokens_a_step` a step,
+        and it ends as soon as it possibly can.
+        """
+        prefill, decode = self.prefill_s(num_to_compute), self.step_s(0, 1)
+        if prefill is None or decode is None:
+            return None
+        num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
+        return prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + decode * num_decodes

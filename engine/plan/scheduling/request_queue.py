@@ -1,0 +1,177 @@
+"""RequestQueue: the requests that wait, next one first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+from engine.plan.request import Request, RequestStatus
+from engine.plan.scheduling.policy import PolicyKey, SchedulingPolicy
+
+
+class _Entry(NamedTuple):
+    """A place in a lane's heap; `serial` makes places comparable without comparing requests."""
+
+    is_new: bool  # False for work that has run before, which goes first
+    rank: PolicyKey
+    serial: int
+    request: Request
+
+
+class _Lane:
+    """Waiting requests of one lane, as a heap; a place is dead when its request is gone or ranked anew."""
+
+    __slots__ = ("heap", "live")
+
+    def __init__(self) -> None:
+        self.heap: list[_Entry] = []
+        self.live: dict[str, _Entry] = {}
+
+    def push(self, entry: _Entry) -> None:
+        """Give a request a place, instead of the one it may have."""
+        self.live[entry.request.request_id] = entry
+        heapq.heappush(self.heap, entry)
+        self._compact()
+
+    def remove(self, request_id: str) -> None:
+        """Take a request out."""
+        del self.live[request_id]
+        self._compact()
+
+    def head(self) -> _Entry:
+        """The first place. The lane is not empty."""
+        heap, live = self.heap, self.live
+        while live.get(heap[0].request.request_id) is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0]
+
+    def _compact(self) -> None:
+        if len(self.heap) > 2 * len(self.live) + 8:
+            self.heap = list(self.live.values())
+            heapq.heapify(self.heap)
+
+
+class RequestQueue:
+    """Orders waiting requests: those that have run before first, each group by policy.
+
+    Inside a lane of the policy the order is a heap's; the heads of the lanes are compared anew each time, as
+    lanes may overtake one another. Every operation is O(lanes + log n), amortised. When more places of a heap
+    are dead than alive it is built anew. The policy hears of everybody that comes and goes.
+
+    A request may be *held* until another has computed what both need. It waits like the rest, but `peek` and
+    `pop` pass over it until it is let go.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._lanes: dict[str, _Lane] = {}  # those with anybody in them
+        self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
+        self._held: dict[str, str] = {}  # by id, with the id of whom it is held for; these are in no lane
+        self._held_for: dict[str, list[str]] = {}  # may name some that are held no more
+        self._serials = count()
+        self.num_tokens = 0  # known tokens of all that wait
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no order."""
+        return (request for request, _ in self._waiting.values())
+
+    def get(self, request_id: str) -> Request | None:
+        """The waiting request of this id."""
+        found = self._waiting.get(request_id)
+        return None if found is None else found[0]
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its tokens and status must not change while it waits."""
+        assert request.request_id not in self._waiting, f"{request.request_id} waits already"
+        self._policy.enqueue(request)
+        self._waiting[request.request_id] = request, self._policy.lane(request)
+        self._push(request)
+        self.num_tokens += len(request.token_ids)
+
+    def peek(self) -> Request | None:
+        """The request that `pop` would return; None when nobody waits who is not held."""
+        lanes = self._lanes
+        if len(lanes) > 1:
+            return min((lane.head() for lane in lanes.values()), key=self._rank).request
+        for lane in lanes.values():
+            return lane.head().request
+        return None
+
+    def pop(self) -> Request:
+        """Take the next request out. Raises IndexError when `peek` gives nobody."""
+        request = self.peek()
+        if request is None:
+            raise IndexError("nobody waits")
+        self.remove(request.request_id)
+        return request
+
+    def remove(self, request_id: str) -> Request | None:
+        """Take this request out, wherever it stands; None when it does not wait."""
+        found = self._waiting.pop(request_id, None)
+        if found is None:
+            return None
+        request, name = found
+        if self._held.pop(request_id, None) is None:
+            self._leave_lane(request_id, name)
+        self.num_tokens -= len(request.token_ids)
+        self._policy.dequeue(request)
+        return request
+
+    def reprioritize(self, request_id: str) -> None:
+        """Rank a waiting request again after it has changed. KeyError when it does not wait."""
+        request, _ = self._waiting[request_id]
+        if request_id not in self._held:
+            self._push(request)
+
+    def hold(self, request_id: str, leader: str) -> None:
+        """Pass over this waiting request until `let_go(leader)`."""
+        self._leave_lane(request_id, self._waiting[request_id][1])
+        self._held[request_id] = leader
+        self._held_for.setdefault(leader, []).append(request_id)
+
+    def let_go(self, leader: str) -> None:
+        """Return those that are held for this request to their places."""
+        for request_id in self._held_for.pop(leader, ()):
+            if self._held.get(request_id) == leader:
+                del self._held[request_id]
+                self._push(self._waiting[request_id][0])
+
+    def held_for(self, request_id: str) -> str | None:
+        """Whom this request is held for; None when it is not held."""
+        return self._held.get(request_id)
+
+    def ahead_of(self, request: Request) -> list[Request]:
+        """Those that would come out now before this request, which may or may not wait here. O(n)."""
+        rank, held = (_is_new(request), self._policy.key(request)), self._held
+        free = (other for other in self if other.request_id not in held)
+        return [other for other in free if (_is_new(other), self._policy.key(other)) < rank]
+
+    def _leave_lane(self, request_id: str, name: str) -> None:
+        lane = self._lanes[name]
+        lane.remove(request_id)
+        if not lane.live:
+            del self._lanes[name]
+
+    def _push(self, request: Request) -> None:
+        name = self._waiting[request.request_id][1]
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = _Lane()
+        rank = self._policy.rank_in_lane(request)
+        lane.push(_Entry(_is_new(request), rank, next(self._serials), request))
+
+    def _rank(self, entry: _Entry) -> tuple[bool, PolicyKey]:
+        """How the head of a lane stands now."""
+        return entry.is_new, self._policy.key(entry.request)
+
+
+def _is_new(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING

@@ -1,0 +1,233 @@
+"""build_step_inputs: from what the scheduler chose to the arrays of one packed forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.request import Request
+from engine.plan.scheduling.sampling_table import SamplingTable
+from engine.plan.speculation.draft_tape import DraftedToken
+from engine.plan.step_records import (
+    NO_TOKEN,
+    BlockCopy,
+    DraftInputs,
+    Int32,
+    Int64,
+    PromptRows,
+    ScheduledRequest,
+    StepInputs,
+)
+
+
+class BlockMoves(NamedTuple):
+    """What happens to whole blocks before a pass, in this order; see StepInputs."""
+
+    swap_out: tuple[BlockCopy, ...] = ()
+    scrub: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockCopy, ...] = ()
+
+
+NO_MOVES = BlockMoves()
+
+
+class Cargo(NamedTuple):
+    """One scheduled request with what it brings: itself, and the drafts after its newest token.
+
+    Its last token, if that is not known yet, is what row `previous_row` of the step before draws; else -1.
+    """
+
+    scheduled: ScheduledRequest
+    request: Request
+    drafted: Sequence[DraftedToken] = ()
+    previous_row: int = -1
+
+
+def next_tokens(request: Request, count: int = 1) -> Cargo:
+    """The next `count` known tokens of a request."""
+    first = request.num_computed_tokens
+    samples = first + count == len(request.token_ids)
+    return Cargo(ScheduledRequest(request.request_id, first, count, samples), request)
+
+
+def token_drawn_by(request: Request, row: int) -> Cargo:
+    """The token behind those that a request knows, which this row of the step before draws."""
+    first = len(request.token_ids)
+    return Cargo(ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row)
+
+
+def build_step_inputs(
+    cargo: Sequence[Cargo], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
+) -> StepInputs:
+    """The packed pass over `cargo`, at least one.
+
+    Blocks for every scheduled token must be allocated: AssertionError if they are not. The arrays are new:
+    nothing of `kv` is aliased.
+    """
+    scheduled, requests, drafted, previous = zip(*cargo, strict=True)
+    _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
+    first = np.array(first_positions, np.int64)  # [S]
+    query_lens = np.array(num_tokens, np.int32)  # [S]
+    kv_lens = first + query_lens  # [S]
+    names = (request.request_id for request in requests)
+    rows = np.array(list(map(kv.row_for, names, kv_lens.tolist())), np.int64)  # [S]
+    ends = np.cumsum(query_lens, dtype=np.int64)  # [S]
+    sequence = np.repeat(np.arange(len(rows)), query_lens)  # [N]
+    indices = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence
+    block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
+    block, offset = np.divmod(indices, kv.block_size)
+    has_drafts = any(num_drafts)
+    is_ahead = max(previous) >= 0
+    positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
+    sampled = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
+    return StepInputs(
+        token_ids=_token_ids(cargo),
+        positions=positions,
+        slot_mapping=block_tables[sequence, block].astype(np.int64) * kv.block_size + offset,
+        query_lens=query_lens,
+        kv_lens=kv_lens.astype(np.int32),
+        block_tables=block_tables,
+        logits_rows=sampled.tokens,
+        sampling=sampling.gather(
+            rows[sampled.sequences],
+            [requests[s] for s in sampled.sequences.tolist()],
+            positions[sampled.tokens] + 1,
+            _paths(cargo) if has_drafts or is_ahead else None,
+        ),
+        drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
+        prompt_rows=_prompt_rows(cargo, sampling.scoring(rows), ends),
+        seats=rows.astype(np.int32),
+        block_copies=moves.copies,
+        scrub_blocks=moves.scrub,
+        swap_out=moves.swap_out,
+        swap_in=moves.swap_in,
+        previous_rows=_previous_rows(previous, ends) if is_ahead else None,
+    )
+
+
+class _Sampled(NamedTuple):
+    """The R rows of logits: whose they are, and which token each belongs to."""
+
+    sequences: Int64  # [R] indices into [0, S)
+    tokens: Int64  # [R] indices into [0, N)
+
+
+def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> _Sampled:
+    """The newest token of each sequence that samples, and its drafts."""
+    counts = (num_drafts + 1) * samples  # [S]
+    sequences = np.repeat(np.arange(len(ends)), counts)  # [R]
+    behind = np.cumsum(counts)[sequences] - np.arange(len(sequences))  # [R] rows to its sequence's last, +1
+    return _Sampled(sequences, ends[sequences] - behind)
+
+
+def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> PromptRows | None:
+    """The prompt tokens that follow those computed for the sequences that ask; None if there are none."""
+    sequence: list[int] = []
+    rows: list[int] = []
+    token_ids: list[int] = []
+    num_top: list[int] = []
+    for s in asking:
+        (_, first, count, _, _), request, *_ = cargo[s]
+        known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
+        start = int(ends[s]) - count
+        sequence += [s] * len(known)
+        rows += range(start, start + len(known))
+        token_ids += known
+        num_top += [request.sampling.prompt_logprobs or 0] * len(known)
+    if not rows:
+        return None
+    return PromptRows(
+        np.array(sequence, np.int32),
+        np.array(rows, np.int64),
+        np.array(token_ids, np.int64),
+        np.array(num_top, np.int32),
+    )
+
+
+def _token_ids(cargo: Sequence[Cargo]) -> Int64:
+    """The tokens to compute, sequence by sequence. [N]"""
+    token_ids: list[int] = []
+    for (_, first, count, _, num_drafts), request, drafted, previous_row in cargo:
+        num_known = count - num_drafts
+        if previous_row >= 0:
+            token_ids.append(0)
+        elif num_known == 1:
+            token_ids.append(request.token_ids[first])
+        else:
+            token_ids += request.token_ids[first : first + num_known]
+        if num_drafts:
+            token_ids += [draft.token_id for draft in drafted]
+    return np.array(token_ids, np.int64)
+
+
+def _positions(indices: Int64, ends: Int64, drafted: Sequence[Sequence[DraftedToken]]) -> Int64:
+    """Each token's absolute position: its index, but a draft of a tree stands one behind its parent. [N]"""
+    positions = indices.copy()
+    for s, drafts in enumerate(drafted):
+        if drafts and drafts[0].parent is not None:
+            newest = int(ends[s]) - len(drafts) - 1
+            for i, draft in enumerate(drafts):
+                assert draft.parent is not None
+                positions[newest + 1 + i] = positions[newest + 1 + draft.parent] + 1
+    return positions
+
+
+def _previous_rows(previous: Sequence[int], ends: Int64) -> Int64:
+    """The row of the step before that draws each token, the last of its sequence; -1 for known ones. [N]"""
+    rows = np.full(ends[-1], -1, np.int64)
+    rows[ends - 1] = previous
+    return rows
+
+
+def _paths(cargo: Sequence[Cargo]) -> list[tuple[int, ...]]:
+    """The drafts between the known tokens and each sampled row, that row's own included. [R]
+
+    A token that is not known yet counts as one, with NO_TOKEN for its id.
+    """
+    paths: list[tuple[int, ...]] = []
+    for scheduled, _, drafts, previous_row in cargo:
+        if not scheduled.samples:
+            continue
+        base = len(paths)
+        paths.append((NO_TOKEN,) if previous_row >= 0 else ())
+        for i, draft in enumerate(drafts):
+            parent = i - 1 if draft.parent is None else draft.parent
+            paths.append((*paths[base + 1 + parent], draft.token_id))
+    return paths
+
+
+def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -> DraftInputs:
+    """What verification needs to know, where at least one sequence has drafts."""
+    verified = [s for s, drafts in enumerate(drafted) if drafts]
+    drafts = [draft for s in verified for draft in drafted[s]]
+    parents = None
+    if any(draft.parent is not None for draft in drafts):
+        parents = np.array([p for s in verified for p in _parents(drafted[s])], np.int32)
+    needs_probs = any(draft.probs is not None for draft in drafts)
+    return DraftInputs(
+        sequence=np.array(verified, np.int32),
+        first_row=np.searchsorted(sequences, verified).astype(np.int64),
+        num_drafts=np.array([len(drafted[s]) for s in verified], np.int32),
+        token_ids=np.array([draft.token_id for draft in drafts], np.int64),
+        parents=parents,
+        probs=tuple(draft.probs for draft in drafts) if needs_probs else (),
+    )
+
+
+def _parents(drafts: Sequence[DraftedToken]) -> list[int]:
+    """The parents, a chain's spelled out."""
+    return [i - 1 if draft.parent is None else draft.parent for i, draft in enumerate(drafts)]
+
+
+def _block_tables(kv: PagedKvManager, rows: Int64, kv_lens: Int64) -> Int32:
+    """The tables of these rows, with 0 for blocks that this step does not reach yet. [S, max blocks]"""
+    num_blocks = -(-kv_lens // kv.block_size)  # [S]
+    width = int(num_blocks.max())
+    tables: Int32 = kv.block_tables[rows, :width]  # fancy indexing: a copy
+    tables[np.arange(width) >= num_blocks[:, None]] = 0
+    return tables

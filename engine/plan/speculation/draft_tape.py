@@ -1,0 +1,178 @@
+"""DraftTape: the drafts that continue one request's known tokens, and whether news of them is still true.
+
+The loop is the only writer. A late draft is not a wrong one: only unequal tokens at one position make what a
+drafter is working on worthless, and start a new epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from engine.plan.speculation.drafter import Draft
+
+
+class DraftedToken(NamedTuple):
+    """One draft: it follows the draft with index `parent` on its tape, -1 the known tokens.
+
+    In a chain `parent` is None and means the draft before it. `probs` is what it was drawn from, None for a
+    certain one.
+    """
+
+    token_id: int
+    parent: int | None = None
+    probs: object | None = None
+
+
+class TapeOutcome(Enum):
+    """How a tape stood to what was committed.
+
+    HIT: it had all of it, so what follows on it is still good. LATE: what it had was right, but it was too
+    short; what the drafter is working on may still be good. MISS: they disagree.
+    """
+
+    HIT = "hit"
+    LATE = "late"
+    MISS = "miss"
+
+
+class PutOutcome(Enum):
+    """What became of a drafter's answer: taken, of an older epoch, or at odds with what is known."""
+
+    TAKEN = "taken"
+    STALE = "stale"
+    WRONG = "wrong"
+
+
+class DraftTape:
+    """Drafts for the positions from `first` on, which is where the known tokens end.
+
+    `epoch` rises whenever drafts turn out wrong. A tape holds one chain, which may grow, or one tree, which
+    may not; `method` says who drafted its first draft.
+    """
+
+    __slots__ = ("drafted", "epoch", "first", "method", "num_late")
+
+    def __init__(self, first: int) -> None:
+        self.epoch = 0
+        self.first = first
+        self.method = ""
+        self.drafted: list[DraftedToken] = []
+        self.num_late = 0  # right, but known already when they came
+
+    def __len__(self) -> int:
+        return len(self.drafted)
+
+    @property
+    def is_tree(self) -> bool:
+        """True while it holds a tree."""
+        return bool(self.drafted) and self.drafted[0].parent is not None
+
+    def clear(self) -> None:
+        """Forget the drafts; what is being drafted after them stays welcome."""
+        self.drafted.clear()
+
+    # What drafters say.
+
+    def put(self, draft: Draft, known: Sequence[int], method: str) -> PutOutcome:
+        """Take a drafter's answer; `known` are all the tokens of the request, `first` in number.
+
+        Of what comes late only the part past the known tokens is kept, if the rest agrees with them.
+        """
+        if draft.epoch != self.epoch:
+            return PutOutcome.STALE
+        drafted = _drafted_tokens(draft)
+        num_known = min(self.first - draft.first, len(drafted))
+        if num_known > 0:
+            rest = _after(drafted, known[draft.first : self.first])
+            if rest is None:
+                self.epoch += 1
+                return PutOutcome.WRONG
+            self.num_late += num_known
+            drafted = rest
+        elif draft.first != self.first + len(self.drafted):
+            return PutOutcome.WRONG
+        if self.drafted and drafted and (self.is_tree or drafted[0].parent is not None):
+            return PutOutcome.WRONG
+        if not self.drafted:
+            self.method = method
+        self.drafted += drafted
+        return PutOutcome.TAKEN
+
+    # What the target says.
+
+    def settle(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
+        """The target has drawn these tokens, at least one; the outcome, and how many of them the tape had.
+
+        A tree never goes on after them, and no one drafts after it.
+        """
+        self.first += len(committed)
+        if self.is_tree:
+            self.clear()
+            return TapeOutcome.LATE, 0
+        num_equal = _num_equal(self.drafted, committed)
+        if num_equal == len(committed):
+            del self.drafted[:num_equal]
+            return TapeOutcome.HIT, num_equal
+        outcome = TapeOutcome.LATE if num_equal == len(self.drafted) else TapeOutcome.MISS
+        self.clear()
+        self.epoch += outcome is TapeOutcome.MISS
+        return outcome, num_equal
+
+
+def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> list[int]:
+    """The indices of the drafts that `tokens` begin with, along one path from the root."""
+    accepted: list[int] = []
+    for token_id in tokens:
+        found = _child(drafted, accepted[-1] if accepted else -1, token_id)
+        if found is None:
+            break
+        accepted.append(found)
+    return accepted
+
+
+def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
+    """The draft that follows `root` with this token; the first of equal siblings."""
+    if drafted[0].parent is None:
+        index = root + 1
+        return index if index < len(drafted) and drafted[index].token_id == token_id else None
+    found = (i for i, draft in enumerate(drafted) if draft.parent == root and draft.token_id == token_id)
+    return next(found, None)
+
+
+def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
+    num_tokens = len(draft.token_ids)
+    parents = draft.parents or (None,) * num_tokens
+    probs = draft.probs or (None,) * num_tokens
+    return list(map(DraftedToken, draft.token_ids, parents, probs))
+
+
+def _num_equal(drafted: Sequence[DraftedToken], committed: Sequence[int]) -> int:
+    """How many leading tokens of both are the same."""
+    count = 0
+    for draft, token_id in zip(drafted, committed, strict=False):
+        if draft.token_id != token_id:
+            break
+        count += 1
+    return count
+
+
+def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedToken] | None:
+    """The drafts that follow once these tokens are known; None if they disagree with them."""
+    if not drafted or drafted[0].parent is None:
+        num_known = min(len(known), len(drafted))
+        return drafted[len(known) :] if _num_equal(drafted, known) == num_known else None
+    root = -1
+    for token_id in known:
+        found = _child(drafted, root, token_id)
+        if found is None:
+            return None
+        root = found
+    place = {root: -1}  # where what hangs on the root goes
+    below: list[DraftedToken] = []
+    for index, draft in enumerate(drafted):
+        if draft.parent in place:
+            place[index] = len(below)
+            below.append(draft._replace(parent=place[draft.parent]))
+    return below

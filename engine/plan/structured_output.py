@@ -1,0 +1,73 @@
+"""StructuredOutput, the form that a reply must have, and CompiledGrammar, which is ready to be followed.
+
+The plan tier knows grammars by these protocols only: what compiles and walks them lives in engine.text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenMask = NDArray[np.uint8]  # [ceil(vocab / 8)] one bit a token id, the lowest id in the lowest bit
+StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Literal text around a JSON value: `before`, the value, `after`, from once to `most` times.
+
+    `between` goes between two of them. As tool calls are written in a reply: where a text spells a special
+    token of the model, it is that token.
+    """
+
+    before: str = ""
+    after: str = ""
+    between: str = ""
+    most: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What a reply must be.
+
+    `source` is empty for a `json_object` (any JSON object); the text of a JSON schema; a regular expression
+    that the whole reply matches; a JSON list of strings, one of which it is; or a grammar, as Lark or as EBNF
+    (`root ::= ...`). Only JSON may have a `frame`. `param` names the request's field in refusals.
+    """
+
+    kind: StructureKind
+    source: str = ""
+    frame: Frame | None = None
+    param: str | None = field(default=None, compare=False)
+
+
+class Grammar(Protocol):
+    """Where one reply stands in its grammar. It follows the committed tokens; loop thread only."""
+
+    def mask(self, path: Sequence[int]) -> TokenMask:
+        """The tokens that may follow what is committed and then `path`, which are drafts.
+
+        All of them where the drafts break the grammar or end the reply: nothing is drawn there. None of them
+        when the grammar has become too complex to be followed. Never written again.
+        """
+        ...
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these drafts, from the first on, may follow what is committed."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """A token is committed, not one that ends the reply by its id; True if no other may follow it."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """A grammar that any number of replies may follow, each from its beginning."""
+
+    def start(self, end_token_ids: frozenset[int]) -> Grammar:
+        """For a reply that these tokens end, where the grammar lets it end."""
+        ...

@@ -1,0 +1,249 @@
+"""Load and put together the parts of an engine from settings: the only place that knows every part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from config import Settings
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.support import read_architecture
+from engine.compute.native.drawing import find_row_draw
+from engine.compute.native.install import with_kernels
+from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.runner.compute_threads import choose_threads
+from engine.compute.runner.model_runner import ForDrafts
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import check_forward
+from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
+from engine.errors import StartRefused
+from engine.loop.engine_parts import EngineInfo, EngineParts
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.scheduling.batch_config import BatchConfig
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.policy import make_policy
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
+from engine.startup.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
+from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
+from engine.startup.part_kinds import PLAIN_PARTS, PartKinds
+from engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger("slipstream.engine")
+
+# Where the user leaves it to us: with prompts computed beside them, streams go on at seven tokens a second.
+_GAP_LIMIT_S = 0.15
+
+
+def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EngineParts:
+    """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
+    use_compute_threads()
+    directory = resolve_model(settings.model, settings.home)
+    read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
+    tokenizer = kinds.tokenizer(directory, read_chat_template(settings))
+    loaded = load_model(directory, settings.model)
+    block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.dtype)
+    kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
+    sources = load_sources(settings, loaded, directory, kv_bytes)
+    if loaded.rewindable:
+        check_forward(PackedForward(loaded))
+    loaded = with_kernels(
+        loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
+    )
+    threads = str(choose_threads(loaded, worthwhile_threads()))
+    log.info("compute threads: %s", threads)
+    parts = put_together(settings, loaded, tokenizer, sources, kinds)
+    return replace(parts, info=replace(parts.info, compute_threads=threads))
+
+
+def put_together(
+    settings: Settings,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    sources: tuple[DraftSource, ...] = (),
+    kinds: PartKinds = PLAIN_PARTS,
+) -> EngineParts:
+    """Everything around a model that is in memory, as are the models that draft for it, ready for requests.
+
+    On the thread that will run it. Raises StartRefused where the K/V does not fit.
+    """
+    block_size = settings.cache.kv_block_size
+    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
+    num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
+    num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
+    row_draw = find_row_draw(loaded, settings.model, settings.home)
+    sampler = kinds.sampler(loaded.vocab_size, loaded.device, row_draw)
+    sources = tuple(
+        replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size)) for source in sources
+    )
+    sizes = RunnerSizes(
+        num_blocks,
+        block_size,
+        num_host_blocks,
+        settings.scheduler.max_num_seqs,
+        settings.scheduler.max_num_batched_tokens,
+        max_draft_tokens(sources),
+    )
+    for_drafts = ForDrafts(
+        verification=settings.speculation.draft_verification,
+        keeps_features=any(source.drafter.reads_features for source in sources),
+    )
+    runner = make_runner(loaded, sampler, sizes, for_drafts)
+    runner.warm_up()
+    info = EngineInfo(
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        num_kv_blocks=num_blocks,
+        kv_block_size=block_size,
+        kv_bytes=num_blocks * block_bytes,
+        has_chat_template=tokenizer.has_chat_template,
+        draft_methods=draft_methods(sources),
+        max_draft_tokens=max_draft_tokens(sources),
+        num_host_blocks=num_host_blocks,
+    )
+    kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
+    decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
+    batcher = make_batcher(settings, info, kv, decoder, kinds.batcher)
+    if loaded.rewindable:
+        seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
+    runner_as_used = kinds.runner(runner, loaded)
+    return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, kinds.detokenizer)
+
+
+def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:
+    """What the steps that are measured may use."""
+    return ProfileLimits(
+        num_blocks=info.num_kv_blocks,
+        block_size=info.kv_block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_draft_tokens=info.max_draft_tokens,
+    )
+
+
+def seed_costs(batcher: ContinuousBatcher, profile: StepProfile) -> None:
+    """Tell the scheduler and the drafts' controller what was measured."""
+    batcher.decoder.costs.seed(profile.decodes)
+    plain = [(0, num_seqs, s) for num_seqs, num_tokens, s in profile.decodes if num_seqs == num_tokens]
+    if profile.chunk is not None and plain:
+        num_tokens, seconds = profile.chunk
+        batcher.costs.seed([*plain, (num_tokens, 0, seconds)])
+
+
+def worthwhile_threads() -> tuple[int, ...]:
+    """The numbers of compute threads that a start tries, what it begins with first."""
+    return thread_counts(usable_cores(), whole_cores())
+
+
+def use_compute_threads() -> None:
+    """Give the calling thread's tensor operations every core this process may use."""
+    torch.set_num_threads(usable_cores())
+
+
+def read_chat_template(settings: Settings) -> str | None:
+    """The text of --chat-template; None uses the model's own."""
+    path = settings.model.chat_template
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartRefused(f"--chat-template {path}: cannot be read ({error}).") from error
+
+
+def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
+    """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused.
+
+    What a recurrent model keeps for each seat comes out of the same memory. One that attends nowhere needs
+    none for its blocks, which then only count tokens.
+    """
+    cache = settings.cache
+    needed = -(-loaded.max_model_len // cache.kv_block_size)
+    num_seats = settings.scheduler.max_num_seqs
+    seats_bytes = state_bytes(loaded.states, loaded.dtype, num_seats)
+    memory, source = kv_memory(settings, loaded)
+    left = memory - seats_bytes
+    if seats_bytes and left < needed * block_bytes:
+        raise StartRefused(
+            f"The recurrent states of max-num-seqs {num_seats} take {seats_bytes} bytes and one sequence's "
+            f"K/V {needed * block_bytes} bytes; {source} gives {memory}. "
+            "Raise it, or lower --max-num-seqs."
+        )
+    if cache.num_kv_blocks is not None:
+        num_blocks, source = cache.num_kv_blocks, f"--num-kv-blocks {cache.num_kv_blocks}"
+    elif block_bytes == 0:
+        return needed * num_seats
+    else:
+        num_blocks = left // block_bytes
+    if num_blocks < needed:
+        raise StartRefused(
+            f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "
+            f"{needed} blocks of {cache.kv_block_size} tokens ({needed * block_bytes} bytes), {source} gives "
+            f"{max(0, num_blocks)}. Raise it, or lower --max-model-len."
+        )
+    return num_blocks
+
+
+def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
+    """The bytes for K/V and states, and the setting that says so."""
+    cache = settings.cache
+    if loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
+        free, total = torch.cuda.mem_get_info(loaded.device)
+        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - recorded_bytes(settings, loaded)
+        return memory, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
+    return cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}"
+
+
+def count_host_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
+    """How many K/V blocks --swap-space holds; none when nothing is ever swapped."""
+    if settings.scheduler.preemption == "recompute" or not loaded.rewindable:
+        return 0
+    return settings.cache.swap_space // block_bytes
+
+
+def make_kv_manager(
+    settings: Settings, info: EngineInfo, num_host_blocks: int, *, can_rewind: bool
+) -> PagedKvManager:
+    """Who accounts for the K/V."""
+    return PagedKvManager(
+        num_blocks=info.num_kv_blocks,
+        block_size=info.kv_block_size,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
+        num_host_blocks=num_host_blocks,
+        can_rewind=can_rewind,
+    )
+
+
+def make_batcher(
+    settings: Settings,
+    info: EngineInfo,
+    kv: PagedKvManager,
+    decoder: SpeculativeDecoder | None,
+    kind: Callable[..., ContinuousBatcher] = ContinuousBatcher,
+) -> ContinuousBatcher:
+    """The scheduler with its limits and its policy.
+
+    What cannot be cut back cannot be shared either, nor swapped: it lies in no block.
+    """
+    scheduler = settings.scheduler
+    config = BatchConfig(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
+        max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
+        max_model_len=info.max_model_len,
+        prefix_caching=settings.cache.prefix_caching and kv.can_rewind,
+        preemption=scheduler.preemption if kv.can_rewind else "recompute",
+        kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
+        gap_limit_s=_GAP_LIMIT_S if scheduler.max_prefill_tokens is None else None,
+    )
+    policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
+    return kind(config, kv, policy, decoder=decoder)

@@ -1,0 +1,57 @@
+"""Who runs the model, by what the model and its device are: the part of `build` for runners."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from config import Settings
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.draw_choice import choose_draw
+from engine.compute.cuda.graphs.recorder import CudaRecorder
+from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.sampling.sampler import Sampler
+from engine.startup.build_speculation import MODEL_FREE_TOKENS
+
+Runner: TypeAlias = ModelRunner | CudaRunner | RecurrentRunner
+
+
+class RunnerSizes(NamedTuple):
+    """The memory a runner has, in blocks, and the most that a step has of anything."""
+
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int
+    max_num_seqs: int
+    max_num_tokens: int
+    max_draft_tokens: int = 0
+
+
+def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
+    """The runner, not warmed up. Raises UnsupportedModel where a recurrent model is not computed exactly."""
+    num_blocks, block_size, num_host_blocks = sizes[:3]
+    if not loaded.rewindable:
+        recurrent = RecurrentRunner(loaded, num_blocks, block_size, sizes.max_num_seqs, sampler)
+        recurrent.self_check()
+        return recurrent
+    runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
+    if loaded.device.type != "cuda":
+        return runner
+    max_blocks = -(-loaded.max_model_len // block_size)
+    limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
+    recorder, draw = CudaRecorder(loaded.device), choose_draw(loaded.device)
+    return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draw)
+
+
+def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:
+    """About what the runner takes of the device's memory beside the K/V, before it is known what drafts."""
+    if loaded.device.type != "cuda" or not loaded.rewindable:
+        return 0
+    speculation = settings.speculation
+    num_drafts = 0
+    if speculation.speculative_method != "none":
+        num_drafts = speculation.num_speculative_tokens or MODEL_FREE_TOKENS
+    max_blocks = -(-loaded.max_model_len // settings.cache.kv_block_size)
+    return graph_bytes(loaded, GraphLimits(settings.scheduler.max_num_seqs, max_blocks, num_drafts))

@@ -1,0 +1,88 @@
+"""Who drafts and who judges, put together from settings: the half of `build` for speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config import Settings
+from config.speculative_config import DraftTuning
+from engine.compute.drafters.draft_loader import load_draft_model
+from engine.compute.drafters.medusa import load_medusa
+from engine.compute.drafters.model_free import ModelFreeDrafter
+from engine.compute.drafters.ngram import NgramDrafter
+from engine.compute.drafters.prediction import PredictionDrafter
+from engine.compute.drafters.suffix import SuffixDrafter
+from engine.compute.loading.loader import LoadedModel
+from engine.plan.kv.rewindable import Rewindable
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.speculation.step_costs import StepCosts
+
+# The longest draft where the settings leave it open.
+MODEL_FREE_TOKENS, MODEL_TOKENS = 32, 4
+
+
+def load_sources(
+    settings: Settings, target: LoadedModel, directory: Path, kv_bytes: int
+) -> tuple[DraftSource, ...]:
+    """Make and load what `--speculative-method` asks for, the most trusted first. Raises StartRefused.
+
+    `directory` is the target's, `kv_bytes` the memory of its K/V, of which a draft model's takes a share.
+    """
+    speculation = settings.speculation
+    method, asked = speculation.speculative_method, speculation.num_speculative_tokens
+    if method == "none":
+        return ()
+    is_auto = method == "auto"
+    free, models = asked or MODEL_FREE_TOKENS, asked or MODEL_TOKENS
+    sources: list[DraftSource] = []
+    if is_auto:
+        sources.append(DraftSource(ModelFreeDrafter(), free))
+    sources.append(DraftSource(PredictionDrafter(), free, unasked=not is_auto))
+    if method in ("auto", "suffix"):
+        sources.append(DraftSource(SuffixDrafter(), free, unasked=not is_auto))
+    if method in ("auto", "ngram"):
+        sources.append(DraftSource(_ngram(speculation.tuning), free, unasked=not is_auto))
+    if method in ("auto", "draft-model") and speculation.draft_model is not None:
+        sources.append(DraftSource(load_draft_model(settings, target, directory, kv_bytes), models))
+    if method in ("auto", "medusa") and speculation.medusa_heads is not None:
+        medusa = load_medusa(speculation.medusa_heads, target)
+        sources.append(DraftSource(medusa, asked or medusa.num_nodes))
+    return tuple(sources)
+
+
+def make_decoder(
+    settings: Settings, sources: tuple[DraftSource, ...], vocab_size: int, kv: Rewindable
+) -> SpeculativeDecoder | None:
+    """Who judges; None without anyone to judge."""
+    if not sources:
+        return None
+    speculation = settings.speculation
+    config = SpeculationConfig(
+        vocab_size=vocab_size,
+        max_draft_tokens=max_draft_tokens(sources),
+        schedule=speculation.speculation_schedule,
+        verification=speculation.draft_verification,
+        length_policy=speculation.draft_length_policy,
+        min_acceptance_rate=speculation.min_acceptance_rate,
+    )
+    costs = StepCosts()
+    policy = make_length_policy(config, costs)
+    return SpeculativeDecoder(config, sources, policy, costs, can_rewind=kv.can_rewind)
+
+
+def max_draft_tokens(sources: tuple[DraftSource, ...]) -> int:
+    """The most drafts of one request that a step verifies."""
+    return max((source.max_tokens for source in sources), default=0)
+
+
+def draft_methods(sources: tuple[DraftSource, ...]) -> tuple[str, ...]:
+    """What a request may name."""
+    methods = (source.drafter.method for source in sources)
+    return tuple(method for method in methods if method != ModelFreeDrafter.method)
+
+
+def _ngram(tuning: DraftTuning) -> NgramDrafter:
+    given = {"min_match": tuning.prompt_lookup_min, "max_match": tuning.prompt_lookup_max}
+    return NgramDrafter(**{name: value for name, value in given.items() if value is not None})

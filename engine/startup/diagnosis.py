@@ -1,0 +1,99 @@
+"""What `doctor` finds: plain records, made in engine.startup.doctor and shown by the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engine.errors import StartRefused
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class DeviceFacts:
+    """What computes. `features` are instructions or capabilities that matter for speed, by name.
+
+    `thread_counts` are the numbers of threads that a start measures on a CPU, to compute with the best.
+    """
+
+    device: str
+    name: str
+    why: str
+    features: dict[str, bool]
+    capability: str
+    one_dnn: bool
+    num_threads: int
+    thread_counts: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class ModelFacts:
+    """What is served. `pending` is what a start does before it loads; None of the rest was not found out.
+
+    `compiled` is what the compiled kernels will be used for, or why for nothing, `quantized` what becomes of
+    the weights that they read.
+    """
+
+    name: str
+    how: str
+    directory: str | None
+    pending: str | None
+    architecture: str | None = None
+    dtype: str | None = None
+    dtype_why: str | None = None
+    num_parameters: int | None = None
+    weight_bytes: int | None = None
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    has_chat_template: bool | None = None
+    compiled: str | None = None
+    quantized: str | None = None
+
+
+@dataclass(slots=True)
+class CacheFacts:
+    """Room for keys and values, as the flag `source` says. `num_full_seqs` of max_model_len fit at once."""
+
+    num_kv_blocks: int
+    kv_block_size: int
+    kv_bytes: int
+    source: str
+    num_full_seqs: int
+    max_num_seqs: int
+    seats_bytes: int
+    num_host_blocks: int
+    host_bytes: int
+
+
+@dataclass(slots=True)
+class DraftFacts:
+    """Who drafts. The model's figures are None without a draft model, or where they were not found out."""
+
+    methods: tuple[str, ...]
+    model_how: str | None = None
+    model_bytes: int | None = None
+    model_kv_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What was found. `problems` stop a start, `warnings` do not; None is what a problem kept from sight."""
+
+    device: DeviceFacts | None = None
+    model: ModelFacts | None = None
+    cache: CacheFacts | None = None
+    drafts: DraftFacts | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """What `check` finds; None, with a problem noted, when it refuses the start."""
+        try:
+            return check()
+        except StartRefused as refusal:
+            self.problems.append(str(refusal))
+            return None

@@ -1,0 +1,268 @@
+"""diagnose: what a start with some settings would use, and what would stop it, without loading any weights.
+
+Every check is the one that the start itself makes, on the model's outline in place of the model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from config import Settings
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.drafters.draft_loader import KV_SHARE, check_vocabulary, count_draft_blocks
+from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
+from engine.compute.loading.loader import LoadedModel, choose_device
+from engine.compute.loading.locate import FoundModel, find_model
+from engine.compute.loading.model_files import read_json
+from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
+from engine.compute.loading.support import Architecture
+from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.install import foresee, refuse_without
+from engine.compute.native.quantization import foresee_weights
+from engine.compute.recurrent.slot_states import state_bytes
+from engine.errors import StartRefused
+from engine.startup.build import (
+    count_host_blocks,
+    count_kv_blocks,
+    kv_memory,
+    read_chat_template,
+    use_compute_threads,
+    worthwhile_threads,
+)
+from engine.startup.build_speculation import draft_methods, load_sources
+from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
+from engine.text.tokenizer import Tokenizer
+
+
+def diagnose(settings: Settings) -> Diagnosis:
+    """Look at everything a start would use. Takes a second or two, and no network."""
+    found = Diagnosis()
+    use_compute_threads()
+    device = found.attempt(lambda: choose_device(settings.model.device))
+    if device is not None:
+        found.device = _describe_device(device, settings.model.device)
+    source = found.attempt(lambda: find_model(settings.model, settings.home))
+    if source is not None:
+        _examine_model(found, settings, source)
+    return found
+
+
+def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
+    if asked != "auto":
+        why = f"asked for by --device {asked}"
+    elif device.type == "cuda":
+        why = "a CUDA device is there"
+    else:
+        why = "no CUDA device" if torch.version.cuda else "this build of torch has no CUDA"
+    facts = DeviceFacts(
+        device=str(device),
+        name="",
+        why=why,
+        features={},
+        capability=torch.backends.cpu.get_cpu_capability(),
+        one_dnn=torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        num_threads=torch.get_num_threads(),
+    )
+    if device.type == "cuda":
+        facts.name = torch.cuda.get_device_name(device)
+        facts.capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        facts.features = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
+        facts.free_bytes, facts.memory_bytes = torch.cuda.mem_get_info(device)
+    else:
+        facts.thread_counts = worthwhile_threads()
+        facts.features = {
+            "AVX2": bool(torch.cpu._is_avx2_supported()),
+            "AVX-512": bool(torch.cpu._is_avx512_supported()),
+            "AVX-512 BF16": bool(torch.cpu._is_avx512_bf16_supported()),
+            "AMX": bool(torch.cpu._is_amx_tile_supported()),
+        }
+    return facts
+
+
+def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> None:
+    """Everything that follows from the model, as far as it is here."""
+    directory = source.directory
+    found.model = model = ModelFacts(
+        settings.model.model, source.how, None if directory is None else str(directory), source.pending
+    )
+    if source.gguf is not None:
+        _check_room(found, settings.home, 8 * source.gguf.stat().st_size)
+    stored = found.attempt(lambda: read_stored(source))
+    if stored is None:
+        if not found.problems:
+            found.warnings.append("The model is not here yet: what it needs cannot be told.")
+        return
+    architecture, dtype = stored
+    model.architecture = architecture.model_class.__name__
+    if directory is not None and source.pending is None:
+        template = found.attempt(lambda: read_chat_template(settings))
+        tokenizer = found.attempt(lambda: Tokenizer(directory, template))
+        model.has_chat_template = None if tokenizer is None else tokenizer.has_chat_template
+    outline = _outline(found, settings, architecture, dtype)
+    if outline is not None:
+        _describe_model(model, outline, dtype, settings.model.dtype)
+        model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
+        if settings.model.quantization == "int8" and model.compiled is not None:
+            model.quantized = foresee_weights(outline.model)
+        _warn_of_slow_dtype(found, outline)
+        _examine_cache(found, settings, outline)
+        _examine_drafts(found, settings, outline, directory)
+
+
+def _outline(
+    found: Diagnosis, settings: Settings, architecture: Architecture, dtype: torch.dtype
+) -> LoadedModel | None:
+    try:
+        return found.attempt(lambda: outline_model(architecture, dtype, settings.model))
+    except NoOutline as reason:
+        found.warnings.append(
+            f"What {architecture.model_class.__name__} needs shows only in loading it: try --load ({reason})."
+        )
+        return None
+
+
+def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype, asked: str) -> None:
+    chosen = outline.dtype
+    model.dtype = _name(chosen)
+    if asked != "auto":
+        model.dtype_why = f"asked for by --dtype {asked}; stored as {_name(stored)}"
+    elif chosen is stored:
+        model.dtype_why = "as the weights are stored"
+    else:
+        model.dtype_why = f"the weights are {_name(stored)}, which this device does not compute natively"
+    model.num_parameters = sum(weights.numel() for weights in outline.model.parameters())
+    model.weight_bytes = weight_bytes(outline.model)
+    model.max_model_len = outline.max_model_len
+    model.vocab_size = outline.vocab_size
+
+
+def _foresee_kernels(settings: Settings, outline: LoadedModel) -> str:
+    """Raises StartRefused as loading would."""
+    if settings.model.compile == "off":
+        return "not used: --compile off"
+    try:
+        return foresee(outline, settings.home)
+    except NativeUnavailable as reason:
+        refuse_without(settings.model, reason)
+        return f"not used: {reason}"
+
+
+def _warn_of_slow_dtype(found: Diagnosis, outline: LoadedModel) -> None:
+    features = found.device.features if found.device is not None else {}
+    native = any(features.get(name) for name in ("AVX-512 BF16", "AMX", "bfloat16"))
+    is_slow = outline.dtype is torch.bfloat16 and not native
+    if outline.device.type == "cpu" and (is_slow or outline.dtype is torch.float16):
+        found.warnings.append(
+            f"This CPU does not compute {_name(outline.dtype)} natively: --dtype float32 is faster."
+        )
+
+
+def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -> None:
+    """Sizes as `load_parts` makes them, and its refusals."""
+    settings = _after_weights(settings, outline)
+    block_size = settings.cache.kv_block_size
+    block_bytes = bytes_per_block(outline.layers, block_size, outline.dtype)
+    num_blocks = found.attempt(lambda: count_kv_blocks(settings, outline, block_bytes))
+    if num_blocks is None:
+        return
+    host_blocks = count_host_blocks(settings, outline, block_bytes) if block_bytes else 0
+    given = settings.cache.num_kv_blocks
+    seats = settings.scheduler.max_num_seqs
+    needed = -(-outline.max_model_len // block_size)
+    found.cache = CacheFacts(
+        num_kv_blocks=num_blocks,
+        kv_block_size=block_size,
+        kv_bytes=num_blocks * block_bytes,
+        source=kv_memory(settings, outline)[1].split()[0] if given is None else "--num-kv-blocks",
+        num_full_seqs=num_blocks // needed,
+        max_num_seqs=seats,
+        seats_bytes=state_bytes(outline.states, outline.dtype, seats),
+        num_host_blocks=host_blocks,
+        host_bytes=host_blocks * block_bytes,
+    )
+
+
+def _after_weights(settings: Settings, outline: LoadedModel) -> Settings:
+    """The settings with a GPU's free memory as it will be once the weights are in it."""
+    if outline.device.type != "cuda" or "kv_cache_memory" in settings.cache.model_fields_set:
+        return settings
+    left = max(0, kv_memory(settings, outline)[0] - weight_bytes(outline.model))
+    return settings.model_copy(update={"cache": settings.cache.model_copy(update={"kv_cache_memory": left})})
+
+
+def _examine_drafts(
+    found: Diagnosis, settings: Settings, outline: LoadedModel, directory: Path | None
+) -> None:
+    speculation = settings.speculation
+    method = speculation.speculative_method
+    if method == "none" or not outline.rewindable:
+        found.drafts = DraftFacts(())
+        if method != "none":
+            found.warnings.append("A recurrent model's state cannot be cut back: nothing is drafted.")
+        return
+    alone = speculation.model_copy(update={"draft_model": None, "medusa_heads": None})
+    free = settings.model_copy(update={"speculation": alone})
+    methods = draft_methods(load_sources(free, outline, directory or Path(), 0))
+    found.drafts = facts = DraftFacts(methods)
+    if method in ("auto", "draft-model") and speculation.draft_model is not None:
+        facts.methods += ("draft-model",)
+        found.attempt(lambda: _examine_draft_model(found, settings, outline, directory))
+    if method in ("auto", "medusa") and speculation.medusa_heads is not None:
+        heads = speculation.medusa_heads
+        facts.methods += ("medusa",)
+        found.attempt(lambda: _check_heads(heads))
+
+
+def _examine_draft_model(
+    found: Diagnosis, settings: Settings, target: LoadedModel, directory: Path | None
+) -> None:
+    """Raises StartRefused."""
+    facts, name = found.drafts, settings.speculation.draft_model
+    assert facts is not None and name is not None
+    asked = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+    source = find_model(asked, settings.home)
+    facts.model_how = source.how
+    if source.pending is not None:
+        found.warnings.append(f"The draft model {name}: a start {source.pending}.")
+    elif directory is not None and source.directory is not None:
+        check_vocabulary(directory, source.directory)
+    stored = read_stored(source)
+    if stored is None:
+        return
+    try:
+        outline = outline_model(*stored, asked)
+    except NoOutline:
+        return
+    facts.model_bytes = weight_bytes(outline.model)
+    if found.cache is not None:
+        block_size = settings.cache.kv_block_size
+        share = int(found.cache.kv_bytes * KV_SHARE)
+        num_blocks = count_draft_blocks(outline, block_size, settings.scheduler.max_num_seqs, share)
+        facts.model_kv_bytes = num_blocks * bytes_per_block(outline.layers, block_size, outline.dtype)
+
+
+def _check_heads(directory: Path) -> None:
+    """Raise StartRefused unless there are Medusa heads; whether they fit the model shows in loading them."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise StartRefused(f"--medusa-heads {directory}: there is no {name} in it.")
+    if (kind := read_json(directory / CONFIG_FILE).get("model_type")) != MODEL_TYPE:
+        raise StartRefused(f"{directory / CONFIG_FILE}: model_type is {kind!r}, expected {MODEL_TYPE!r}.")
+
+
+def _check_room(found: Diagnosis, home: Path, most_bytes: int) -> None:
+    """Warn when a conversion might not fit the disk; `most_bytes` is what it takes at worst."""
+    place = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < most_bytes:
+        found.warnings.append(
+            f"{free / 2**30:.1f} GiB are free in {place}; the converted model may take "
+            f"{most_bytes / 2**30:.1f} GiB."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,161 @@
+"""GrammarCompiler: grammars ready to be followed, each compiled once, whatever is sent to be compiled."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidRequest
+from engine.plan.structured_output import StructuredOutput
+from engine.text.grammar_state import GrammarState
+from engine.text.grammar_text import grammar_text
+from engine.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_CACHED = 32
+# Deep sources are compiled by recursion: a long chain of references needs far more than a usual stack, and
+# there is no error for its end. Only what is used becomes memory.
+_STACK_BYTES = 256 << 20
+_MAX_REASON_CHARS = 100
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): |^failed to compile JSON schema: ")
+_END_TOKEN = b"<|end|>"  # a name for messages: no text spells a special token
+
+_stack_size_lock = threading.Lock()
+
+
+class FollowableGrammar:
+    """A compiled grammar; see CompiledGrammar. Loop thread only."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self.is_worn = False  # its automaton, which all replies share, has outgrown its limits
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def start(self, end_token_ids: frozenset[int]) -> GrammarState:
+        """See CompiledGrammar; O(1)."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, end_token_ids, self._wear_out)
+
+    def _wear_out(self) -> None:
+        self.is_worn = True
+
+
+class GrammarCompiler:
+    """Compiles for one model's tokens, and remembers the last `MAX_CACHED` grammars; one thread at a time.
+
+    The grammars are over the very bytes that replies are decoded from. `eos_token_ids` are no text.
+    """
+
+    def __init__(self, pieces: TokenBytes, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._cache: OrderedDict[StructuredOutput, FollowableGrammar] = OrderedDict()
+
+    def compile(self, structure: StructuredOutput) -> FollowableGrammar:
+        """Ready to be followed. Raises InvalidRequest for what is not valid, not supported or too large."""
+        found = self._cache.pop(structure, None)
+        if found is None or found.is_worn:
+            try:
+                found = FollowableGrammar(self._compile(structure), self._vocab_size)
+            except ValueError as error:
+                name = f"'{structure.param}'" if structure.param else "The structured output"
+                message = f"{name} cannot be used: {_shown(str(error))}."
+                raise InvalidRequest(message, structure.param) from None
+        self._cache[structure] = found
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        return found
+
+    def _compile(self, structure: StructuredOutput) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        text = grammar_text(structure, self._special_tokens)
+        tokenizer, limits = self._tokenizer, _limits()
+        matcher = _on_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
+        if matcher.is_error():
+            raise ValueError(_reason(matcher.get_error()))
+        # The first mask is the dearest, and shows what cannot be followed at all.
+        first = matcher.deep_copy()
+        mask = GrammarState(first, self._vocab_size, frozenset()).mask(())
+        if not mask.any():
+            if first.is_error() and not first.stop_reason().startswith("NoExtension"):
+                raise ValueError("it is too complex")
+            raise ValueError("no text but an empty one satisfies it")
+        return matcher
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """By the text that spells them."""
+        spelled, shown = self._pieces.table(False), self._pieces.table(True)
+        hidden = [index for index, piece in enumerate(spelled) if piece and not shown[index]]
+        return {spelled[index].decode("utf-8", "replace"): index for index in hidden}
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The tokens as bytes, and one of its own that ends a reply. Takes a moment to build."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        special = self._eos_token_ids.union(self._special_tokens.values())
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._pieces, self._vocab_size, special)))
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance asks for them: special ones apart, and the end token behind the last."""
+
+    bos_token_id = None
+
+    def __init__(self, pieces: TokenBytes, vocab_size: int, special_token_ids: frozenset[int]) -> None:
+        spelled = pieces.table(False)[:vocab_size]
+        padding = [b""] * (vocab_size - len(spelled))
+        self.tokens = [*spelled, *padding, _END_TOKEN]
+        self.special_token_ids = sorted(token_id for token_id in special_token_ids if token_id < vocab_size)
+        self.special_token_ids.append(vocab_size)
+        self.eos_token_id = vocab_size
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text that a grammar forces: never needed, for ours force nothing."""
+        return []
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    # A state takes one or two kilobytes. Messages are to hold nothing of the grammar.
+    return LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+
+
+def _on_deep_stack(call: Callable[[], LLMatcher]) -> LLMatcher:
+    """The result of `call`, made in a thread of its own that has a large stack."""
+    results: list[LLMatcher] = []
+    thread = threading.Thread(target=lambda: results.append(call()), name="grammar", daemon=True)
+    with _stack_size_lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if not results:
+        raise ValueError("the compiler has failed on it")
+    return results[0]
+
+
+def _reason(error: str) -> str:
+    """The part of the compiler's message that says what is wrong."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["the compiler does not say why"]
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    while (shorter := _PLACE.sub("", reason)) != reason:
+        reason = shorter
+    return reason
+
+
+def _shown(reason: str) -> str:
+    """Short enough to be sent back, whatever of the source it holds."""
+    reason = reason.rstrip(".")
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[: _MAX_REASON_CHARS - 1] + "…"

@@ -1,0 +1,107 @@
+"""grammar_text: any structured output as one Lark grammar, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from engine.plan.structured_output import Frame, StructuredOutput
+from engine.text.source_limits import check_grammar, check_pattern, check_schema, check_size
+
+# Without it llguidance spells out long forced texts in advance, at any cost, and allows one spelling only.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# JSON's whitespace, but never so much that a reply is nothing else.
+_WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,32}"
+# With \u a key could be spelled in two ways, and come twice: only for characters that need it.
+_ESCAPES = '"\\bfnrt'
+_NEEDS_U = re.compile(r"\\u00[01]")
+
+
+def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """The grammar. `special_tokens` are known by their text where a frame spells them.
+
+    Raises ValueError, with a reason to show, for a source that is too large or not valid.
+    """
+    check_size(structure.source)
+    match structure.kind:
+        case "json_object":
+            return _json({"type": "object"}, structure.frame, special_tokens)
+        case "json_schema":
+            return _json(_schema(structure.source), structure.frame, special_tokens)
+        case "regex":
+            return _regex(structure.source)
+        case "choice":
+            return _choice(structure.source)
+        case "grammar":
+            return _OPTIONS + _lark(structure.source)
+
+
+def _json(schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]) -> str:
+    escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
+    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
+    value = "%json " + json.dumps({**schema, "x-guidance": options})
+    if frame is None:
+        return f"{_OPTIONS}start: {value}"
+    before, after, between = (
+        _literal(text, special_tokens) for text in (frame.before, frame.after, frame.between)
+    )
+    more = f"({between} part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
+    return f"{_OPTIONS}start: part {more}\npart: {before} value {after}\nvalue: {value}"
+
+
+def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """The terminals that spell this text, special tokens as themselves; none for no text."""
+    names = sorted(filter(None, special_tokens), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(
+        f"<[{special_tokens[piece]}]>" if piece in special_tokens else f"/{_escaped(piece)}/"
+        for piece in pieces
+        if piece
+    )
+
+
+def _schema(source: str) -> dict[str, object]:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        raise ValueError("the schema is not valid JSON") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
+    check_schema(schema)
+    return schema
+
+
+def _regex(source: str) -> str:
+    from llguidance import LLMatcher
+
+    check_pattern(source)
+    grammar = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    return _OPTIONS + str(grammar)
+
+
+def _choice(source: str) -> str:
+    choices = json.loads(source)
+    return f"{_OPTIONS}start: CHOICE\nCHOICE: /{'|'.join(map(_escaped, choices))}/"
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _lark(source: str) -> str:
+    if "%llguidance" in source:
+        raise ValueError("'%llguidance' is not supported in a grammar")
+    check_grammar(source)
+    if "::=" not in source:
+        return source
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        text = str(gbnf_to_lark(source))
+    except Exception as error:  # the converter raises anything for what it cannot read
+        raise ValueError(f"the grammar is not valid EBNF: {error}") from None
+    return text.replace("%llguidance {}", "", 1)

@@ -1,0 +1,1 @@
+"""Fits drafters to their target."""

@@ -1,0 +1,1 @@
+"""The APIs: what requests may say, and how they are answered."""

@@ -1,0 +1,94 @@
+"""From the bytes of a body to a checked request record, or to a 400 that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from server.api.openai.protocol import GenerationBody
+from server.api.openai.protocol_refusals import Refusal, check_refusals
+from server.api.time_limit import deadline_header, soonest
+from server.http.context import ServerContext, context_of, exchange_of
+from server.http.errors import ApiError, invalid, shown
+from server.http.json_body import parse_json
+from server.http.middleware import usable_label
+from server.observability.http_metrics import MAX_NAMES
+
+T = TypeVar("T", bound=GenerationBody)
+M = TypeVar("M", bound=BaseModel)
+
+IGNORED_HEADER = b"x-slipstream-ignored"
+_MAX_IGNORED_SHOWN = 16
+_MAX_ERRORS_SHOWN = 5
+_SMALL_BYTES = 65_536  # read within a few milliseconds, whatever it holds
+
+
+async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
+    """A generating request's body as `kind`, with what its headers add. Raises ApiError."""
+    from_header = deadline_header(request.headers)
+    body = await read_fields(request, kind, refusals)
+    body.deadline_ms = soonest(body.deadline_ms, from_header)
+    exchange = exchange_of(request.scope)
+    exchange.caller_id = exchange.caller_id or body.request_id
+    return body
+
+
+async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Refusal]) -> M:
+    """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
+
+    def check(data: dict[str, Any]) -> M:
+        check_refusals(data, refusals)
+        return kind.model_validate(data)
+
+    body = await read_body(request, check)
+    unknown = [name for name in body.model_extra or () if name not in refusals]
+    if unknown:
+        _report_unknown(request, context_of(request), unknown)
+    return body
+
+
+async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M:
+    """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError."""
+    content, turn = await request.body(), context_of(request).large_bodies
+
+    def read() -> M:
+        try:
+            return check(parse_json(content))
+        except ValidationError as error:
+            raise describe(error) from None
+
+    def read_in_turn() -> M:
+        with turn:  # two at a time would keep the loop from the interpreter twice as long
+            return read()
+
+    return read() if len(content) <= _SMALL_BYTES else await asyncio.to_thread(read_in_turn)
+
+
+def describe(error: ValidationError) -> ApiError:
+    """The 400 for what pydantic found: the first field as `param`, the first few in the message."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    fields = [(field_path(each["loc"]), each["msg"]) for each in found[:_MAX_ERRORS_SHOWN]]
+    message = "; ".join(f"'{name}': {reason}" for name, reason in fields)
+    more = len(found) - len(fields)
+    return invalid(message + (f"; and {more} more" if more else "") + ".", fields[0][0])
+
+
+def field_path(loc: Sequence[int | str]) -> str:
+    """A pydantic location as OpenAI spells it: messages[0].content."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
+    return shown(path.removeprefix("."))
+
+
+def _report_unknown(request: Request, context: ServerContext, names: Sequence[str]) -> None:
+    if context.settings.server.strict_params:
+        raise invalid(f"'{shown(names[0])}' is not a known field.", shown(names[0]))
+    labels = [
+        shown(usable_label(name) or "?").replace("…", "~").replace(",", "_") for name in names[:MAX_NAMES]
+    ]
+    context.http.count_ignored(len(names), labels)
+    value = ",".join(labels[:_MAX_IGNORED_SHOWN]).encode("ascii")
+    exchange_of(request.scope).headers.append((IGNORED_HEADER, value))

@@ -1,0 +1,1 @@
+"""OpenAI's API, with the fields that vLLM added to it."""

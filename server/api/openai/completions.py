@@ -1,0 +1,141 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine import Engine, OutputDelta, TokenLogprobs
+from server.api.body import read_request
+from server.api.generation import Choice, Order, Prompt, open_generation, truncated
+from server.api.openai.logprobs import TokenSpelling, completion_logprobs, echoed_logprobs, prompt_logprobs
+from server.api.openai.models import check_model
+from server.api.openai.protocol import CompletionRequest
+from server.api.openai.protocol_refusals import ON_COMPLETIONS
+from server.api.openai.protocol_values import PromptItem
+from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
+from server.api.openapi import json_body
+from server.api.sampling import check_token_ids
+from server.http.context import ServerContext, context_of, exchange_of
+
+router = APIRouter(tags=["generation"])
+
+
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Continue a prompt, or several."""
+    context = context_of(request)
+    body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
+    check_model(context, body.model)
+    shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
+    order = Order(
+        reply_id=fresh_id(shape),
+        body=body,
+        num_prompts=len(body.prompt),
+        prepare=lambda engine: read_prompts(body, engine),
+        exchange=exchange_of(request.scope),
+    )
+    return await answer(context, order, shape)
+
+
+async def answer(context: ServerContext, order: Order, shape: CompletionShape) -> Response:
+    """Open the generation, then reply with it."""
+    generation = await open_generation(context, order)
+    return await Reply(context, order.body, shape, order.reply_id).respond(generation)
+
+
+async def read_prompts(body: CompletionRequest, engine: Engine) -> list[Prompt]:
+    """The prompts as the model reads them, with their text when it is to be echoed."""
+    return [await _read_prompt(body, item, engine) for item in body.prompt]
+
+
+async def _read_prompt(body: CompletionRequest, item: PromptItem, engine: Engine) -> Prompt:
+    if isinstance(item, str):
+        all_ids = await engine.encode(item, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        all_ids = item
+        check_token_ids("prompt", all_ids, engine.info.vocab_size)
+    token_ids = truncated(body, all_ids, engine.info)
+    if not body.echo:
+        return Prompt(token_ids)
+    if isinstance(item, str) and len(token_ids) == len(all_ids):
+        return Prompt(token_ids, item)
+    skip = body.skip_special_tokens is not False
+    return Prompt(token_ids, await engine.decode(token_ids, skip_special_tokens=skip))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape:
+    """OpenAI's text_completion objects."""
+
+    body: CompletionRequest
+    spelling: TokenSpelling
+
+    id_prefix = "cmpl"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def chunks(self, choice: Choice, delta: OutputDelta) -> Iterator[dict[str, object]]:
+        """One chunk with text and end together; none for a delta that shows nothing."""
+        first, choice.started = not choice.started, True
+        logprobs = self._logprobs(choice, delta.logprobs, first)
+        text = (choice.prompt.text or "") + delta.text if first else delta.text
+        carries_ids = bool(self.body.return_token_ids)
+        tells_prompt = first and choice.prompt.scores is not None
+        if not (text or delta.finish or delta.logprobs or carries_ids or tells_prompt):
+            return
+        entry = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            **finish_fields(choice),
+            **(self._prompt_logprobs(choice) if first else {}),
+        }
+        if carries_ids:
+            entry["prompt_token_ids"] = list(choice.prompt.token_ids) if first else None
+            entry["token_ids"] = list(delta.token_ids)
+        yield {"choices": [entry]}
+
+    def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
+        """The whole choice."""
+        entry = {
+            "index": choice.index,
+            "text": (choice.prompt.text or "") + "".join(output.text),
+            "logprobs": self._logprobs(choice, output.logprobs, first=True),
+            **finish_fields(choice),
+            **self._prompt_logprobs(choice),
+        }
+        if self.body.return_token_ids:
+            entry["prompt_token_ids"] = list(choice.prompt.token_ids)
+            entry["token_ids"] = output.token_ids
+        return entry
+
+    def extras(self, choices: list[Choice]) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+    def _logprobs(
+        self, choice: Choice, logprobs: Sequence[TokenLogprobs], first: bool
+    ) -> dict[str, list[object]] | None:
+        """The logprobs object, which begins with an echoed prompt's; moves the choice's text offset on."""
+        if self.body.logprobs is None:
+            return None
+        text, prompt = self.spelling.text, choice.prompt
+        echoed: dict[str, list[object]] = {}
+        if first and self.body.echo and prompt.scores is not None:
+            echoed = echoed_logprobs(prompt.token_ids, prompt.scores.records, self.body.logprobs, text)
+            choice.text_offset = sum(len(text(token_id)) for token_id in prompt.token_ids)
+        result = completion_logprobs(logprobs, text, choice.text_offset)
+        choice.text_offset += sum(len(text(each.token_id)) for each in logprobs)
+        return {name: [*echoed.get(name, ()), *values] for name, values in result.items()}
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
+        """The prompt's own, where they are asked for."""
+        scores, number = choice.prompt.scores, self.body.prompt_logprobs
+        if number is None or scores is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(scores.records, number, self.spelling.text)}

@@ -1,0 +1,191 @@
+"""The parts of a chat request that are about tools: definitions, the choice among them, and earlier calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import from_json
+
+from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, check_num_values, depths_of, refuse
+from server.http.json_body import find_too_many
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+MAX_SCHEMA_DEPTH = 64
+MAX_DESCRIPTION = 16_384
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+ChoiceKind = Literal["none", "auto", "required", "function"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls tools: never, as it likes, at least one, or the one with this `name`."""
+
+    kind: ChoiceKind
+    name: str | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """True when the reply is made of calls and nothing else."""
+        return self.kind in ("required", "function")
+
+
+def check_tool_choice(value: object) -> ToolChoice:
+    """OpenAI's three words, or an object that names a function."""
+    if value == "none" or value == "auto" or value == "required":
+        return ToolChoice(value)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        refuse("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '...'}}")
+    return ToolChoice("function", name)
+
+
+def check_parameters(value: object) -> dict[str, Any]:
+    """A function's parameters: the JSON schema of an object, within what structured output takes."""
+    if not isinstance(value, dict):
+        refuse("must be a JSON schema")
+    check_num_values(value)
+    if not value:
+        return NO_PARAMETERS
+    if value.get("type") != "object":
+        refuse("must be the JSON schema of an object, with 'type': 'object'")
+    if any(depth > MAX_SCHEMA_DEPTH for depth in depths_of(value)):
+        refuse(f"is nested more deeply than {MAX_SCHEMA_DEPTH} levels")
+    size = len(json.dumps(value, ensure_ascii=False))
+    if size > MAX_SCHEMA_CHARS:
+        refuse(f"has {size} characters; the limit is {MAX_SCHEMA_CHARS}")
+    return value
+
+
+def check_arguments(value: object) -> dict[str, Any]:
+    """The arguments of an earlier call: the text of a JSON object; none at all is an empty one."""
+    if not isinstance(value, str):
+        refuse("must be a string that holds a JSON object")
+    if (too_many := find_too_many(value.encode("utf-8", "replace"))) is not None:
+        refuse(f"holds {too_many}")
+    try:
+        arguments = from_json(value, allow_inf_nan=False) if value.strip() else {}
+    except ValueError:
+        refuse("must be a string that holds a JSON object; it is not valid JSON")
+    if not isinstance(arguments, dict):
+        refuse("must be a string that holds a JSON object")
+    return arguments
+
+
+_CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+_PARAMETERS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
+        {"type": "object", "maxProperties": 0},
+    ]
+}
+_ARGUMENTS_SCHEMA: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
+
+
+def _described(schema: dict[str, Any]) -> Any:
+    return Field(json_schema_extra=lambda found: found.update(schema))
+
+
+Choice = Annotated[ToolChoice, PlainValidator(check_tool_choice, Any), _described(_CHOICE_SCHEMA)]
+Parameters = Annotated[dict[str, Any], PlainValidator(check_parameters, Any), _described(_PARAMETERS_SCHEMA)]
+Arguments = Annotated[dict[str, Any], PlainValidator(check_arguments, Any), _described(_ARGUMENTS_SCHEMA)]
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call.
+
+    `strict` changes nothing: calls that are forced always match `parameters`, others as the model likes.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    name: FunctionName
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The schema of its arguments; a function without one takes none."""
+        return NO_PARAMETERS if self.parameters is None else self.parameters
+
+
+class Tool(BaseModel):
+    """One entry of `tools`."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, object]:
+        """As chat templates expect it, with the fields that they know."""
+        function = self.function
+        shown: dict[str, object] = {"name": function.name}
+        if function.description is not None:
+            shown["description"] = function.description
+        shown["parameters"] = {"type": "object", "properties": {}, **(function.parameters or {})}
+        return {"type": "function", "function": shown}
+
+
+def check_tools(tools: list[Tool]) -> list[Tool]:
+    """Every name once."""
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        refuse(f"has more than one function named '{twice}'")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools)]
+
+
+class CalledFunction(BaseModel):
+    """What an earlier message called, with what."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Arguments
+
+
+class ToolCall(BaseModel):
+    """A call in an earlier message of the assistant."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, object]:
+        """As chat templates expect it: with the arguments as an object, not as text."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        own_id = {} if self.id is None else {"id": self.id}
+        return {**own_id, "type": "function", "function": function}
+
+
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)]

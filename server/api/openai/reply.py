@@ -1,0 +1,158 @@
+"""Reply: one generation as an HTTP reply, JSON or SSE. What differs between the endpoints is a ReplyShape."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.responses import Response
+
+from engine import FinishReason, OutputDelta, TokenLogprobs
+from server.api.generation import Choice, Generation
+from server.api.openai.protocol import GenerationBody
+from server.api.usage import choice_usage, reply_metrics, reply_usage
+from server.http.context import ServerContext
+from server.http.errors import error_reply
+from server.http.json_reply import json_response
+from server.http.sse import DONE, KEEP_ALIVE, EventStream, encode_event
+
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything one choice gave, for a reply in one piece."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append one delta."""
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+
+class ReplyShape(Protocol):
+    """How one endpoint spells its replies."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def chunks(self, choice: Choice, delta: OutputDelta) -> Iterator[dict[str, object]]:
+        """The parts of the stream's chunks that show `delta`: none when it shows nothing."""
+        ...
+
+    def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
+        """One entry of `choices` in a JSON reply."""
+        ...
+
+    def extras(self, choices: list[Choice]) -> dict[str, object]:
+        """What a JSON reply has beside its choices."""
+        ...
+
+
+def finish_fields(choice: Choice) -> dict[str, object]:
+    """`finish_reason` and `stop_reason`, both null while the choice runs."""
+    finish = choice.finish
+    if finish is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": _FINISH_REASONS.get(finish.reason, "abort"), "stop_reason": finish.stop_reason}
+
+
+def fresh_id(shape: ReplyShape) -> str:
+    """A reply's id; the caller's own label never becomes one."""
+    return f"{shape.id_prefix}-{uuid.uuid4().hex}"
+
+
+class Reply:
+    """Turns a generation into a response and closes it, however that ends."""
+
+    def __init__(
+        self, context: ServerContext, body: GenerationBody, shape: ReplyShape, reply_id: str
+    ) -> None:
+        options = body.stream_options
+        self._settings = context.settings.server
+        self._shape = shape
+        self._includes_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._streams = bool(body.stream)
+        self._predicted = body.prediction is not None
+        self._envelope = {
+            "id": reply_id,
+            "object": shape.chunk_object_name if self._streams else shape.object_name,
+            "created": int(time.time()),
+            "model": body.model or context.served_names[0],
+        }
+        if body.service_tier is not None:
+            self._envelope["service_tier"] = "default" if body.service_tier == "auto" else body.service_tier
+
+    async def respond(self, generation: Generation) -> Response:
+        """The response: at the first event of a stream, or at the end for JSON.
+
+        Raises what the generation ends with before that: nothing has been sent, so it can be a status.
+        """
+        if not self._streams:
+            try:
+                return json_response(await self._collect(generation))
+            finally:
+                generation.close()
+        chunks = self._chunks(generation)
+        try:
+            first = await anext(chunks)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(self.events(first, chunks), generation.close)
+
+    async def events(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """Every event of the stream; a late error is one as well, and `[DONE]` is always last."""
+        yield first
+        try:
+            async with aclosing(chunks):
+                async for event in chunks:
+                    yield event
+        except Exception as error:
+            yield encode_event(error_reply(error).body())
+        yield DONE
+
+    async def _chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        while generation.is_open:
+            try:
+                async with asyncio.timeout(self._settings.sse_keepalive_seconds):
+                    choice, delta = await generation.next()
+            except TimeoutError:
+                yield KEEP_ALIVE
+                continue
+            for part in self._shape.chunks(choice, delta):
+                yield encode_event({**self._envelope, **part, **self._chunk_usage(choice)})
+        if self._includes_usage:
+            yield encode_event({**self._envelope, "choices": [], **self._totals(generation)})
+
+    def _chunk_usage(self, choice: Choice) -> dict[str, object]:
+        if self._continuous_usage:
+            return {"usage": choice_usage(choice, predicted=self._predicted)}
+        return {"usage": None} if self._includes_usage else {}
+
+    def _totals(self, generation: Generation) -> dict[str, object]:
+        totals: dict[str, object] = {"usage": reply_usage(generation.choices, predicted=self._predicted)}
+        if self._settings.per_request_metrics:
+            totals["metrics"] = reply_metrics(generation.choices)
+        return totals
+
+    async def _collect(self, generation: Generation) -> dict[str, object]:
+        outputs = [Collected() for _ in generation.choices]
+        while generation.is_open:
+            choice, delta = await generation.next()
+            outputs[choice.index].add(delta)
+        choices = list(generation.choices)
+        entries = [self._shape.choice(choice, outputs[choice.index]) for choice in choices]
+        extras = self._shape.extras(choices)
+        return {**self._envelope, "choices": entries, **extras, **self._totals(generation)}

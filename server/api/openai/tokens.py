@@ -1,0 +1,70 @@
+"""/tokenize, /detokenize and /tokenizer_info: the model's tokenizer for clients, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine import Engine
+from server.api.body import read_fields
+from server.api.openai.models import check_model
+from server.api.openai.protocol_refusals import ON_TOKENIZE
+from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.api.openapi import json_body
+from server.api.sampling import check_token_ids
+from server.api.tools.history import Conversation, messages_for_template, tool_template
+from server.http.context import context_of
+from server.http.errors import invalid
+from server.http.json_reply import json_response
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or of a conversation, as generating from it would read them."""
+    context = context_of(request)
+    body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
+    check_model(context, body.model)
+    engine = context.engine
+    token_ids = await read_token_ids(body, engine)
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": engine.info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [engine.token_name(each) for each in token_ids] if body.return_token_strs else None,
+        }
+    )
+
+
+async def read_token_ids(body: TokenizeRequest, engine: Engine) -> list[int]:
+    """Special tokens are added to a text unless refused, to a conversation only when asked for."""
+    if body.prompt is not None and body.messages is None:
+        return await engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if body.messages is None or body.prompt is not None:
+        raise invalid("Give either 'prompt' or 'messages'.", "prompt")
+    conversation = Conversation(body.messages, body.tools)
+    messages = messages_for_template(body.messages, tool_template(conversation, engine))
+    tools = [tool.for_template() for tool in body.tools or ()]
+    return await engine.render_chat(messages, tools, add_special_tokens=bool(body.add_special_tokens))
+
+
+@router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens spelled out."""
+    context = context_of(request)
+    body = await read_fields(request, DetokenizeRequest, {})
+    check_model(context, body.model)
+    check_token_ids("tokens", body.tokens, context.engine.info.vocab_size)
+    text = await context.engine.decode(body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to tokenize and to render conversations by itself."""
+    context = context_of(request)
+    limit = context.engine.info.max_model_len
+    return json_response({**context.engine.describe_tokenizer(), "model_max_length": limit})

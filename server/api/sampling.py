@@ -1,0 +1,117 @@
+"""From a request's fields to SamplingParams: the defaults, the limits of this server and of this model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+
+from config import ServerSettings
+from engine import EngineInfo, Priority, SamplingParams
+from server.api.openai.protocol import CompletionRequest, GenerationBody
+from server.http.errors import ApiError, invalid
+
+# Below this a temperature is greedy: logits divided by it would overflow float32.
+GREEDY_TEMPERATURE = 1e-5
+
+_TIERS: Mapping[str, int] = {"priority": Priority.HIGH, "fast": Priority.HIGH, "flex": Priority.FLEX}
+
+
+def check_limits(body: GenerationBody, settings: ServerSettings) -> None:
+    """Raise ApiError for what this server does not allow, whatever model it serves."""
+    if body.num_choices > settings.max_n:
+        raise invalid(f"'n' is {body.num_choices}; the limit is {settings.max_n}.", "n")
+    if (body.num_logprobs or 0) > settings.max_logprobs:
+        raise invalid(
+            f"'{body.logprobs_param}' is {body.num_logprobs}; the limit is {settings.max_logprobs}.",
+            body.logprobs_param,
+        )
+    if (body.prompt_logprobs or 0) > settings.max_logprobs:
+        raise invalid(
+            f"'prompt_logprobs' is {body.prompt_logprobs}; the limit is {settings.max_logprobs}.",
+            "prompt_logprobs",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("'stream_options' needs 'stream': true.", "stream_options")
+    if body.truncate_prompt_tokens == 0:
+        raise invalid("'truncate_prompt_tokens' is 0: keep at least one token, or -1 for all that fit.",
+                      "truncate_prompt_tokens")  # fmt: skip
+    if isinstance(body, CompletionRequest):
+        _check_completion(body)
+
+
+def _check_completion(body: CompletionRequest) -> None:
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise invalid(f"'best_of' is {body.best_of}: it is supported only when equal to 'n'.", "best_of")
+
+
+def priority_of(body: GenerationBody) -> int:
+    """The scheduling priority; an explicit one wins over the service tier's."""
+    if body.priority is not None:
+        return body.priority
+    return _TIERS.get(body.service_tier or "default", Priority.DEFAULT)
+
+
+def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> SamplingParams:
+    """What the engine needs, but for the seed. Raises ApiError for values this model does not allow."""
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(f"'min_tokens' is {min_tokens}, more than the {max_tokens} to generate.", "min_tokens")
+    stop_ids, allowed = body.stop_token_ids or (), body.allowed_token_ids
+    bias = body.logit_bias or ()
+    check_token_ids("stop_token_ids", stop_ids, info.vocab_size)
+    check_token_ids("logit_bias", (token_id for token_id, _ in bias), info.vocab_size)
+    if allowed is not None:
+        check_token_ids("allowed_token_ids", allowed, info.vocab_size)
+        if not allowed:
+            raise invalid("'allowed_token_ids' is empty: nothing could be generated.", "allowed_token_ids")
+    temperature = _default(body.temperature, 1.0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+        top_k=min(max(0, body.top_k or 0), info.vocab_size),
+        top_p=_default(body.top_p, 1.0),
+        min_p=_default(body.min_p, 0.0),
+        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        presence_penalty=_default(body.presence_penalty, 0.0),
+        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        logit_bias=bias,
+        allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+        stop=body.stop or (),
+        stop_token_ids=frozenset(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ApiError when an id of field `name` is outside the vocabulary."""
+    worst = max(token_ids, default=0)
+    if worst >= vocab_size:
+        raise out_of_vocabulary(name, worst, vocab_size)
+
+
+def out_of_vocabulary(name: str, token_id: int, vocab_size: int) -> ApiError:
+    """The 400 for a token id the model does not have."""
+    return invalid(f"'{name}' holds the token id {token_id}; ids go from 0 to {vocab_size - 1}.", name)
+
+
+def base_seed(body: GenerationBody) -> int:
+    """The caller's seed, or a fresh one nobody can guess."""
+    return secrets.randbits(63) if body.seed is None else body.seed
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice j: a hash of (seed, j), so that choices differ and repeat; choice 0 keeps it."""
+    if choice == 0:
+        return seed
+    digest = blake2b(seed.to_bytes(8, "little", signed=True) + choice.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)

@@ -1,0 +1,139 @@
+"""Daemon: one engine behind one listener, from loading to the exit code. The signals come from outside.
+
+The listener stays open while draining, so that clients read "draining" instead of a refused connection, and
+for a moment after a fault, so that they and their probes read of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from config import Settings
+from engine import Engine, EngineState, StartRefused, settle_memory
+from server.app import build_app
+from server.http.http_server import GRACE_S, HttpServer
+from server.http.listener import is_public, url_of
+from server.observability.request_log import Tracer
+
+log = logging.getLogger("slipstream.server")
+
+OK, FAULT = 0, 1
+
+FAREWELL_S = 3.0  # longer than most probes' period, and far below the time a dead process may take to end
+
+
+class Daemon:
+    """Loads, serves, drains, ends. For the event-loop thread; `run` once. Calls `on_loaded` when it is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        listener: socket.socket,
+        tracer: Tracer | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._on_loaded = on_loaded
+        self._engine = engine
+        self._listener = listener
+        self._http = HttpServer(build_app(settings, engine, tracer))
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+        self._loaded = False
+
+    def on_signal(self) -> None:
+        """The first asks for a drain, any later one for the end."""
+        (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
+
+    async def run(self) -> int:
+        """Serve to the end; the exit code. Raises StartRefused when the model cannot be loaded."""
+        self._announce()
+        life = asyncio.create_task(self._live())
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        asked = asyncio.create_task(self._first_signal.wait())
+        try:
+            await asyncio.wait({life, serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                self._tell_end_of(life)
+                if self._loaded:
+                    await asyncio.wait({asked, serving}, timeout=FAREWELL_S)
+                return FAULT
+            if serving.done():
+                log.error("the HTTP server ended by itself", exc_info=serving.exception())
+                return FAULT
+            return await self._drain(life)
+        finally:
+            await self._shut_down(life, serving)
+            asked.cancel()
+
+    def _announce(self) -> None:
+        server, url = self._settings.server, url_of(self._listener)
+        log.info("listening on %s while %s loads", url, self._settings.model.model)
+        if is_public(self._listener) and not server.api_key and server.api_key_file is None:
+            log.warning("%s is open to other machines and asks for no key: see --api-key", url)
+
+    async def _live(self) -> None:
+        """Load, then last until the engine dies."""
+        await self._engine.start()
+        self._loaded = True
+        settle_memory()
+        self._on_loaded()
+        if self._engine.state is EngineState.READY:
+            info = self._engine.info
+            log.info(
+                "serving %s on %s",
+                self._settings.model.served_names[0],
+                url_of(self._listener),
+                extra={
+                    "device": info.device,
+                    "dtype": info.dtype,
+                    "max_model_len": info.max_model_len,
+                    "kv_blocks": f"{info.num_kv_blocks}x{info.kv_block_size}",
+                    "kv_mib": info.kv_bytes >> 20,
+                },
+            )
+        await self._engine.wait_dead()
+
+    def _tell_end_of(self, life: asyncio.Task[None]) -> None:
+        """Log why a life ended by itself. Raises StartRefused."""
+        error = life.exception()
+        if isinstance(error, StartRefused):
+            raise error
+        if error is not None:
+            log.error("the engine could not be started", exc_info=error)
+        else:
+            log.error("the engine is dead; the process ends")
+
+    async def _drain(self, life: asyncio.Task[None]) -> int:
+        """Let running requests finish; a second signal or a fault cuts that short. The exit code."""
+        timeout_s = self._settings.server.drain_timeout
+        log.info("draining for up to %g s; another signal ends at once", timeout_s)
+        draining = asyncio.create_task(self._engine.drain(timeout_s))
+        hurried = asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait(
+            {draining, hurried, life}, timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        drained = draining.done() and not hurried.done() and self._engine.state is not EngineState.DEAD
+        draining.cancel()
+        hurried.cancel()
+        log.info("drained" if drained else "ending with requests cut short")
+        return OK if drained else FAULT
+
+    async def _shut_down(self, life: asyncio.Task[None], serving: asyncio.Task[None]) -> None:
+        """End every stream, give their readers a moment, then the step in flight; what sticks is left."""
+        await _wait(self._engine.drain(0))
+        self._http.should_exit = True
+        await asyncio.wait({serving}, timeout=2 * GRACE_S)
+        if self._loaded or life.done():  # a load in progress cannot be stopped
+            await _wait(self._engine.stop())
+        life.cancel()
+
+
+async def _wait(ending: Coroutine[Any, Any, None]) -> None:
+    """Give something that may stick a moment to end."""
+    await asyncio.wait({asyncio.create_task(ending)}, timeout=GRACE_S)

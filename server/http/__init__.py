@@ -1,0 +1,1 @@
+"""Sockets, limits, middleware, and JSON as it comes and goes."""

@@ -1,0 +1,154 @@
+"""ClientMiddleware: the one owner of `receive`. Reads the body under its cap, then watches the client.
+
+A client that leaves cancels the task that serves it, wherever that task waits; `finally` blocks do the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from config import ServerSettings
+from server.http.body_room import BodyRoom
+from server.http.errors import INVALID, ApiError, ErrorReply
+from server.http.peer import peer_of
+
+_LINE_BYTES = 4  # of a header: the colon, the space, the end of the line
+_MAX_DIGITS = 18
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the reply was complete: there is nobody to answer."""
+
+
+class ClientMiddleware:
+    """Gives the inner application a complete body, and cancels it when the client goes."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self._settings = settings
+        self._room = BodyRoom(settings.max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Raises ClientGone when the client left before the end."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        peer = peer_of(scope)
+        try:
+            peer.check()
+            check_head(scope, self._settings)
+            body = await read_body(receive, self._settings.max_body_bytes, self._room)
+            peer.check()  # its fault may have ended the body
+        except ApiError as error:
+            await error.reply.send(scope, receive, send)
+            return
+        await _Watch(receive, send, body).run(self.app, scope)
+
+
+def check_head(scope: Scope, settings: ServerSettings) -> None:
+    """Refuse by the headers alone: too large, a body announced too large, or a body that is not JSON."""
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
+    size += len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    if size > settings.max_header_bytes:
+        message = f"The headers take {size} bytes; the limit is {settings.max_header_bytes}."
+        raise ApiError(ErrorReply(431, INVALID, message, code="headers_too_large"))
+    found = dict(headers)
+    announced = announced_length(found.get(b"content-length", b"0"))
+    if announced > settings.max_body_bytes:
+        raise _body_too_large(settings.max_body_bytes)
+    if (announced or b"transfer-encoding" in found) and not _is_json(found.get(b"content-type", b"")):
+        message = "The body must be JSON: send it with 'content-type: application/json'."
+        raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
+
+
+def announced_length(value: bytes) -> int:
+    """A content-length as a number, 0 for none; what no body could have is a large one."""
+    digits = value.lstrip(b"0")
+    if not digits.isdigit():
+        return 0
+    return int(digits) if len(digits) < _MAX_DIGITS else 10**_MAX_DIGITS
+
+
+def _is_json(content_type: bytes) -> bool:
+    media_type = content_type.split(b";")[0].strip().lower()
+    return media_type == b"application/json" or (
+        media_type.startswith(b"application/") and media_type.endswith(b"+json")
+    )
+
+
+def _body_too_large(limit: int) -> ApiError:
+    message = f"The body is larger than the limit of {limit} bytes."
+    return ApiError(ErrorReply(413, INVALID, message, code="body_too_large"))
+
+
+async def read_body(receive: Receive, limit: int, room: BodyRoom) -> bytes:
+    """The whole body; never holds more than `limit`, what `room` has, and one network read.
+
+    Raises ApiError or ClientGone.
+    """
+    body = bytearray()
+    held = 0
+    more = True
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise _body_too_large(limit)
+            room.grow(held, len(body))
+            held = len(body)
+            more = message.get("more_body", False)
+        return bytes(body)
+    finally:
+        room.grow(held, 0)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One request being served while a second task waits for its client to leave."""
+
+    receive: Receive
+    send: Send
+    body: bytes | None
+    gone: bool = field(default=False, init=False)
+    answered: bool = field(default=False, init=False)
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        """Run `app`; raises ClientGone in place of the cancellation that a leaving client caused."""
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        watcher = asyncio.create_task(self._wait_for_leaving(task))
+        try:
+            await app(scope, self._replay, self._send)
+        except asyncio.CancelledError:
+            if self.gone and task.uncancel() <= num_cancels:
+                raise ClientGone from None
+            raise
+        finally:
+            watcher.cancel()
+
+    async def _wait_for_leaving(self, task: asyncio.Task[object]) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        if not self.answered:
+            self.gone = True
+            task.cancel()
+
+    async def _replay(self) -> Message:
+        """The inner `receive`: the body once, then nothing, since a client that leaves cancels the task."""
+        if self.body is None:
+            await asyncio.get_running_loop().create_future()
+        body, self.body = self.body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.answered = True
+        await self.send(message)

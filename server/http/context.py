@@ -1,0 +1,99 @@
+"""ServerContext: what every route of one application shares; Exchange: one HTTP request and its reply."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from threading import Lock
+from time import perf_counter
+from typing import TYPE_CHECKING, cast
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from config import Settings
+from engine import Engine, EngineInfo, Overloaded
+from server.api.live_replies import LiveReplies
+from server.http.peer import Peer
+from server.observability.http_metrics import HttpMetrics
+
+if TYPE_CHECKING:
+    from server.api.generation import Accepted
+
+EXCHANGE_KEY = "slipstream.exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it.
+
+    `large_bodies` is held by the thread that reads one.
+    """
+
+    settings: Settings
+    engine: Engine
+    http: HttpMetrics
+    created: int
+    live: LiveReplies = field(default_factory=LiveReplies)
+    large_bodies: Lock = field(default_factory=Lock)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names in the API; the first is the one replies and metrics carry."""
+        return self.settings.model.served_names
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What was loaded, None before that; for replies that do not wait for the model."""
+        try:
+            return self.engine.info
+        except Overloaded:
+            return None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
+
+    `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
+    names the key used, never the key. `peer` is what its connection knows of the client. `accepted` is None
+    until a completion or chat request has its places in the queue.
+    """
+
+    caller_id: str | None
+    own_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
+    started: float = field(default_factory=perf_counter)
+    tenant: str | None = None
+    peer: Peer = field(default_factory=Peer)
+    accepted: Accepted | None = None
+    status: int | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The reply's label: the caller's, else ours."""
+        return self.caller_id or self.own_id
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request arrived."""
+        return perf_counter() - self.started
+
+    def reply_headers(self) -> list[tuple[bytes, bytes]]:
+        """What every reply carries; called when its first byte is sent."""
+        elapsed_ms = round(self.age_s * 1000)
+        return [
+            (b"x-request-id", self.request_id.encode("ascii")),
+            (b"openai-processing-ms", str(elapsed_ms).encode("ascii")),
+            *self.headers,
+        ]
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the application that serves `request`."""
+    return cast(ServerContext, request.app.state.slipstream)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange the outermost middleware opened for this request."""
+    return cast(Exchange, scope[EXCHANGE_KEY])

@@ -1,0 +1,151 @@
+"""What a client is told when something is wrong: one table from exceptions to status, type and code.
+
+No text made here holds a path, a repr or more than `MAX_ECHO` characters of what the client sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    frames_of,
+)
+from server.http.json_reply import json_response
+
+log = logging.getLogger("slipstream.server")
+
+MAX_ECHO = 100
+_MAX_MESSAGE = 1000
+
+ERROR_KEY = "slipstream.error"  # of a scope: the name of the error that its request was answered with
+
+INVALID = "invalid_request_error"
+NOT_FOUND = "not_found_error"
+AUTHENTICATION = "authentication_error"
+OVERLOADED = "overloaded_error"
+SERVER = "server_error"
+TIMEOUT = "timeout_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """One error as OpenAI's clients read it, with the status and headers that go with it."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, object]:
+        """The JSON object of a reply and of an SSE error event."""
+        error = {
+            "message": self.message[:_MAX_MESSAGE],
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def name(self) -> str:
+        """One word for it, as logs and traces have it: the code, or the type if it has none."""
+        return self.code or self.type
+
+    def response(self) -> Response:
+        """The whole HTTP reply."""
+        return json_response(self.body(), self.status, self.headers)
+
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request of `scope` with it, and note so there."""
+        scope[ERROR_KEY] = self.name
+        await self.response()(scope, receive, send)
+
+
+class ApiError(Exception):
+    """Raised by the server's own checks; carries the reply."""
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """A 400 that names the field to change."""
+    return ApiError(ErrorReply(400, INVALID, message, param))
+
+
+def model_not_found(name: str) -> ApiError:
+    """A 404 for a model that is not served here."""
+    message = f"The model '{shown(name)}' does not exist: GET /v1/models lists what is served."
+    return ApiError(ErrorReply(404, NOT_FOUND, message, "model", "model_not_found"))
+
+
+def request_not_found(name: str) -> ApiError:
+    """A 404 for a request that does not run, or is not the caller's: the two look the same."""
+    message = f"The request '{shown(name)}' does not exist or has ended."
+    return ApiError(ErrorReply(404, NOT_FOUND, message, code="request_not_found"))
+
+
+def shown(text: str) -> str:
+    """A client's own text, short enough to be sent back."""
+    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
+
+
+def error_reply(error: Exception) -> ErrorReply:
+    """The reply for any exception; one that nobody foresaw is logged and becomes a bare 500."""
+    match error:
+        case ApiError():
+            return error.reply
+        case ContextLengthExceeded():
+            return ErrorReply(400, INVALID, str(error), error.param, "context_length_exceeded")
+        case InvalidRequest():
+            return ErrorReply(400, INVALID, str(error), error.param)
+        case Overloaded():
+            retry = {"retry-after": str(error.retry_after_s)}
+            return ErrorReply(503, OVERLOADED, str(error), code=error.code, headers=retry)
+        case DeadlineExceeded():
+            no_retry = {"x-should-retry": "false"}
+            return ErrorReply(504, TIMEOUT, str(error), code="deadline_exceeded", headers=no_retry)
+        case EngineDead():
+            return ErrorReply(503, SERVER, str(error), code=error.code)
+        case RequestFailed():
+            message = f"The request could not be finished: {error}."
+            return ErrorReply(500, SERVER, message, code=f"{error.stage}_failed")
+        case HTTPException():
+            return _http_reply(error)
+    log.error("unexpected %s in a request", type(error).__name__, extra=frames_of(error))
+    return ErrorReply(500, SERVER, "The server had an error while processing the request.")
+
+
+def _http_reply(error: HTTPException) -> ErrorReply:
+    """What the router refuses: no such path, or not with this method."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return ErrorReply(404, NOT_FOUND, "There is no such path.", code="not_found", headers=headers)
+    if error.status_code == 405:
+        message = "This path does not take this method: see the Allow header."
+        return ErrorReply(405, NOT_FOUND, message, code="method_not_allowed", headers=headers)
+    kind = INVALID if error.status_code < 500 else SERVER
+    return ErrorReply(error.status_code, kind, "The request could not be served.", headers=headers)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The exception handler of the application, for every type it knows."""
+    reply = error_reply(error)
+    request.scope[ERROR_KEY] = reply.name
+    return reply.response()

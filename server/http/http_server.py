@@ -1,0 +1,54 @@
+"""uvicorn as this daemon runs it: which protocol, how long idle connections stay, whose signals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from server.http.connection import Connection, ConnectionHouse, ConnectionLimits
+from server.http.connection_gate import ConnectionGate, room_for
+from server.http.context import ServerContext
+
+KEEP_ALIVE_S = 75  # longer than clients' own pools keep a connection, so that the client closes first
+GRACE_S = 1  # for last events to reach slow readers; with the drain it must end within docker's ten seconds
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our connections and without its signal handlers: the daemon decides when it ends.
+
+    `app` is what `build_app` made. May raise the process's limit on open files, for --max-connections.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        context: ServerContext = app.state.slipstream
+        house = _house_for(context)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast(type[asyncio.Protocol], partial(Connection, house)),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signals alone."""
+        yield
+
+
+def _house_for(context: ServerContext) -> ConnectionHouse:
+    settings = context.settings.server
+    limits = ConnectionLimits(settings.read_timeout, settings.stall_timeout, settings.max_header_bytes)
+    return ConnectionHouse(limits, ConnectionGate(room_for(settings.max_connections)), context.http)

@@ -1,0 +1,53 @@
+"""Server-sent events as clients parse them: `data: {json}` with LF, one write an event, `[DONE]` last.
+
+The only place that knows the wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.http.json_reply import encode_json
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def encode_event(payload: Mapping[str, object]) -> bytes:
+    """One whole event; ASCII, so that no reader can split a character."""
+    return f"data: {encode_json(payload)}\n\n".encode("ascii")
+
+
+class EventStream(Response):
+    """A reply that sends each item of `events` as it comes. `on_end` is called exactly once, however it ends.
+
+    Never reads from the client: ClientMiddleware cancels it when the client goes.
+    """
+
+    media_type = "text/event-stream"  # Starlette adds the charset
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+        # Not the base class's: it would render a body and announce its length.
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the headers, every event, and the end."""
+        try:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._on_end()

@@ -1,0 +1,1 @@
+"""Metrics, logs, traces, health and the status page."""

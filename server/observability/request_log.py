@@ -1,0 +1,118 @@
+"""RequestLog: one line for each request that has ended, and its trace where traces are exported."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from server.api.generation import Accepted, Choice
+from server.api.usage import num_cached_tokens, one_a_prompt, reply_metrics, reply_usage, spec_stats
+from server.observability.ended_request import EndedRequest
+
+log = logging.getLogger("slipstream.access")
+
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
+
+
+class Tracer(Protocol):
+    """Where ended requests become traces."""
+
+    def record(self, ended: EndedRequest) -> str:
+        """Export a generating request; the id of its trace."""
+        ...
+
+
+class RequestLog:
+    """Tells of every request once, when all of it has ended. Event-loop thread only.
+
+    Generating requests are told at info; of the other routes those that failed at info, the rest at debug;
+    probes and scrapes never.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def end(self, ended: EndedRequest) -> None:
+        """A request was answered, or its client has gone; what it still generates ends within a step."""
+        if ended.accepted is None or ended.accepted.generation.has_ended:
+            self._tell(ended)
+        else:
+            task = asyncio.create_task(self._tell_at_the_end(ended, ended.accepted))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _tell_at_the_end(self, ended: EndedRequest, accepted: Accepted) -> None:
+        try:
+            await accepted.generation.see_out()
+        finally:
+            self._tell(ended)
+
+    def _tell(self, ended: EndedRequest) -> None:
+        if ended.route not in GENERATING_ROUTES:
+            if ended.route not in QUIET_ROUTES:
+                log.log(logging.DEBUG if ended.status < 400 else logging.INFO, "access", extra=basics(ended))
+            return
+        trace_id = ended.caller_trace_id if self._tracer is None else self._tracer.record(ended)
+        log.info("request", extra={**basics(ended), **given("trace_id", trace_id), **generated(ended)})
+
+
+def given(name: str, value: object) -> dict[str, object]:
+    """The one field, or none when there is no value."""
+    return {} if value is None else {name: value}
+
+
+def basics(ended: EndedRequest) -> dict[str, object]:
+    """What any request has."""
+    exchange = ended.exchange
+    return {
+        "request_id": exchange.request_id,
+        "route": ended.route,
+        "code": ended.status,
+        "ms": round(ended.seconds * 1000, 1),
+        **given("tenant", exchange.tenant),
+        **given("error", ended.fault),
+    }
+
+
+def generated(ended: EndedRequest) -> dict[str, object]:
+    """What a request generated, and what that took; nothing for one that was refused."""
+    accepted = ended.accepted
+    if accepted is None:
+        return {}
+    choices, body = accepted.generation.choices, accepted.body
+    usage = reply_usage(choices)
+    return {
+        "reply_id": accepted.reply_id,
+        **given("model", body.model),
+        "stream": bool(body.stream),
+        "choices": len(choices),
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "finish_reason": ",".join(sorted(set(ended.finish_reasons))),
+        "prepare_ms": round(accepted.prepared_s * 1000, 3),
+        **(measured(choices) if ended.finishes else {}),
+    }
+
+
+def measured(choices: Sequence[Choice]) -> dict[str, object]:
+    """What the engine tells of choices of which at least one has ended, by the names the reply has for it."""
+    metrics = reply_metrics(choices)
+    facts = {
+        "cached_tokens": num_cached_tokens(one_a_prompt(choices)),
+        "queue_ms": metrics["queue_time_ms"],
+        "ttft_ms": metrics["time_to_first_token_ms"],
+        "generation_ms": metrics["generation_time_ms"],
+        "preemptions": metrics["num_preemptions"],
+    }
+    stats = spec_stats(choices)
+    if stats.num_rounds:
+        facts |= {
+            "draft_tokens": stats.num_proposed,
+            "accepted_tokens": stats.num_accepted,
+            "acceptance": round(stats.acceptance_rate, 4),
+        }
+    return {name: value for name, value in facts.items() if value is not None}

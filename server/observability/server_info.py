@@ -1,0 +1,61 @@
+"""/version, /load and /server_info: what runs here and how busy it is. Answered from memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.http.context import context_of
+from server.http.json_reply import json_response
+from server.observability.health import server_version
+
+router = APIRouter(tags=["server"])
+
+# What the HTTP side is set to, keys and files above all, is nobody's business but the operator's.
+_SHOWN_SETTINGS = {"cache", "scheduler", "speculation"}
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    """The server's version."""
+    return json_response({"version": server_version()})
+
+
+@router.get("/load")
+async def show_load(request: Request) -> Response:
+    """How much there is to do; `server_load` is vLLM's name for the requests being served."""
+    context = context_of(request)
+    gauges = context.engine.gauges()
+    return json_response(
+        {
+            "server_load": len(context.live),
+            "num_requests_running": gauges.num_requests_running,
+            "num_requests_waiting": gauges.num_requests_waiting,
+            "num_requests_swapped": gauges.num_requests_swapped,
+            "kv_cache_usage": _usage(gauges.kv_blocks_used, gauges.kv_blocks_cached + gauges.kv_blocks_free),
+        }
+    )
+
+
+def _usage(used: int, others: int) -> float:
+    return round(used / (used + others), 4) if used else 0.0
+
+
+@router.get("/server_info")
+async def show_server_info(request: Request) -> Response:
+    """The model as it was loaded (null before that) and the settings that shape its work."""
+    context = context_of(request)
+    info = context.info
+    return json_response(
+        {
+            "version": server_version(),
+            "state": context.engine.state.value,
+            "started": context.created,
+            "served_model_names": list(context.served_names),
+            "model": None if info is None else asdict(info),
+            "settings": context.settings.model_dump(mode="json", include=_SHOWN_SETTINGS),
+        }
+    )

@@ -1,0 +1,108 @@
+"""One attention layer over noise: the same step by any backend, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.compute.attention import AttentionBackend, AttentionContext, LayerCall
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.plan.step_records import StepInputs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`count` new tokens behind `context` computed ones; the last of them are drafts, one a parent."""
+
+    context: int
+    count: int = 1
+    parents: Sequence[int] = field(default=(), repr=False)
+
+
+GROUPED = LayerKv(2, 16, 16)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What is attended to what; `heads_of_each` heads share a K/V head."""
+
+    chunks: Sequence[Chunk]
+    layer: LayerKv = GROUPED
+    heads_of_each: int = 3
+    block_size: int = 16
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def tree(context: int, parents: Sequence[int]) -> Chunk:
+    """A sequence that verifies a tree of drafts."""
+    return Chunk(context, len(parents) + 1, parents)
+
+
+def random_tree(rng: np.random.Generator, context: int, drafts: int, deepening: float = 0.6) -> Chunk:
+    """The nearer `deepening` is to 1, the more the tree is a chain."""
+    parents = [i - 1 if rng.random() < deepening else int(rng.integers(-1, i)) for i in range(drafts)]
+    return tree(context, parents)
+
+
+def scattered_step(chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> tuple[StepInputs, int]:
+    """A step of sequences over scattered blocks, and the number of blocks in the pool."""
+    needed = [-(-(chunk.context + chunk.count) // block_size) for chunk in chunks]
+    num_blocks = sum(needed) + 2
+    free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+    parts = []
+    for chunk, blocks in zip(chunks, needed, strict=True):
+        stop = chunk.context + chunk.count
+        own = [free.pop() for _ in range(blocks)]
+        parts.append(Part([7] * stop, chunk.context, stop, own, chunk.parents))
+    return pack_step(parts, block_size), num_blocks
+
+
+def attend(
+    noise: Noise,
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    poisoned: bool = False,
+) -> torch.Tensor:
+    """The layer's result, computed in `dtype` from numbers that `noise.dtype` holds.
+
+    With `poisoned`, every slot that no token of the step may see is NaN.
+    """
+    inputs, num_blocks = scattered_step(noise.chunks, noise.block_size)
+    layer = noise.layer
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(noise.dtype).to(device, dtype)
+
+    with torch.inference_mode():
+        kv = KvTensors((layer,), num_blocks, noise.block_size, dtype, device)
+        hidden = torch.from_numpy(hidden_slots(inputs, num_blocks, noise.block_size, layer.window)).to(device)
+        for tensor in (*kv.keys, *kv.values):
+            tensor.copy_(draw(*tensor.shape))
+            if poisoned:
+                by_slot = tensor.transpose(1, 2)
+                by_slot[hidden.view(num_blocks, noise.block_size)] = torch.nan
+        num_tokens, num_heads = len(inputs.token_ids), layer.num_kv_heads * noise.heads_of_each
+        query = draw(num_heads, num_tokens, layer.key_dim).transpose(0, 1)  # strided, as models have it
+        key = draw(layer.num_kv_heads, num_tokens, layer.key_dim).transpose(0, 1)
+        value = draw(num_tokens, layer.num_kv_heads, layer.value_dim)
+        context = AttentionContext(inputs, kv, backend)
+        return context.attend(query, key, value, LayerCall(0, 0.3, layer.window, noise.softcap)).float().cpu()
+
+
+def hidden_slots(inputs: StepInputs, num_blocks: int, block_size: int, window: int | None) -> np.ndarray:
+    """Which slots lie outside what the step's tokens see or write: [num_blocks * block_size]."""
+    hidden = np.ones(num_blocks * block_size, dtype=np.bool_)
+    for row, (query_len, kv_len) in enumerate(zip(inputs.query_lens, inputs.kv_lens, strict=True)):
+        context = kv_len - query_len
+        places = np.arange(0 if window is None else max(0, context - window + 1), kv_len)
+        hidden[inputs.block_tables[row, places // block_size] * block_size + places % block_size] = False
+    return hidden

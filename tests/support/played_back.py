@@ -1,0 +1,45 @@
+"""What runs on a GPU, run on a CPU that plays recordings back: whole engines, and draft models in chains."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.drafters.draft_loader import draft_graphs
+from engine.compute.drafters.draft_model import DraftSizes, OnDevice
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.sampling.sampler import Sampler
+from engine.startup.build_runner import RunnerSizes
+from tests.support.recorded import Playback, TabledReference
+
+
+def played_back(plain: ModelRunner, max_rows: int, limits: GraphLimits) -> CudaRunner:
+    """The runner of a GPU around the parts of `plain`, not warmed up."""
+    plain.forward.backend = TabledReference()
+    return CudaRunner(plain, max_rows, limits, Playback())
+
+
+def make_runner(
+    loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts
+) -> CudaRunner:
+    """Stands in for engine.build_runner's."""
+    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, sampler, 0, for_drafts)
+    max_blocks = -(-loaded.max_model_len // sizes.block_size)
+    limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
+    return played_back(plain, sizes.max_num_tokens, limits)
+
+
+def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice:
+    """Stands in for draft_loader's."""
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, sampler)
+    runner = played_back(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes))
+    runner.graphs.record(Playback())
+    return OnDevice(runner, None)
+
+
+def play_back_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every engine that is put together run its target as on a GPU."""
+    monkeypatch.setattr("engine.startup.build.make_runner", make_runner)

@@ -1,0 +1,138 @@
+"""Running tiny recurrent and hybrid models in the tests: by hand, or driven by the real batcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from engine.compute.loading.layer_probe import probe_layers
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_forward import RecurrentForward, SequenceMemory
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.sampling.sampler import Sampler
+from engine.plan.request import Request
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.step_records import BatchDecision, StepInputs
+from tests.support.tiny_models import EOS_ID, MAX_POSITIONS, tiny_model
+
+BLOCK_SIZE = 4
+
+
+def load_recurrent(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The tiny model of `family` as the loader would give it; shared between tests."""
+    return _loaded(family, dtype)
+
+
+@cache
+def _loaded(family: str, dtype: torch.dtype) -> LoadedModel:
+    model = tiny_model(family, dtype=dtype)
+    probe = probe_layers(model, model.config)
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=MAX_POSITIONS,
+        vocab_size=probe.vocab_size,
+        eos_token_ids=frozenset({EOS_ID}),
+        layers=probe.layers,
+        states=probe.states,
+    )
+
+
+def make_recurrent_runner(
+    family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 64, num_slots: int = 4
+) -> RecurrentRunner:
+    """A runner over the shared tiny model."""
+    loaded = load_recurrent(family, dtype)
+    return RecurrentRunner(
+        loaded, num_blocks, BLOCK_SIZE, num_slots, Sampler(loaded.vocab_size, loaded.device)
+    )
+
+
+def pack_seats(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:
+    """The step that computes `parts`, by seat, in this order."""
+    inputs = pack_step(list(parts.values()), BLOCK_SIZE, every_row=every_row)
+    return replace(inputs, seats=np.array(list(parts), dtype=np.int32))
+
+
+@cache
+def _reference(family: str) -> PreTrainedModel:
+    """A model of its own for transformers' answers, which nothing of ours has touched."""
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@torch.inference_mode()
+def whole_logits(family: str, tokens: Sequence[int]) -> torch.Tensor:
+    """Transformers' own forward pass over a whole sequence: [tokens, vocab]."""
+    logits: torch.Tensor = _reference(family)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def generated(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What transformers' own greedy generation gives, with its own cache."""
+    output = _reference(family).generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def serve(
+    batcher: ContinuousBatcher,
+    runner: RecurrentRunner,
+    arrivals: Mapping[int, Sequence[Request]],
+    on_decision: Callable[[BatchDecision], None] | None = None,
+) -> None:
+    """Run steps until all requests have ended; `arrivals` come before the step of that number."""
+    number = 0
+    while batcher.has_work or number <= max(arrivals, default=-1):
+        for request in arrivals.get(number, ()):
+            batcher.add(request)
+        decision = batcher.step()
+        if on_decision is not None:
+            on_decision(decision)
+        if decision.inputs is not None:
+            batcher.commit(decision, runner.run(decision.inputs).rows)
+        number += 1
+
+
+@torch.inference_mode()
+def run_pieces(
+    forward: RecurrentForward,
+    memory: SequenceMemory,
+    sequences: Mapping[int, Sequence[int]],
+    steps: Sequence[Sequence[tuple[int, int]]],
+) -> dict[int, torch.Tensor]:
+    """Logits of every token of `sequences`, which are by seat, computed in `steps` of (seat, tokens)."""
+    width = -(-max(len(tokens) for tokens in sequences.values()) // BLOCK_SIZE)
+    computed = dict.fromkeys(sequences, 0)
+    pieces: dict[int, list[torch.Tensor]] = {seat: [] for seat in sequences}
+    for step in steps:
+        parts = {
+            seat: Part(
+                sequences[seat],
+                computed[seat],
+                computed[seat] + count,
+                range(seat * width, (seat + 1) * width),
+            )
+            for seat, count in step
+        }
+        logits = forward(pack_seats(parts, every_row=True), memory)
+        for (seat, count), piece in zip(step, torch.split(logits, [n for _, n in step]), strict=True):
+            computed[seat] += count
+            pieces[seat].append(piece)
+    return {seat: torch.cat(logits) for seat, logits in pieces.items()}

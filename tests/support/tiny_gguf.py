@@ -1,0 +1,107 @@
+"""A tiny llama model written as a GGUF file, the way llama.cpp's converter would write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from numpy.typing import NDArray
+
+from tests.support.tiny_models import CHAT_TEMPLATE, EOS_ID, tiny_config, tiny_model, tiny_tokenizer
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def save_tiny_gguf(
+    path: Path,
+    *,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    without: str | None = None,
+    rope_theta: float = 10_000.0,
+    extra: Callable[[Any], None] = lambda writer: None,
+) -> Path:
+    """Write `tiny_model("llama")` to `path`, matrices in `quantization`; `without` leaves one tensor out.
+
+    `extra` may add metadata or tensors to the writer.
+    """
+    config = tiny_config("llama")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in tiny_model("llama").state_dict().items():
+        weights = parameter.numpy()
+        for part, num_heads in heads.items():
+            if part in name:
+                weights = _interleave(weights, num_heads)
+        if (tensor := _gguf_name(name)) != without:
+            _add_tensor(writer, tensor, weights, quantization)
+    extra(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tensor(
+    writer: Any, name: str, weights: NDArray[np.float32], quantization: gguf.GGMLQuantizationType
+) -> None:
+    if weights.ndim == 1 or quantization is gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, weights)
+    else:
+        writer.add_tensor(name, quantize(weights, quantization), raw_dtype=quantization)
+
+
+def _add_tokenizer(writer: Any) -> None:
+    model = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+    writer.add_token_types([control if token.startswith("<|") else normal for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_eot_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _gguf_name(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{suffix}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_NAMES[part]}.{suffix}"
+
+
+def _interleave(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Rotary halves laid out pairwise, as GGUF keeps the queries and keys of llama."""
+    shape = (num_heads, 2, weights.shape[0] // num_heads // 2, weights.shape[1])
+    return np.ascontiguousarray(weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape))

@@ -1,0 +1,143 @@
+"""Compile Triton's attention for GPUs that need not be there: `python -m tests.triton_compiled`.
+
+Prints what each kernel takes of a processor. Fails where one does not compile, needs more shared memory than
+was reckoned, or keeps so much outside its registers that it would crawl.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.compute.cuda.triton_draw import score_kernel
+from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.compute.cuda.triton_tile import TritonTile
+from engine.compute.cuda.triton_work import KEY_STEP, Workforce
+
+# Bytes of shared memory that one program gets, by compute capability.
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+MOST_STACK_BYTES = 512
+INTEGERS = ("stride", "words", "window", "size")
+ITEM_BYTES = {"bf16": 2, "fp32": 4}
+
+
+class Model(NamedTuple):
+    """A layer as models have them."""
+
+    dim: int
+    group: int
+    dtype: str = "bf16"
+    has_window: bool = False
+    has_cap: bool = False
+
+
+MODELS = (Model(128, 4), Model(256, 2, has_window=True, has_cap=True), Model(64, 9), Model(128, 4, "fp32"))
+
+
+def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
+    """Every tile of every model: (what it is, the tile, bytes of a number)."""
+    for model in MODELS:
+        itemsize = ITEM_BYTES[model.dtype]
+        for kind in Workforce.of(132, itemsize).kinds:
+            tile = TritonTile(
+                kind.queries,
+                kind.heads(model.group),
+                KEY_STEP,
+                model.group,
+                num_kv_heads=8,
+                key_dim=model.dim,
+                value_dim=model.dim,
+                block_size=16,
+                has_cap=model.has_cap,
+                has_window=model.has_window,
+                has_trees=kind.expects_trees,
+            ).fitted(itemsize, SHARED_MEMORY[capability])
+            yield f"{kind.name} {model.dim}x{model.group} {model.dtype}", tile, itemsize
+
+
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, Any], capability: int, **options: int
+) -> tuple[int, int, int]:
+    """(registers of a thread, its bytes of stack, the program's bytes of shared memory)."""
+    types = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    aligned = [["tt.divisibility", 16]]
+    hints = {
+        (place,): aligned
+        for place, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or (name.startswith(("query_", "key_", "value_")) and kind == "i32")
+    }
+    source = ASTSource(kernel, types, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _usage(compiled.asm["cubin"])
+    return registers, stack, compiled.metadata.shared
+
+
+def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("log_min_p", "scores"):
+        return "*fp64"
+    if name in ("query", "key", "value", "keys", "values", "output", "logits", "best"):
+        return f"*{dtype}"
+    if name in ("partial_sums", "partial_weights", "temperature"):
+        return "*fp32"
+    if name in ("scale", "cap"):
+        return "fp32"
+    return "i32" if name.endswith(INTEGERS) else "*i32"
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(dump), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
+    assert found is not None, shown
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    """Compile all, print a line for each; 1 when one is not as it should be."""
+    bad = 0
+    for capability, limit in SHARED_MEMORY.items():
+        for name, tile, itemsize in tiles(capability):
+            stages = max(1, tile.stages(itemsize, limit))
+            warps = tile.num_warps
+            registers, stack, shared = compile_kernel(
+                attend_kernel,
+                name.split()[-1],
+                {"TILE": tile},
+                capability,
+                num_warps=warps,
+                num_stages=stages,
+            )
+            is_good = shared <= limit and stack <= MOST_STACK_BYTES
+            bad += not is_good
+            print(
+                f"{capability} {name}: rows {tile.rows}, keys {tile.keys}, {stages} stages, {warps} warps, "
+                f"{registers} registers, {stack} bytes of stack, {shared} of {limit} shared"
+                f"{'' if is_good else ' <- too much'}"
+            )
+        merge = {"NUM_HEADS": 32, "DIM": 128, "PADDED": 128, "AT_ONCE": 16}
+        print(capability, "merge:", *compile_kernel(merge_kernel, "bf16", merge, capability))
+        dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
+        store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}
+        print(capability, "store:", *compile_kernel(store_kernel, "bf16", store, capability))
+        print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The work that a step's attention is cut into: everything once, nothing twice, and in even pieces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.compute.cuda.triton_work import (
+    KEY_STEP,
+    HeadShape,
+    StepLengths,
+    Work,
+    Workforce,
+    cut_work,
+    max_items,
+)
+from tests.support.attention_noise import Chunk
+
+GROUPED = HeadShape(8, 2, None)
+H200 = 132
+
+
+def lengths_of(chunks: list[Chunk]) -> StepLengths:
+    counts = np.array([chunk.count for chunk in chunks])
+    return StepLengths(
+        counts,
+        np.array([chunk.context for chunk in chunks]) + counts,
+        np.array([bool(chunk.parents) for chunk in chunks]),
+    )
+
+
+def seen_by(chunks: list[Chunk], work: Work, workforce: Workforce) -> dict[tuple[int, int], list[range]]:
+    """The runs of keys of each (sequence, query), in the order in which they are merged."""
+    runs: dict[tuple[int, int], list[tuple[int, range]]] = {}
+    for kind, items in zip(workforce.kinds, work.items, strict=True):
+        for sequence, first, start, stop, partial in items.tolist():
+            for query in range(first, min(first + kind.queries, chunks[sequence].count)):
+                row = partial + query - first if partial >= 0 else -1
+                runs.setdefault((sequence, query), []).append((row, range(start, stop)))
+    assert_merges(chunks, work, {key: [row for row, _ in found] for key, found in runs.items()})
+    return {key: [run for _, run in sorted(found, key=lambda one: one[0])] for key, found in runs.items()}
+
+
+def assert_merges(chunks: list[Chunk], work: Work, rows: dict[tuple[int, int], list[int]]) -> None:
+    """A query of one run is finished by it; those of several have one merge that finds exactly theirs."""
+    starts = np.cumsum([0, *(chunk.count for chunk in chunks)])
+    merges = {
+        token: range(first, first + step * runs, step) for token, first, step, runs in work.merges.tolist()
+    }
+    assert len(merges) == len(work.merges)
+    split = {
+        int(starts[sequence]) + query: found for (sequence, query), found in rows.items() if found != [-1]
+    }
+    assert split.keys() == merges.keys()
+    for token, found in split.items():
+        assert sorted(found) == list(merges[token])
+    every = [row for found in split.values() for row in found]
+    assert sorted(every) == list(range(work.num_partials))
+
+
+chunks_strategy = st.lists(
+    st.builds(
+        lambda context, count, is_tree: Chunk(context, count, [-1] * (count - 1) if is_tree else ()),
+        st.one_of(st.integers(0, 70), st.integers(0, 9000)),
+        st.one_of(st.just(1), st.integers(2, 60), st.integers(1, 160)),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+windows = st.one_of(st.none(), st.integers(1, 200), st.integers(1, 9000))
+
+
+@settings(max_examples=30, deadline=None)
+@given(chunks_strategy, windows, st.sampled_from([2, 4]), st.sampled_from([1, 16, H200]))
+def test_every_query_meets_all_that_it_sees_once(
+    chunks: list[Chunk], window: int | None, itemsize: int, processors: int
+) -> None:
+    workforce = Workforce.of(processors, itemsize)
+    work = cut_work(lengths_of(chunks), HeadShape(8, 2, window), workforce)
+    runs = seen_by(chunks, work, workforce)
+    assert runs.keys() == {(row, query) for row, chunk in enumerate(chunks) for query in range(chunk.count)}
+    for (sequence, query), found in runs.items():
+        chunk = chunks[sequence]
+        newest = chunk.context + query
+        depth = chunk.context if chunk.parents else newest
+        oldest = 0 if window is None else max(0, depth - window + 1)
+        assert all(one.stop == other.start for one, other in pairwise(found))
+        assert found[0].start <= oldest and found[-1].stop > newest
+        assert found[-1].stop <= chunk.context + chunk.count
+        assert all(run.start % KEY_STEP == 0 for run in found)
+
+
+@settings(max_examples=30, deadline=None)
+@given(chunks_strategy, windows, st.sampled_from([HeadShape(8, 2, None), HeadShape(71, 1, None)]))
+def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], window: int | None, heads: HeadShape) -> None:
+    shape = heads._replace(window=window)
+    workforce = Workforce.of(H200, 2)
+    num_tokens = sum(chunk.count for chunk in chunks)
+    work = cut_work(lengths_of(chunks), shape, workforce)
+    for kind, items in zip(workforce.kinds, work.items, strict=True):
+        assert len(items) <= max_items(kind, len(chunks), num_tokens, shape, H200)
+    rows = sum(len(items) * kind.queries for kind, items in zip(workforce.kinds, work.items, strict=True))
+    assert work.num_partials <= rows
+
+
+def programs(chunks: list[Chunk], shape: HeadShape) -> np.ndarray:
+    """Keys of every program of the step."""
+    workforce = Workforce.of(H200, 2)
+    work = cut_work(lengths_of(chunks), shape, workforce)
+    return np.concatenate(
+        [
+            np.repeat(items[:, 3] - items[:, 2], kind.programs_of_an_item(shape))
+            for kind, items in zip(workforce.kinds, work.items, strict=True)
+        ]
+    )
+
+
+def test_one_long_decode_is_read_by_the_whole_device() -> None:
+    keys = programs([Chunk(32_000)], HeadShape(32, 8, None))
+    assert len(keys) >= 2 * H200 and keys.max() <= 1024
+
+
+def test_many_decodes_are_not_split() -> None:
+    chunks = [Chunk(1000)] * 256
+    assert len(programs(chunks, HeadShape(32, 8, None))) == 256 * 8
+    assert not len(cut_work(lengths_of(chunks), HeadShape(32, 8, None), Workforce.of(H200, 2)).merges)
+
+
+def test_a_long_one_among_many_holds_nobody_up() -> None:
+    """No program has more than a few times what each would have if all were even."""
+    keys = programs([*[Chunk(900)] * 63, Chunk(130_000)], HeadShape(32, 8, None))
+    assert keys.max() <= 2 * keys.sum() / (4 * H200)
+
+
+def test_a_whole_prompt_is_not_split_and_its_longest_tiles_come_first() -> None:
+    shape = HeadShape(32, 8, None)
+    work = cut_work(lengths_of([Chunk(0, 4096)]), shape, Workforce.of(H200, 2))
+    prefill = work.items[2]
+    assert len(prefill) == 32 and work.num_partials == 0
+    assert prefill[0].tolist() == [0, 3968, 0, 4096, -1]
+    assert (np.diff(prefill[:, 3] - prefill[:, 2]) <= 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_a_chunk_after_a_long_context_is_split(window: int | None) -> None:
+    work = cut_work(lengths_of([Chunk(16_000, 100)]), HeadShape(32, 8, window), Workforce.of(H200, 2))
+    assert (work.num_partials > 0) == (window is None)

@@ -1,0 +1,102 @@
+"""Which draft models are taken, how much KV they get, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from config import ModelSettings, Settings
+from config.schema import SpeculationSettings
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.drafters.draft_loader import check_vocabulary, count_draft_blocks, load_draft_model
+from engine.errors import StartRefused
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest
+from tests.support.packed import load_tiny
+from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("target"))
+
+
+def settings_for(draft: Path, **model: Any) -> Settings:
+    return Settings(
+        model=ModelSettings(model="the target", device="cpu", **model),
+        speculation=SpeculationSettings(draft_model=str(draft)),
+    )
+
+
+def test_a_directory_becomes_a_drafter(target: Path) -> None:
+    drafter = load_draft_model(settings_for(target), load_tiny("llama"), target, 2**24)
+    request = DraftRequest("a", 3, SamplingParams(max_tokens=9, temperature=0.0))
+    (draft,) = drafter.draft([DraftJob(request, 0, 0, (5, 6, 7), 3, 1)]).drafts
+    assert len(draft.token_ids) == 1
+    drafter.close(["a"])
+    assert drafter.num_used_blocks == 0
+
+
+def test_the_targets_longer_or_shorter_context_is_no_obstacle(target: Path) -> None:
+    for max_model_len in (64, 4 * MAX_POSITIONS):
+        loaded = replace(load_tiny("llama"), max_model_len=max_model_len)
+        load_draft_model(settings_for(target, max_model_len=max_model_len), loaded, target, 2**24)
+
+
+def changed_tokenizer(directory: Path, change: Any) -> Path:
+    tiny_tokenizer().save_pretrained(directory)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return directory
+
+
+def test_the_same_vocabulary_may_come_with_other_settings(target: Path, tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["truncation"] = None
+        content["pre_tokenizer"]["add_prefix_space"] = True
+
+    check_vocabulary(target, changed_tokenizer(tmp_path, change))
+
+
+def test_the_first_token_that_differs_is_named(target: Path, tmp_path: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        vocab = content["model"]["vocab"]
+        names = {token_id: token for token, token_id in vocab.items()}
+        vocab[names[40]], vocab[names[60]] = 60, 40
+
+    with pytest.raises(StartRefused, match=r"another vocabulary than the target: token 40 is '.', .* is '.'"):
+        check_vocabulary(target, changed_tokenizer(tmp_path / "a", swap))
+
+    def add(content: dict[str, Any]) -> None:
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": VOCAB_SIZE, "content": "<tool>"})
+
+    with pytest.raises(StartRefused, match=rf"token {VOCAB_SIZE} is '<tool>', the target's is missing\."):
+        check_vocabulary(target, changed_tokenizer(tmp_path / "b", add))
+    (tmp_path / "a" / "tokenizer.json").write_text("{")
+    with pytest.raises(StartRefused, match=r"tokenizer\.json cannot be read"):
+        check_vocabulary(target, tmp_path / "a")
+
+
+def test_a_recurrent_draft_model_is_refused(target: Path, tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(StartRefused, match="MambaForCausalLM cannot"):
+        load_draft_model(settings_for(tmp_path), load_tiny("llama"), target, 2**24)
+
+
+def test_kv_is_what_all_sequences_may_need_or_what_the_memory_holds_but_never_less_than_one() -> None:
+    loaded = load_tiny("llama")
+    block_bytes = bytes_per_block(loaded.layers, 16, torch.float32)
+    longest = MAX_POSITIONS // 16
+    assert count_draft_blocks(loaded, 16, 4, 2**40) == 4 * longest
+    assert count_draft_blocks(loaded, 16, 4, 40 * block_bytes + 1) == 40
+    assert count_draft_blocks(loaded, 16, 4, 0) == longest

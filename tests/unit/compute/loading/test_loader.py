@@ -1,0 +1,173 @@
+"""A directory becomes a model with every choice settled; what does not fit stops the start with one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from config import ModelSettings
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading import loader
+from engine.compute.loading.loader import choose_dtype, choose_max_model_len, load_model, read_eos_token_ids
+from engine.errors import StartRefused
+from tests.support.tiny_models import FAMILIES, WINDOW, save_tiny_model, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+FLOAT32 = ModelSettings(dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_tiny_model("llama", tmp_path / "llama")
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_loaded_whole(family: str, tmp_path: Path) -> None:
+    loaded = load_model(save_tiny_model(family, tmp_path), FLOAT32)
+    expected = tiny_model(family).state_dict()
+    assert loaded.model.state_dict().keys() == expected.keys()
+    for name, weights in loaded.model.state_dict().items():
+        assert torch.equal(weights, expected[name]), name
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert loaded.model.config._attn_implementation == "slipstream"
+    assert (loaded.dtype, loaded.device) == (torch.float32, CPU)
+    assert (loaded.max_model_len, loaded.vocab_size, loaded.eos_token_ids) == (256, 512, frozenset({2}))
+
+
+WINDOWS = {
+    "qwen2_window": (None, WINDOW),
+    "mistral": (WINDOW, WINDOW),
+    "gemma2": (WINDOW, None),
+    "gemma3": (WINDOW, WINDOW, None, WINDOW),
+    "phi3": (WINDOW, WINDOW),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_what_the_family_attends_with(family: str, tmp_path: Path) -> None:
+    loaded = load_model(save_tiny_model(family, tmp_path), FLOAT32)
+    heads = 4 if family in ("gpt2", "gpt_neox") else 2
+    windows = WINDOWS.get(family, (None, None))
+    assert loaded.layers == tuple(LayerKv(heads, 16, 16, window) for window in windows)
+
+
+def test_models_of_one_directory_share_nothing(llama: Path) -> None:
+    first, second = load_model(llama, FLOAT32), load_model(llama, FLOAT32)
+    first.model.set_attn_implementation("eager")
+    assert second.model.config._attn_implementation == "slipstream"
+    assert first.config is first.model.config
+    assert first.config is not second.config
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "native", "chosen"),
+    [
+        ("auto", torch.bfloat16, True, torch.bfloat16),
+        ("auto", torch.bfloat16, False, torch.float32),
+        ("auto", torch.float16, True, torch.bfloat16),
+        ("auto", torch.float16, False, torch.float32),
+        ("auto", torch.float32, True, torch.float32),
+        ("bfloat16", torch.float32, False, torch.bfloat16),
+        ("float16", torch.bfloat16, True, torch.float16),
+        ("float32", torch.bfloat16, True, torch.float32),
+    ],
+)
+def test_the_dtype_suits_the_cpu_unless_asked(
+    asked: str, stored: torch.dtype, native: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_cpu_has_bfloat16", lambda: native)
+    assert choose_dtype(asked, stored, CPU) is chosen
+
+
+def test_another_dtype_than_the_stored_one_is_explained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_cpu_has_bfloat16", lambda: False)
+    with caplog.at_level("INFO", "slipstream.model"):
+        choose_dtype("auto", torch.float16, CPU)
+    assert "float16, which cpu computes slowly or not at all: using float32" in caplog.text
+
+
+def test_weights_are_loaded_in_the_chosen_dtype(llama: Path) -> None:
+    loaded = load_model(llama, ModelSettings(dtype="bfloat16", device="cpu"))
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.dtype is torch.bfloat16
+
+
+def test_a_configuration_without_dtype_takes_the_weights_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_cpu_has_bfloat16", lambda: True)
+    directory = save_tiny_model("llama", tmp_path, dtype=torch.bfloat16)
+    edit_json(directory / "config.json", dtype=None, torch_dtype=None)
+    assert load_model(directory, ModelSettings(device="cpu")).dtype is torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(llama: Path) -> None:
+    with pytest.raises(StartRefused, match="--device cuda: no CUDA device"):
+        load_model(llama, ModelSettings(device="cuda"))
+
+
+def test_the_context_is_the_models_own_or_less() -> None:
+    config = tiny_config("llama")
+    assert choose_max_model_len(None, config) == 256
+    assert choose_max_model_len(100, config) == 100
+    with pytest.raises(StartRefused, match="--max-model-len 257 is more than the model's own 256"):
+        choose_max_model_len(257, config)
+
+
+def test_the_context_of_learned_positions_is_known() -> None:
+    assert choose_max_model_len(None, tiny_config("gpt2")) == 256
+
+
+def test_longrope_is_served_only_where_it_does_not_switch() -> None:
+    config = tiny_config("phi3")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    config.rope_parameters |= factors | {"rope_type": "longrope"}
+    assert choose_max_model_len(64, config) == 64
+    with pytest.raises(StartRefused, match="give --max-model-len 64 or less, not 256"):
+        choose_max_model_len(None, config)
+
+
+def test_every_name_for_the_end_is_an_eos(llama: Path) -> None:
+    edit_json(llama / "generation_config.json", eos_token_id=[7, 8])
+    edit_json(llama / "tokenizer_config.json", eos_token="<|endoftext|>")
+    config = tiny_config("llama")
+    assert read_eos_token_ids(llama, config) == {2, 7, 8, 0}
+    config.eos_token_id = None
+    edit_json(llama / "generation_config.json", eos_token_id=9)
+    edit_json(llama / "tokenizer_config.json", eos_token={"content": "<|im_start|>"})
+    assert read_eos_token_ids(llama, config) == {9, 1}
+
+
+def test_a_model_without_a_tokenizer_still_has_its_eos(llama: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (llama / name).unlink()
+    assert load_model(llama, FLOAT32).eos_token_ids == {2}
+
+
+def test_a_missing_weight_is_refused_not_made_up(llama: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartRefused, match=r"missing_keys model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(llama, FLOAT32)
+
+
+def test_a_weight_of_another_shape_is_refused(llama: Path) -> None:
+    edit_json(llama / "config.json", intermediate_size=96)
+    with pytest.raises(StartRefused) as refused:
+        load_model(llama, FLOAT32)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,237 @@
+"""Reading and converting GGUF files: the same weights and tokens come out, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from engine.compute.loading.gguf_convert import convert_gguf
+from engine.compute.loading.gguf_file import GgufList, read_gguf
+from engine.compute.loading.gguf_settings import read_gguf_config
+from engine.compute.loading.model_files import check_model_files
+from engine.errors import StartRefused, UnsupportedModel
+from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("converted")
+    convert_gguf(tiny_gguf, directory)
+    return directory
+
+
+def test_every_weight_is_the_models_own_in_bfloat16(converted: Path) -> None:
+    check_model_files(converted)
+    written = load_file(converted / "model.safetensors")
+    expected = tiny_model("llama", dtype=torch.bfloat16).state_dict()
+    assert written.keys() == expected.keys()
+    for name, weights in expected.items():
+        assert written[name].dtype is torch.bfloat16
+        assert torch.equal(written[name], weights), name
+
+
+def test_quantized_weights_come_out_as_their_blocks_say(tmp_path: Path) -> None:
+    quantization = gguf.GGMLQuantizationType.Q4_1
+    path = save_tiny_gguf(tmp_path / "q4.gguf", quantization=quantization)
+    convert_gguf(path, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    exact = tiny_model("llama").state_dict()["model.layers.1.mlp.up_proj.weight"]
+    blocks = gguf.quants.quantize(exact.numpy(), quantization)
+    unpacked = torch.tensor(gguf.dequantize(blocks, quantization)).to(torch.bfloat16)
+    assert torch.equal(written, unpacked)
+    assert not torch.equal(written, exact.to(torch.bfloat16))
+
+
+def test_tokens_and_special_tokens_survive(converted: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    text = "<|im_start|>user\nThe quick brown fox, naïve café\n<|im_end|>"
+    assert tokenizer.encode(text) == tiny_tokenizer().encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_digits_stand_alone_where_the_vocabulary_was_learned_so(converted: Path) -> None:
+    backend = AutoTokenizer.from_pretrained(converted).backend_tokenizer
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a  12")]
+    assert pieces == ["a", "ĠĠ", "1", "2"]
+
+
+def test_every_end_of_turn_is_written_down(converted: Path) -> None:
+    generation = json.loads((converted / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, 2]
+    assert json.loads((converted / "config.json").read_text())["max_position_embeddings"] == 256
+
+
+def test_files_beside_the_gguf_are_not_mixed_in(tiny_gguf: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "in"
+    beside.mkdir()
+    (beside / "tiny.gguf").write_bytes(tiny_gguf.read_bytes())
+    (beside / "chat_template.jinja").write_text("not this one")
+    (beside / "tokenizer_config.json").write_text('{"eos_token": "the"}')
+    convert_gguf(beside / "tiny.gguf", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.chat_template.startswith("{% for message")
+
+
+def test_a_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "short.gguf", without="blk.1.ffn_up.weight")
+    with pytest.raises(StartRefused, match=r"holds no model\.layers\.1\.mlp\.up_proj\.weight"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
+    extra = np.ones(4, dtype=np.float32)
+    path = save_tiny_gguf(
+        tmp_path / "more.gguf", extra=lambda writer: writer.add_tensor("blk.0.attn_sinks", extra)
+    )
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_sinks has no place"):
+        convert_gguf(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rope.scaling.factor", 4.0), ("attention.scale", 0.5), ("attention.value_length", 32.0)],
+)
+def test_a_setting_that_would_be_lost_is_refused_by_name(tmp_path: Path, name: str, value: float) -> None:
+    path = save_tiny_gguf(
+        tmp_path / "odd.gguf", extra=lambda writer: writer.add_float32(f"llama.{name}", value)
+    )
+    with pytest.raises(UnsupportedModel, match=f"llama.{name}"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def llama3_factors(theta: float, factor: float) -> NDArray[np.float32]:
+    """What the frequencies of a head of 16 are divided by, as Llama 3's report gives it."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(8) / 8)
+    smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def test_llama3_frequency_factors_become_its_rope_settings(tmp_path: Path) -> None:
+    factors = llama3_factors(theta=500_000.0, factor=32.0)
+    path = save_tiny_gguf(
+        tmp_path / "three.gguf",
+        rope_theta=500_000.0,
+        extra=lambda writer: writer.add_tensor("rope_freqs.weight", factors),
+    )
+    convert_gguf(path, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"] == {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_other_frequency_factors_are_refused(tmp_path: Path) -> None:
+    factors = llama3_factors(theta=500_000.0, factor=32.0)
+    factors[4] *= 1.1
+    path = save_tiny_gguf(
+        tmp_path / "other.gguf",
+        rope_theta=500_000.0,
+        extra=lambda writer: writer.add_tensor("rope_freqs.weight", factors),
+    )
+    with pytest.raises(UnsupportedModel, match="is not Llama 3's"):
+        convert_gguf(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 40, 5000, 100_000])
+def test_a_cut_off_file_is_refused_in_one_line(tiny_gguf: Path, tmp_path: Path, keep: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_gguf.read_bytes()[:keep])
+    with pytest.raises(StartRefused) as refused:
+        convert_gguf(cut, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert str(cut) in str(refused.value)
+
+
+def test_header_agrees_with_the_reference_reader(tiny_gguf: Path) -> None:
+    ours, reference = read_gguf(tiny_gguf), gguf.GGUFReader(tiny_gguf)
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in reference.tensors]
+    for tensor, expected in zip(ours.tensors, reference.tensors, strict=True):
+        assert np.array_equal(tensor.values(), gguf.dequantize(expected.data, expected.tensor_type))
+    assert ours.values["llama.block_count"] == 2
+    assert ours.values["tokenizer.ggml.tokens"] == GgufList(512)
+
+
+def test_a_window_is_refused_for_a_model_that_would_not_heed_it(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "window.gguf", extra=lambda writer: writer.add_sliding_window(8))
+    with pytest.raises(UnsupportedModel, match=r"llama\.attention\.sliding_window = 8"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_ids_the_file_does_not_name_are_not_made_up(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "tiny.gguf")
+    file = read_gguf(path)
+    file.values.pop("tokenizer.ggml.eos_token_id")
+    config, _ = read_gguf_config(file)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, None, None)
+
+
+@pytest.mark.parametrize("architecture", ["no-such", "general", "tokenizer"])
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    file = read_gguf(save_tiny_gguf(tmp_path / "tiny.gguf"))
+    file.values["general.architecture"] = architecture
+    with pytest.raises(UnsupportedModel, match=f"architecture '{architecture}' is not known"):
+        read_gguf_config(file)
+
+
+# Where in the file a number lies: so many bytes behind its name.
+HUGE, NEGATIVE = 2**63, 2**64 - 1
+HOSTILE = {
+    "tensors": (b"GGUF", 4, "<Q", HUGE),
+    "values": (b"GGUF", 12, "<Q", HUGE),
+    "length of the first name": (b"GGUF", 20, "<Q", HUGE),
+    "version": (b"GGUF", 0, "<I", 99),
+    "dimensions": (b"token_embd.weight", 0, "<I", 2**31),
+    "a dimension": (b"token_embd.weight", 4, "<Q", HUGE),
+    "an empty dimension": (b"token_embd.weight", 4, "<Q", 0),
+    "two dimensions whose product overflows": (b"token_embd.weight", 4, "<QQ", (2**32, 2**32)),
+    "a type nobody knows": (b"token_embd.weight", 20, "<I", 9999),
+    "a type of larger blocks": (b"token_embd.weight", 20, "<I", 10),
+    "an offset": (b"token_embd.weight", 24, "<Q", HUGE),
+    "an offset that is negative to some": (b"token_embd.weight", 24, "<Q", NEGATIVE),
+    "length of a list": (b"tokenizer.ggml.tokens", 8, "<Q", HUGE),
+    "a list of lists": (b"tokenizer.ggml.tokens", 4, "<I", 9),
+    "length of a text in a list": (b"tokenizer.ggml.tokens", 16, "<Q", HUGE),
+    "a list of numbers that is no longer there": (b"tokenizer.ggml.tokens", 4, "<IQ", (0, 2**40)),
+    "layers": (b"llama.block_count", 4, "<I", 2**32 - 1),
+    "no layers": (b"llama.block_count", 4, "<I", 0),
+    "width": (b"llama.embedding_length", 4, "<I", 2**32 - 1),
+    "heads": (b"llama.attention.head_count", 4, "<I", 0),
+    "an end beyond the vocabulary": (b"tokenizer.ggml.eos_token_id", 4, "<I", 2**31),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_number_that_lies_is_refused_in_one_line(tiny_gguf: Path, tmp_path: Path, what: str) -> None:
+    name, distance, layout, numbers = HOSTILE[what]
+    content = bytearray(tiny_gguf.read_bytes())
+    place = content.index(name) + len(name) + distance
+    struct.pack_into(layout, content, place, *(numbers if isinstance(numbers, tuple) else (numbers,)))
+    hostile = tmp_path / "hostile.gguf"
+    hostile.write_bytes(content)
+    with pytest.raises(StartRefused) as refused:
+        convert_gguf(hostile, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

@@ -1,0 +1,231 @@
+"""All layers in one call: the bits of one after the other, and left alone wherever that may not hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.native import install
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.rotation_table import RotationTable
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from tests.support.native import compiled_kernels
+from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
+from tests.support.speculated import single_threaded
+from tests.support.tiny_models import tiny_model
+
+JOINED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "llama wide": {"num_attention_heads": 6, "head_dim": 96, "intermediate_size": 160},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2_window": {},
+    "qwen3": {},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def on_kernels(family: str, **changes: Any) -> LoadedModel:
+    """Layer by layer."""
+    model = tiny_model(family.split()[0], dtype=torch.bfloat16, **{"head_dim": 32, **changes})
+    return install.install(as_loaded(model), compiled_kernels())
+
+
+def joined(loaded: LoadedModel) -> LoadedModel:
+    install.join_layers(loaded, compiled_kernels())
+    return loaded
+
+
+def is_joined(loaded: LoadedModel) -> bool:
+    return isinstance(loaded.model.base_model, NativeDecoder)
+
+
+def logits_of(loaded: LoadedModel, chunks: int) -> list[torch.Tensor]:
+    """Of three sequences in pieces of up to `chunks` tokens, side by side over scattered blocks."""
+    rng = np.random.default_rng(chunks)
+    lengths = [33, 5, 20]
+    sequences = [random_tokens(rng, length) for length in lengths]
+    steps = random_schedule(rng, lengths, max_chunk=chunks)
+    return run_schedule(PackedForward(loaded), sequences, steps, 4, rng)
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_the_bits_are_those_of_layer_after_layer(family: str) -> None:
+    apart, together = (on_kernels(family, **JOINED[family]) for _ in range(2))
+    assert is_joined(joined(together))
+    for chunks in (1, 9, 33):
+        for found, expected in zip(logits_of(together, chunks), logits_of(apart, chunks), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_the_bits_are_the_same_on_any_number_of_threads() -> None:
+    loaded = joined(on_kernels("llama"))
+    expected = logits_of(loaded, 9)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert all(map(torch.equal, logits_of(loaded, 9), expected))
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, DYNAMIC])
+def test_the_angles_are_the_models_own(rope: dict[str, Any]) -> None:
+    apart, together = (on_kernels("llama", rope_parameters=rope) for _ in range(2))
+    assert is_joined(joined(together))
+    for found, expected in zip(logits_of(together, 5), logits_of(apart, 5), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_token_has_the_same_bits_in_any_company() -> None:
+    forward = PackedForward(joined(on_kernels("qwen3")))
+    tokens = random_tokens(np.random.default_rng(0), 120)
+    kv = forward.make_kv(64, 4)
+    every = [Part(tokens[at:], 0, 1 + at % 16, range(at * 4, at * 4 + 4)) for at in range(16)]
+    together = compute(forward, kv, every)
+    for at, part in enumerate(every):
+        assert torch.equal(compute(forward, kv, [part])[-1], together[at])
+
+
+@torch.inference_mode()
+def compute(forward: PackedForward, kv: Any, parts: list[Part]) -> torch.Tensor:
+    return forward(pack_step(parts, 4), kv)
+
+
+def test_hooks_on_the_model_its_base_and_its_head_see_what_they_did() -> None:
+    seen: dict[str, list[Any]] = {}
+    for kind, loaded in (("apart", on_kernels("llama")), ("together", joined(on_kernels("llama")))):
+        notes = seen[kind] = []
+        model: Any = loaded.model
+        model.base_model.register_forward_hook(lambda *call, to=notes: to.append(call[2].last_hidden_state))
+        model.register_forward_hook(lambda *call, to=notes: to.append(call[2].logits))
+        logits, hidden = PackedForward(loaded).with_features(*two_tokens(PackedForward(loaded)))
+        notes += [logits, hidden]
+    assert len(seen["together"]) == 4
+    assert all(map(torch.equal, seen["together"], seen["apart"]))
+
+
+def two_tokens(forward: PackedForward) -> tuple[Any, Any]:
+    return pack_step([Part([3, 4], 0, 2, [0])], 4), forward.make_kv(1, 4)
+
+
+def test_the_embedding_is_read_only() -> None:
+    loaded = joined(on_kernels("llama"))
+    before = loaded.model.get_input_embeddings().weight.clone()
+    logits_of(loaded, 9)
+    assert torch.equal(loaded.model.get_input_embeddings().weight, before)
+
+
+# --- what stays as it is ---
+
+
+def hook_a_layer(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda _module, _args, output: output * 2)
+
+
+def hook_the_base(model: Any) -> None:
+    model.model.register_forward_pre_hook(lambda _module, _args: None)
+
+
+def another_class_of_layer(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.__class__ = type("LlamaDecoderLayer", (type(layer),), {})
+
+
+def leave_a_layer_out(model: Any) -> None:
+    model.model.config.num_hidden_layers -= 1
+
+
+def hook_a_stand_in(model: Any) -> None:
+    model.model.layers[1].mlp.down.register_forward_hook(lambda _module, _args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook_a_layer, hook_the_base, another_class_of_layer, leave_a_layer_out, hook_a_stand_in],
+)
+def test_a_model_that_does_more_is_left_alone(change: Any) -> None:
+    loaded = on_kernels("llama")
+    change(loaded.model)
+    assert not is_joined(joined(loaded))
+
+
+@pytest.mark.parametrize("family", ["granite", "mixtral"])
+def test_a_family_whose_layers_do_more_is_left_alone(family: str) -> None:
+    loaded = on_kernels(family)
+    assert loaded.kernels is not None
+    assert not is_joined(joined(loaded))
+
+
+def test_a_model_that_is_not_all_ours_is_left_alone() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16, head_dim=32)
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    assert not is_joined(joined(install.install(as_loaded(model), compiled_kernels())))
+
+
+def test_other_logits_bring_the_layers_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = on_kernels("llama")
+    base = loaded.model.base_model
+    rows = RotationTable.rows
+    monkeypatch.setattr(RotationTable, "rows", lambda self, positions: rows(self, positions + 1)[::-1])
+    assert joined(loaded).model.base_model is base
+    assert "one call for all layers changes the logits: they are computed one by one" in caplog.messages
+
+
+def test_the_log_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "slipstream.model"):
+        joined(on_kernels("llama"))
+    assert caplog.messages[-1] == "all of them in one call"
+
+
+# --- the table of angles ---
+
+
+class Angles(nn.Module):
+    """A rotary module that counts how often it is asked."""
+
+    def __init__(self, rope_type: str) -> None:
+        super().__init__()
+        self.rope_type = rope_type
+        self.asked: list[int] = []
+
+    def forward(self, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(position_ids.shape[1])
+        angles = position_ids[..., None] * torch.linspace(0, 1, 32)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+@pytest.mark.parametrize(("rope_type", "asked"), [("default", [8, 256]), ("dynamic", [3, 2, 2, 1])])
+def test_angles_are_computed_once_where_they_depend_on_the_position_alone(
+    rope_type: str, asked: list[int]
+) -> None:
+    rotary, like = Angles(rope_type), torch.zeros(1, dtype=torch.bfloat16)
+    table = RotationTable(rotary, like)
+    for positions in ([0, 7, 7], [3, 1], [200, 2], [255]):
+        at = torch.tensor(positions)
+        expected = Angles(rope_type)(like, at[None])
+        assert all(map(torch.equal, table.rows(at), (part[0] for part in expected)))
+    assert rotary.asked == asked

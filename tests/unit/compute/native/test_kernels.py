@@ -1,0 +1,168 @@
+"""Each kernel against the same in float32, over shapes that are odd where they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.kernels import HeadNorms, NativeKernels
+from tests.support.native import compiled_kernels
+
+# Half a unit in the last place of bfloat16, and as much for what is rounded on the way.
+ROUNDING = 2**-8
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return compiled_kernels()
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """More than one, for every loop to be shared out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1.0) -> None:
+    """Within rounding of each number, and of the rows' size where terms cancel."""
+    torch.testing.assert_close(found.float(), expected.float(), rtol=ROUNDING * slack, atol=2e-3 * slack)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 11, 12, 13, 95, 96, 97, 200])
+@pytest.mark.parametrize(("width", "out"), [(2, 32), (34, 32), (576, 96), (64, 224)])
+def test_linear(kernels: NativeKernels, n: int, width: int, out: int) -> None:
+    weight, bias, x = noise(out, width), noise(out, seed=1), noise(n, width, seed=2) / width**0.5
+    for added in (None, bias):
+        expected = x.float() @ weight.float().T + (0 if added is None else added.float())
+        assert_close(kernels.linear(x, kernels.pack(weight, added)), expected)
+
+
+def test_what_can_be_packed() -> None:
+    for out, width, fits in [(32, 2, True), (33, 2, False), (31, 2, False), (32, 3, False), (64, 34, True)]:
+        assert NativeKernels.packs(torch.zeros(out, width, dtype=torch.bfloat16)) is fits
+    assert not NativeKernels.packs(torch.zeros(32, 2))
+
+
+def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
+    weight = noise(64, 96)
+    sideways = weight.T.contiguous().T
+    assert not sideways.is_contiguous()
+    assert torch.equal(kernels.pack(sideways).packed, kernels.pack(weight).packed)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 130])
+@pytest.mark.parametrize("width", [16, 48, 576])
+def test_rms_norm(kernels: NativeKernels, n: int, width: int) -> None:
+    x, weight = 3 * noise(n, width), noise(width, seed=1)
+    expected = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
+    assert_close(kernels.rms_norm(x, weight, 1e-5), expected, slack=2)
+    nothing = torch.zeros(1, width, dtype=torch.bfloat16)
+    assert torch.equal(kernels.rms_norm(nothing, weight, 1e-5), nothing)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 40])
+@pytest.mark.parametrize("width", [16, 96, 1536])
+def test_silu_mul(kernels: NativeKernels, n: int, width: int) -> None:
+    x = 4 * noise(n, 2 * width)
+    gate, up = x.float().chunk(2, dim=-1)
+    assert_close(kernels.silu_mul(x), torch.nn.functional.silu(gate) * up, slack=2)
+
+
+def test_silu_mul_far_out(kernels: NativeKernels) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 80.0, -80.0, 300.0, -300.0] * 2).bfloat16()
+    found = kernels.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])
+    assert_close(found[0], torch.nn.functional.silu(gate.float()))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (9, 3)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotate_and_write(
+    kernels: NativeKernels, dim: int, heads: int, kv_heads: int, with_norms: bool
+) -> None:
+    n, blocks, block_size = 5, 4, 3
+    qkv = noise(n, (heads + 2 * kv_heads) * dim)
+    angles = 3 * noise(n, dim // 2, seed=4).float().repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    norms = HeadNorms(noise(dim, seed=1), noise(dim, seed=2), 1e-6) if with_norms else None
+    pages = (noise(blocks, kv_heads, block_size, dim), noise(blocks, kv_heads, block_size, dim, seed=3))
+    before = tuple(page.clone() for page in pages)
+    slots = torch.tensor([11, 0, 4, 7, 8])
+    found = kernels.rotate_and_write(qkv, (cos, sin), norms, pages, slots)
+
+    heads_of = qkv.view(n, -1, dim)
+    query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
+    value = heads_of[:, heads + kv_heads :]
+    if norms is not None:
+        query, key = normed(query, norms.query), normed(key, norms.key)
+    assert_same_vectors(found, rotated(query, cos, sin), exact=not with_norms)
+    written = torch.zeros(blocks * block_size, dtype=torch.bool)
+    written[slots] = True
+    by_slot = [page.transpose(1, 2).flatten(0, 1) for page in (*pages, *before)]  # [slots, kv_heads, dim]
+    assert_same_vectors(by_slot[0][slots], rotated(key, cos, sin), exact=not with_norms)
+    assert torch.equal(by_slot[1][slots], value)
+    for page, old in zip(by_slot[:2], by_slot[2:], strict=True):
+        assert torch.equal(page[~written], old[~written])
+
+
+def normed(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As transformers computes it in bfloat16."""
+    wide = heads.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As transformers computes it in bfloat16."""
+    left, right = heads.chunk(2, dim=-1)
+    turned = torch.cat((-right, left), dim=-1)
+    return heads * cos[:, None] + turned * sin[:, None]
+
+
+def assert_same_vectors(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
+    """Bit for bit, or but for a root that is rounded otherwise."""
+    if exact:
+        assert torch.equal(found, expected)
+    distances = (found.float() - expected.float()).norm(dim=-1)
+    assert (distances <= ROUNDING * expected.float().norm(dim=-1)).all()
+
+
+def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
+    broken = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
+    assert kernels.silu_mul(broken).isnan().all()
+    assert kernels.rms_norm(broken, noise(64), 1e-5).isnan().all()
+    assert kernels.linear(broken, kernels.pack(noise(32, 64))).isnan().all()
+
+
+def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        check_company(kernels)
+
+
+def check_company(kernels: NativeKernels) -> None:
+    x, weights = noise(210, 576), kernels.pack(noise(192, 576, seed=1), noise(192, seed=2))
+    together = kernels.linear(x, weights)
+    for n in (1, 2, 5, 12, 13, 96, 97):
+        for first in (0, 100):
+            alone = kernels.linear(x[first : first + n].contiguous(), weights)
+            assert torch.equal(alone, together[first : first + n])
+    weight = noise(576, seed=3)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5)[7:8], kernels.rms_norm(x[7:8], weight, 1e-5))
+    assert torch.equal(kernels.silu_mul(x)[9:10], kernels.silu_mul(x[9:10]))
+
+
+def test_what_is_no_library_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"#!/bin/sh")
+    with pytest.raises(NativeUnavailable, match=r"kernels.so cannot be loaded"):
+        NativeKernels(tmp_path / "kernels.so")

@@ -1,0 +1,43 @@
+"""The packed forward pass beside its logits: the hidden states that drafters read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.rehearsal import Part, pack_step
+from tests.support.packed import load_tiny
+
+BLOCK_SIZE = 4
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_features_are_what_the_logits_were_made_from(
+    family: str, keeps_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_tiny(family)
+    forward = PackedForward(loaded)
+    if not keeps_rows:  # as for a model that has no such argument
+        monkeypatch.setattr(forward, "_keeps_rows", False)
+    tokens = list(range(3, 20))
+    parts = [Part(tokens, 0, 1, [5]), Part(tokens, 0, 7, [0, 1]), Part(tokens, 0, 4, [2, 3], [-1, -1, 1])]
+    inputs = pack_step(parts, BLOCK_SIZE)
+    with torch.inference_mode():
+        plain = forward(inputs, forward.make_kv(6, BLOCK_SIZE))
+        logits, hidden = forward.with_features(inputs, forward.make_kv(6, BLOCK_SIZE))
+        head = loaded.model.get_output_embeddings()
+        assert not head._forward_pre_hooks  # the next pass pays nothing
+        torch.testing.assert_close(logits, plain, rtol=0, atol=0)
+        assert hidden.shape == (1 + 1 + 4, loaded.config.hidden_size)
+        torch.testing.assert_close(head(hidden), logits)
+
+
+def test_a_failed_pass_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_tiny("llama")
+    forward = PackedForward(loaded)
+    kv = forward.make_kv(1, BLOCK_SIZE)
+    with pytest.raises(IndexError):
+        forward.with_features(pack_step([Part([10_000], 0, 1, [0])], BLOCK_SIZE), kv)
+    assert not loaded.model.get_output_embeddings()._forward_pre_hooks

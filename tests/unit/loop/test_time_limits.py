@@ -1,0 +1,124 @@
+"""Deadlines and bounded waits: refused early, ended on time, also while nothing else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from engine.errors import DeadlineExceeded, Overloaded
+from engine.loop.engine_parts import EngineLimits
+from engine.loop.stream import RequestStream
+from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
+from engine.plan.step_records import StepInputs
+from tests.support.engines import EngineShape, Harness, collect, running_engine
+from tests.support.fakes import ManualClock, expected_output
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def submit(
+    harness: Harness, name: str, deadline_s: float | None = None, max_tokens: int = 100
+) -> RequestStream:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return harness.engine.submit(GenerationRequest(name, PROMPT, sampling, deadline_s=deadline_s))
+
+
+class Hang:
+    """Holds the given step in the middle until released."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, inputs: StepInputs) -> None:
+        self.step -= 1
+        if self.step == 0:
+            self.entered.set()
+            assert self.release.wait(10)
+
+
+async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_step() -> None:
+    hang = Hang(3)
+    async with running_engine(EngineShape(max_num_seqs=1), before=hang) as harness:
+        running, waiting = submit(harness, "a", 0.3), submit(harness, "b", 0.3)
+        patient = submit(harness, "c", 60.0, max_tokens=4)
+        await asyncio.to_thread(hang.entered.wait, 10)
+        first, second = await asyncio.wait_for(asyncio.gather(collect(running), collect(waiting)), 5)
+        assert not hang.release.is_set()
+        hang.release.set()
+        assert (await collect(patient)).token_ids == expected_output(PROMPT, 4)
+        for result in (first, second):
+            assert result.finish.reason is FinishReason.DEADLINE
+            assert isinstance(result.finish.error, DeadlineExceeded)
+        assert first.token_ids == expected_output(PROMPT, 2)
+        assert str(first.finish.error) == (
+            "The deadline, 0.3 s after the request arrived, passed after 2 of at most 100 tokens."
+        )
+        metrics = harness.engine.metrics
+        assert metrics.requests_finished[FinishReason.DEADLINE] == 2
+        assert metrics.deadlines_missed == 2
+
+
+async def test_a_deadline_that_has_passed_is_refused_and_kept_nowhere() -> None:
+    async with running_engine() as harness:
+        with pytest.raises(DeadlineExceeded):
+            submit(harness, "a", 0.0)
+        metrics = harness.engine.metrics
+        assert (metrics.deadlines_missed, metrics.requests_started) == (1, 0)
+        assert metrics.requests_rejected["deadline_exceeded"] == 1
+
+
+async def test_a_wait_longer_than_allowed_ends_with_overloaded_and_a_run_does_not() -> None:
+    hang = Hang(2)
+    limits = EngineLimits(queue_timeout_s=0.2)
+    async with running_engine(EngineShape(max_num_seqs=1), before=hang, limits=limits) as harness:
+        running, waiting = submit(harness, "a", max_tokens=5), submit(harness, "b")
+        ended = await asyncio.wait_for(collect(waiting), 5)
+        hang.release.set()
+        assert (await collect(running)).token_ids == expected_output(PROMPT, 5)
+        error = ended.finish.error
+        assert isinstance(error, Overloaded)
+        assert (error.code, ended.finish.reason) == ("queue_timeout", FinishReason.ABORT)
+        assert error.retry_after_s >= 1
+        assert harness.engine.metrics.requests_rejected["queue_timeout"] == 1
+        assert harness.engine.metrics.request_aborts["timeout"] == 1
+
+
+async def test_a_timer_that_fires_before_the_clock_says_so_waits_on() -> None:
+    clock, hang = ManualClock(), Hang(2)
+    async with running_engine(before=hang, clock=clock) as harness:
+        stream = submit(harness, "a", 0.01)
+        await asyncio.to_thread(hang.entered.wait, 10)
+        await asyncio.sleep(0.05)
+        assert harness.engine.gauges().num_requests_running == 1
+        clock.advance(1.0)
+        result = await asyncio.wait_for(collect(stream), 5)
+        hang.release.set()
+        assert result.finish.reason is FinishReason.DEADLINE
+
+
+async def test_what_ends_in_time_leaves_no_timer() -> None:
+    limits = EngineLimits(queue_timeout_s=60.0)
+    async with running_engine(limits=limits) as harness:
+        await collect(submit(harness, "a", 60.0, max_tokens=3))
+        time_limits = harness.engine._time_limits
+        assert (time_limits._deadlines, time_limits._waits) == ({}, {})
+
+
+async def test_a_full_queue_says_when_to_come_back_by_the_measured_rate() -> None:
+    def before(inputs: StepInputs) -> None:
+        time.sleep(0.4)
+
+    limits = EngineLimits(max_queued_requests=8)
+    async with running_engine(EngineShape(max_num_seqs=1), before=before, limits=limits) as harness:
+        await collect(submit(harness, "a", max_tokens=1))
+        streams = [submit(harness, f"b{i}", max_tokens=1) for i in range(8)]
+        with pytest.raises(Overloaded) as caught:
+            harness.engine.admit(1)
+        assert caught.value.code == "queue_full"
+        assert 3 <= caught.value.retry_after_s <= 60  # 8 requests at 0.4 s each, more on a busy machine
+        for stream in streams:
+            stream.close()

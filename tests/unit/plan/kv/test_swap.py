@@ -1,0 +1,74 @@
+import pytest
+
+from engine.plan.kv.swap import SwapSpace
+
+
+def test_blocks_go_out_and_come_back() -> None:
+    host = SwapSpace(4)
+    host.save("a", [7, 3])
+    assert "a" in host
+    assert host.block_ids("a") == (0, 1)
+    assert (host.num_free, host.num_saved, host.is_saved("a")) == (2, 1, False)
+    assert host.copies() == (((7, 0), (3, 1)), ())
+    assert host.copies() == (((7, 0), (3, 1)), ()), "until they are settled"
+    host.settle()
+    assert host.is_saved("a")
+    assert host.copies() == ((), ())
+    host.restore("a", [5, 6, 9], 0)
+    assert host.copies() == ((), ((0, 5), (1, 6)))
+    assert (host.num_free, host.num_saved) == (2, 0), "the host keeps them until they are known to be back"
+    host.settle()
+    assert "a" not in host
+    assert host.num_free == 4
+    host.check_integrity()
+
+
+def test_what_was_found_on_the_device_is_not_brought_back() -> None:
+    host = SwapSpace(4)
+    host.save("a", [7, 3, 4])
+    host.settle()
+    host.restore("a", [7, 3, 5, 6], 2)
+    assert host.copies() == ((), ((2, 5),))
+
+
+def test_what_may_not_have_been_saved_is_given_up() -> None:
+    host = SwapSpace(4)
+    host.save("a", [7])
+    host.settle()
+    host.save("b", [8])
+    host.restore("a", [9], 0)
+    assert host.unsure() == ("b",)
+    assert host.copies() == ((), ((0, 9),)), "what comes back is asked for again"
+    assert host.num_free == 3
+    host.stay("a")
+    assert (host.copies(), host.is_saved("a")) == (((), ()), True)
+    host.check_integrity()
+
+
+def test_release_drops_what_was_still_to_be_copied() -> None:
+    host = SwapSpace(2)
+    host.save("a", [7])
+    host.release("a")
+    host.release("a")
+    assert host.copies() == ((), ())
+    host.save("b", [8, 9])
+    assert host.block_ids("b") == (0, 1), "the lowest host blocks come first"
+    host.settle()
+    host.restore("b", [1, 2], 0)
+    host.release("b")
+    host.settle()
+    assert (host.copies(), host.num_free, host.num_saved) == (((), ()), 2, 0)
+
+
+def test_misuse_is_caught() -> None:
+    host = SwapSpace(1)
+    with pytest.raises(AssertionError, match="found to fit the host"):
+        host.save("a", [1, 2])
+    host.save("a", [1])
+    with pytest.raises(AssertionError, match="on the host already"):
+        host.save("a", [])
+    with pytest.raises(AssertionError, match="not on the host yet"):
+        host.restore("a", [1], 0)
+    host._free.append(0)
+    with pytest.raises(AssertionError, match="lost or doubled"):
+        host.check_integrity()

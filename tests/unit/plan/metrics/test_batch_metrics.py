@@ -1,0 +1,186 @@
+"""What the engine counts about itself: totals, the last minute of them, and the words for both."""
+
+from __future__ import annotations
+
+import logging
+import time
+from statistics import median
+from typing import Any
+
+import pytest
+
+from engine.loop.engine_loop import REPORT_EVERY_S
+from engine.plan.metrics.batch_metrics import LATENCY_BOUNDS_S, BatchMetrics
+from engine.plan.metrics.histogram import Distribution, Histogram
+from engine.plan.step_records import BatchDecision, ScheduledRequest
+from tests.support.engines import collect, running_engine
+
+
+def make_decision(decodes: int = 0, prefill_tokens: int = 0) -> BatchDecision:
+    scheduled = [ScheduledRequest(f"d{i}", 9, 1, True) for i in range(decodes)]
+    if prefill_tokens:
+        scheduled.append(ScheduledRequest("p", 0, prefill_tokens, True))
+    return BatchDecision(1, tuple(scheduled), None, decodes, prefill_tokens)
+
+
+def step(metrics: BatchMetrics, at: float, seconds: float = 0.5, **decision: Any) -> None:
+    """One step from `at` on that generates a token for each decode, with half the seats in use."""
+    metrics.begin_step(at)
+    metrics.generation_tokens += decision.get("decodes", 0)
+    metrics.end_step(make_decision(**decision), seconds, 0.5, 0.25)
+
+
+# Distributions.
+
+
+def test_a_quantile_lies_evenly_within_its_bucket() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    for value, times in ((0.5, 2), (1.5, 4), (3.0, 2), (99.0, 2)):
+        histogram.observe(value, times)
+    found = histogram.distribution()
+    assert found.count == 10
+    assert found.mean == pytest.approx(21.1)
+    assert [found.quantile(share) for share in (0.0, 0.1, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)] == (
+        pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0])
+    )
+
+
+def test_a_difference_is_what_came_in_between() -> None:
+    histogram = Histogram(LATENCY_BOUNDS_S)
+    histogram.observe(100.0)
+    earlier = histogram.distribution()
+    histogram.observe(0.01, 3)
+    later = histogram.distribution() - earlier
+    assert later.count == 3
+    assert later.mean == pytest.approx(0.01)
+    assert later.quantile(0.99) <= 0.01
+    nothing = earlier - earlier
+    assert (nothing.count, nothing.mean, nothing.quantile(0.5)) == (0, 0.0, 0.0)
+    assert Distribution((), (0,), 0.0).quantile(0.5) == 0.0
+
+
+# The last minute.
+
+
+def test_the_last_minute_tells_rates_sizes_and_use() -> None:
+    metrics = BatchMetrics()
+    for second in range(10):
+        step(metrics, 100.0 + second, decodes=4)
+    step(metrics, 110.0, seconds=1.0, decodes=2, prefill_tokens=30)
+    step(metrics, 111.0, seconds=2.0, prefill_tokens=60)
+    metrics.time_to_first_token.observe(0.2)
+    found = metrics.last_minute(120.0)
+    assert (found.seconds, found.busy_s, found.num_steps) == (20.0, 8.0, 12)
+    assert (found.generation_tokens, found.tokens_per_s) == (42, 2.1)
+    assert found.mean_sequences == pytest.approx((10 * 4 + 3 + 1) / 12)
+    assert found.mean_step_tokens == pytest.approx((10 * 4 + 32 + 60) / 12)
+    assert (found.busy_ratio, found.seats_ratio, found.kv_ratio) == (0.4, 0.5, 0.25)
+    counts = {phase: found.step_duration(phase).count for phase in ("prefill", "decode", "mixed")}
+    assert counts == {"prefill": 1, "decode": 10, "mixed": 1}
+    assert 0.1 < found.time_to_first_token.quantile(0.5) <= 0.25
+
+
+def test_what_is_older_than_a_minute_does_not_count() -> None:
+    metrics = BatchMetrics()
+    for second in range(300):
+        step(metrics, float(second), decodes=1 if second < 200 else 3)
+    found = metrics.last_minute(300.0)
+    assert 55 <= found.seconds <= 60
+    assert found.tokens_per_s == pytest.approx(3.0)
+    assert len(metrics._window._kept) <= 13
+
+
+def test_a_pause_counts_for_nothing_but_its_time() -> None:
+    metrics = BatchMetrics()
+    for second in range(30):
+        step(metrics, float(second), decodes=100)
+    idle = metrics.last_minute(3600.0)
+    assert (idle.generation_tokens, idle.tokens_per_s, idle.num_steps, idle.busy_ratio) == (0, 0.0, 0, 0.0)
+    step(metrics, 3600.0, decodes=1)
+    found = metrics.last_minute(3602.0)
+    assert (found.seconds, found.generation_tokens) == (2.0, 1)
+
+
+def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+    metrics = BatchMetrics()
+    nothing = metrics.last_minute(5.0)
+    assert (nothing.seconds, nothing.tokens_per_s, nothing.mean_sequences, nothing.kv_ratio) == (0, 0, 0, 0)
+    assert metrics.format_report(5.0) == (
+        "since the first request, 0 s:\n"
+        "  requests    0 ended\n"
+        "  tokens      0 generated (0.0/s, 0.0/s while busy), 0 read"
+    )
+
+
+def test_the_report_reads_well() -> None:
+    metrics = BatchMetrics()
+    for second in range(10):
+        step(metrics, 100.0 + second, decodes=4)
+    step(metrics, 110.0, seconds=0.004, prefill_tokens=60)
+    metrics.prompt_tokens += 60
+    metrics.time_to_first_token.observe(0.01)
+    metrics.speculation.observe_round("ngram", 4, 3, 4)
+    lines = metrics.format_report(120.0).splitlines()
+    assert lines[:7] == [
+        "since the first request, 20 s:",
+        "  requests    0 ended",
+        "  tokens      40 generated (2.0/s, 8.0/s while busy), 60 read",
+        "  first token after 10 ms (p50 7.5, p99 9.95)",
+        "  prefill     4 ms (p50 3.5, p99 4.97) a step, 1 in all",
+        "  decode      500 ms (p50 400, p99 498) a step, 10 in all",
+        "  batch       3.7 sequences and 9.1 tokens a step",
+    ]
+    assert (
+        lines[7]
+        == "  in use      50% of the seats and 25% of the K/V blocks while busy, which was 25% of the time"
+    )
+    assert lines[8].startswith("speculation: 1 rounds")
+
+
+def test_a_step_costs_microseconds() -> None:
+    metrics, decision = BatchMetrics(), make_decision(decodes=64)
+
+    def thousand_steps() -> float:
+        started = time.perf_counter()
+        for number in range(1000):
+            metrics.begin_step(number * 0.02)
+            metrics.end_step(decision, 0.01, 0.5, 0.5)
+        return (time.perf_counter() - started) / 1000
+
+    assert median(thousand_steps() for _ in range(5)) < 50e-6  # a tenth of it on a quiet machine
+
+
+# In the engine.
+
+
+async def test_the_engine_tells_of_its_work_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_engine() as harness:
+        await collect(harness.submit([1, 2, 3], max_tokens=6))
+        found = harness.engine.metrics.last_minute(time.monotonic())
+        assert (found.generation_tokens, found.num_steps) == (6, 6)
+        assert 0 < found.seats_ratio <= 1 / 8
+        assert 0 < found.kv_ratio < 1
+        assert 0 < found.busy_ratio <= 1
+        assert found.mean_sequences == 1
+    (report,) = [record.message for record in caplog.records if "since the first request" in record.message]
+    assert "1 ended" in report and "6 generated" in report and "3 read" in report
+
+
+async def test_an_engine_without_work_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with running_engine():
+        pass
+    assert not [record for record in caplog.records if "ended" in record.message]
+
+
+async def test_every_minute_with_work_is_told_at_level_debug(caplog: pytest.LogCaptureFixture) -> None:
+    now = 1000.0
+    caplog.set_level(logging.DEBUG, "slipstream.engine")
+    async with running_engine(clock=lambda: now, inline=True) as harness:
+        for minutes in (0.0, 0.4, 0.7, 0.1, 0.1, 100.0, 0.1):
+            now += minutes * REPORT_EVERY_S
+            await collect(harness.submit([1, 2, 3], max_tokens=6))
+        reports = [record.message for record in caplog.records if "the last minute" in record.message]
+    # When the third comes, of the second: the first is older. The minute before the sixth was empty.
+    assert [report.splitlines()[1] for report in reports] == ["  requests    1 ended"]

@@ -1,0 +1,312 @@
+"""What is computed once: published prefixes, prefixes in the making, and prompts of several choices."""
+
+from typing import Any
+
+from engine.plan.request import FinishReason, Request, RequestStatus
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.step_records import SampledRows
+from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
+from tests.support.fakes import FakeRunner, expected_output
+
+PREFIX = list(range(8))
+
+
+def make(**limits: Any) -> tuple[ContinuousBatcher, FakeRunner]:
+    batcher = make_batcher(prefix_caching=True, **limits)
+    return batcher, make_runner(batcher)
+
+
+def run_all(batcher: ContinuousBatcher, runner: FakeRunner) -> None:
+    while batcher.has_work:
+        run_step(batcher, runner)
+        batcher.kv.check_integrity()
+    assert batcher.kv.num_used_blocks == 0
+
+
+def assert_text_is_right(*requests: Request) -> None:
+    for request in requests:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        assert request.output_token_ids == expected_output(prompt, request.sampling.max_tokens)
+
+
+def test_a_prefix_is_found_by_the_next_request() -> None:
+    batcher, runner = make()
+    a = make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4)
+    b = make_request("b", [*PREFIX, 91, 92], arrival=1, max_tokens=4)
+    batcher.add(a)
+    run_all(batcher, runner)
+    assert batcher.kv.num_cached_blocks == 3, "the last one holds output"
+    batcher.add(b)
+    decision, _ = run_step(batcher, runner)
+    assert shape_of(decision) == [("b", 8, 2, True)]
+    assert batcher.kv.block_ids("b")[:2] == (0, 1)
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 8)
+    assert (batcher.kv.prefix_cache_queries, batcher.kv.prefix_cache_hits) == (19, 8)
+    run_all(batcher, runner)
+    assert_text_is_right(a, b)
+
+
+def test_output_is_found_too() -> None:
+    batcher, runner = make()
+    a = make_request("a", PREFIX, max_tokens=9)
+    batcher.add(a)
+    run_all(batcher, runner)
+    b = make_request("b", [*a.token_ids, 3], arrival=1)
+    batcher.add(b)
+    assert shape_of(run_step(batcher, runner)[0]) == [("b", 16, 2, True)]
+
+
+def test_the_last_token_is_always_computed() -> None:
+    batcher, runner = make()
+    for name in "ab":
+        batcher.add(make_request(name, PREFIX, max_tokens=1))
+        decision, _ = run_step(batcher, runner)
+    assert shape_of(decision) == [("b", 4, 4, True)]
+    assert batcher.kv.prefix_cache_hits == 4
+
+
+def test_salts_do_not_share() -> None:
+    batcher, runner = make()
+    for name, salt in (("a", None), ("b", "x"), ("c", "x")):
+        batcher.add(make_request(name, [*PREFIX, 90], max_tokens=1, cache_salt=salt))
+        decision, _ = run_step(batcher, runner)
+        assert decision.scheduled[0].first_position == (8 if name == "c" else 0)
+
+
+def test_without_caching_nothing_is_found() -> None:
+    batcher = make_batcher()
+    runner = make_runner(batcher)
+    for name in "ab":
+        batcher.add(make_request(name, [*PREFIX, 90], max_tokens=1))
+        assert shape_of(run_step(batcher, runner)[0]) == [(name, 0, 9, True)]
+    assert batcher.kv.num_cached_blocks == 0
+
+
+def test_a_reset_forgets_what_nobody_uses() -> None:
+    batcher, runner = make()
+    batcher.add(make_request("a", PREFIX, max_tokens=1))
+    run_all(batcher, runner)
+    assert batcher.reset_prefix_cache() == 2
+    assert batcher.kv.num_cached_blocks == 0
+    batcher.add(make_request("b", PREFIX, max_tokens=1))
+    assert shape_of(run_step(batcher, runner)[0]) == [("b", 0, 8, True)]
+
+
+def test_a_failed_row_takes_back_what_it_was_drawn_from() -> None:
+    batcher, runner = make()
+    batcher.add(make_request("a", [*PREFIX, 90], max_tokens=1))
+    run_step(batcher, runner)
+    batcher.add(make_request("b", [*PREFIX, 91]))
+    decision = batcher.step()
+    batcher.commit(decision, SampledRows([0], row_errors={0: "NaN"}))
+    assert batcher.kv.num_cached_blocks == 0
+    batcher.add(make_request("c", [*PREFIX, 91], max_tokens=1))
+    decision, _ = run_step(batcher, runner)
+    assert shape_of(decision) == [("c", 0, 9, True)]
+    assert decision.inputs is not None
+    assert decision.inputs.scrub_blocks == (0, 1, 3), "block 2 was a's own, and proven"
+
+
+def test_a_cancel_in_flight_keeps_what_was_published_and_scrubs_the_rest() -> None:
+    batcher, runner = make()
+    batcher.add(make_request("a", [*PREFIX, 90], max_tokens=1))
+    run_step(batcher, runner)
+    batcher.add(make_request("b", [*PREFIX, 91]))
+    decision = batcher.step()
+    batcher.finish("b", FinishReason.ABORT)
+    batcher.commit(decision, SampledRows([0]))
+    assert batcher.kv.num_cached_blocks == 2
+    batcher.add(make_request("c", [*PREFIX, 91], max_tokens=1))
+    decision, _ = run_step(batcher, runner)
+    assert decision.inputs is not None
+    assert (shape_of(decision), decision.inputs.scrub_blocks) == ([("c", 8, 1, True)], (3,))
+
+
+def test_a_preempted_request_finds_its_own_blocks() -> None:
+    batcher, runner = make(num_blocks=5, max_model_len=20)
+    a, b = make_request("a", 7, arrival=0, max_tokens=9), make_request("b", 4, arrival=1, max_tokens=9)
+    batcher.add(a)
+    batcher.add(b)
+    firsts = []
+    while batcher.has_work:
+        decision, _ = run_step(batcher, runner)
+        firsts += [e.first_position for e in decision.scheduled if e.request_id == "b"]
+    assert b.num_preemptions == 1
+    assert firsts.count(0) == 1
+    assert b.num_cached_tokens == 0, "what counts is the first time"
+    assert_text_is_right(a, b)
+
+
+# Prefixes in the making.
+
+
+def test_a_burst_computes_its_prefix_once() -> None:
+    batcher, runner = make()
+    requests = [make_request(f"r{i}", [*PREFIX, 90 + i], arrival=i, max_tokens=3) for i in range(4)]
+    other = make_request("other", [7, 7, 7], arrival=9, max_tokens=3)
+    for request in (*requests, other):
+        batcher.add(request)
+    decision, _ = run_step(batcher, runner)
+    assert shape_of(decision) == [("r0", 0, 9, True), ("other", 0, 3, True)], "others are not in the way"
+    decision, _ = run_step(batcher, runner)
+    assert shape_of(decision)[2:] == [("r1", 8, 1, True), ("r2", 8, 1, True)], "as many as there are seats"
+    assert batcher.kv.pool.ref_count(0) == 3
+    run_all(batcher, runner)
+    assert_text_is_right(*requests, other)
+
+
+def test_who_is_held_waits_like_the_rest() -> None:
+    batcher, runner = make()
+    for name in "ab":
+        batcher.add(make_request(name, PREFIX))
+    decision = batcher.step()
+    assert (batcher.num_running, batcher.num_waiting, batcher.num_waiting_tokens) == (1, 1, 8)
+    assert decision.inputs is not None
+    ended = batcher.finish("b", FinishReason.ABORT)
+    assert ended is not None and ended.status is RequestStatus.FINISHED
+    assert batcher.num_waiting == 0
+    batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert batcher.num_waiting == 0
+
+
+def test_who_is_held_goes_on_alone_when_the_other_dies() -> None:
+    batcher, runner = make(max_num_batched_tokens=4)
+    a, b = make_request("a", PREFIX, arrival=0), make_request("b", PREFIX, arrival=1, max_tokens=2)
+    batcher.add(a)
+    batcher.add(b)
+    assert shape_of(run_step(batcher, runner)[0]) == [("a", 0, 4, False)]
+    batcher.finish("a", FinishReason.ABORT)
+    assert shape_of(run_step(batcher, runner)[0]) == [("b", 0, 4, False)]
+    run_all(batcher, runner)
+    assert_text_is_right(b)
+
+
+def test_nobody_is_held_for_someone_less_urgent() -> None:
+    batcher, runner = make(max_num_batched_tokens=6, policy="priority")
+    batcher.add(make_request("flex", [*PREFIX, 9, 9, 9, 9], arrival=0, priority=10))
+    run_step(batcher, runner)
+    batcher.add(make_request("high", PREFIX, arrival=1, priority=-10))
+    assert shape_of(run_step(batcher, runner)[0]) == [("high", 0, 6, False)]
+
+
+def test_who_shares_nothing_more_is_not_held() -> None:
+    batcher, runner = make()
+    for name in "ab":
+        batcher.add(make_request(name, [*PREFIX[:2], 90], arrival=ord(name)))
+    assert len(run_step(batcher, runner)[0].scheduled) == 2, "there is no full block to share"
+
+
+# Choices of one prompt.
+
+
+def fork_of(parent: Request, name: str, *, arrival: int, max_tokens: int = 6) -> Request:
+    prompt = parent.token_ids[: parent.num_prompt_tokens]
+    return make_request(name, prompt, arrival=arrival, max_tokens=max_tokens, fork_of=parent.request_id)
+
+
+def test_choices_share_the_prompt_and_copy_its_last_block() -> None:
+    batcher = make_batcher()
+    runner = make_runner(batcher)
+    a = make_request("a", [*PREFIX, 90, 91], arrival=0, max_tokens=6)
+    b, c = fork_of(a, "b", arrival=1), fork_of(a, "c", arrival=2)
+    for request in (a, b, c):
+        batcher.add(request)
+    assert shape_of(run_step(batcher, runner)[0]) == [("a", 0, 10, True)]
+    decision, _ = run_step(batcher, runner)
+    assert shape_of(decision) == [("a", 10, 1, True), ("b", 9, 1, True), ("c", 9, 1, True)]
+    assert decision.inputs is not None
+    assert decision.inputs.block_copies == ((2, 3), (2, 4))
+    assert [batcher.kv.block_ids(name) for name in "abc"] == [(0, 1, 2), (0, 1, 3), (0, 1, 4)]
+    assert [batcher.kv.pool.ref_count(block) for block in range(5)] == [3, 3, 1, 1, 1]
+    decision, _ = run_step(batcher, runner)
+    assert decision.inputs is not None
+    assert decision.inputs.block_copies == ()
+    run_all(batcher, runner)
+    assert_text_is_right(a, b, c)
+
+
+def test_a_last_token_in_a_block_of_its_own_needs_no_copy() -> None:
+    batcher = make_batcher()
+    runner = make_runner(batcher)
+    a = make_request("a", [*PREFIX, 90], arrival=0)
+    b = fork_of(a, "b", arrival=1)
+    batcher.add(a)
+    batcher.add(b)
+    run_step(batcher, runner)
+    decision, _ = run_step(batcher, runner)
+    assert decision.inputs is not None
+    assert (shape_of(decision)[1], decision.inputs.block_copies) == (("b", 8, 1, True), ())
+    assert batcher.kv.block_ids("b") == (0, 1, 3)
+
+
+def test_a_fork_needs_room_for_its_last_block_only() -> None:
+    batcher = make_batcher(num_blocks=5, max_model_len=20)
+    runner = make_runner(batcher)
+    a = make_request("a", [*PREFIX, 90, 91], arrival=0, max_tokens=2)
+    b = fork_of(a, "b", arrival=1, max_tokens=2)
+    batcher.add(a)
+    batcher.add(b)
+    run_step(batcher, runner)
+    assert shape_of(run_step(batcher, runner)[0])[1] == ("b", 9, 1, True)
+
+
+def test_a_choice_waits_for_a_parent_that_waits_and_goes_alone_when_it_ends() -> None:
+    batcher = make_batcher(policy="priority")
+    runner = make_runner(batcher)
+    a = make_request("a", PREFIX, arrival=0)
+    b = fork_of(a, "b", arrival=1)
+    b.priority = -10
+    batcher.add(a)
+    batcher.add(b)
+    assert shape_of(run_step(batcher, runner)[0]) == [("a", 0, 8, True)], "b is held though it ranks first"
+    batcher.finish("a", FinishReason.ABORT)
+    assert shape_of(run_step(batcher, runner)[0]) == [("b", 0, 8, True)]
+    run_all(batcher, runner)
+    assert_text_is_right()
+
+
+def test_after_a_failed_step_a_fork_computes_its_last_block() -> None:
+    batcher = make_batcher()
+    runner = make_runner(batcher)
+    a = make_request("a", [*PREFIX, 90, 91], arrival=0, max_tokens=6)
+    b = fork_of(a, "b", arrival=1)
+    batcher.add(a)
+    batcher.add(b)
+    run_step(batcher, runner)
+    assert batcher.abandon(batcher.step(), fail=False) == []
+    decision, _ = run_step(batcher, runner)
+    assert decision.inputs is not None
+    assert (shape_of(decision)[1], decision.inputs.block_copies) == (("b", 8, 2, True), ())
+    run_all(batcher, runner)
+    assert_text_is_right(a, b)
+
+
+def test_a_choice_of_a_preempted_parent_runs_by_itself() -> None:
+    batcher = make_batcher(num_blocks=8, max_model_len=32)
+    a = make_request("a", PREFIX, arrival=0)
+    first = make_request("first", 4, arrival=-1)
+    b = fork_of(a, "b", arrival=1)
+    batcher.add(first)
+    batcher.add(a)
+    batcher.add(b)
+    batcher.preempt_for_memory(batcher.step())
+    assert a.status is RequestStatus.PREEMPTED
+    decision = batcher.step()
+    assert shape_of(decision) == [("first", 0, 4, True), ("a", 0, 2, False)]
+    batcher.finish("a", FinishReason.ABORT)
+    batcher.commit(decision, SampledRows([1]))
+    assert [entry.request_id for entry in batcher.step().scheduled] == ["first", "b"]
+
+
+def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> None:
+    batcher, runner = make(num_blocks=32)
+    batcher.add(make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4))
+    decision = batcher.step()
+    newcomer = make_request("b", [*PREFIX, 91], arrival=1, max_tokens=4)
+    seats = batcher._seats
+    assert seats.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
+    assert decision.inputs is not None
+    batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert seats.num_to_compute(newcomer) == 1, "the prefix is published"
+    assert seats.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
+    run_all(batcher, runner)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from engine.plan.speculation.spec_stats import SpecStats
+
+
+def make_stats() -> SpecStats:
+    """Four rounds: all of 3 accepted, 1 of 4, none of 2, and 2 of 2 where the first ended the request."""
+    stats = SpecStats()
+    stats.observe_round("ngram", 3, 3, 4)
+    stats.observe_round("ngram", 4, 1, 2)
+    stats.observe_round("draft_model", 2, 0, 1)
+    stats.observe_round("ngram", 2, 2, 1)
+    return stats
+
+
+def test_counts_by_hand() -> None:
+    stats = make_stats()
+    assert stats.num_rounds == 4
+    assert stats.proposed == {"ngram": 9, "draft_model": 2}
+    assert stats.accepted == {"ngram": 6, "draft_model": 0}
+    assert (stats.num_proposed, stats.num_accepted, stats.num_rejected) == (11, 6, 5)
+    assert (stats.num_bonus, stats.num_recovered, stats.num_committed) == (1, 2, 8)
+    assert stats.accepted_per_position == [3, 2, 1]
+    assert stats.acceptance_histogram == [1, 1, 1, 1]
+    assert stats.acceptance_rate == pytest.approx(6 / 11)
+    assert stats.tokens_per_round == 2
+    assert stats.mean_acceptance_length == 2.5
+
+
+def test_nothing_drafted_is_all_zeros() -> None:
+    stats = SpecStats()
+    assert stats.acceptance_rate == stats.ema_acceptance == stats.tokens_per_round == 0
+    assert stats.mean_acceptance_length == 0
+    assert stats.format_report() == "speculation: no draft was verified"
+
+
+def test_recent_acceptance_halves_a_round_in_32_more() -> None:
+    stats = SpecStats()
+    stats.observe_round("ngram", 4, 4, 5)
+    assert stats.ema_acceptance == 1
+    for _ in range(32):
+        stats.observe_round("ngram", 4, 0, 1)
+    kept = 0.5 ** (1 / 32)
+    assert stats.ema_acceptance == pytest.approx(0.5 / sum(kept**age for age in range(33)))
+    assert stats.acceptance_rate == pytest.approx(1 / 33)
+
+
+def test_adding_is_as_if_both_had_been_counted_here() -> None:
+    total, other = make_stats(), SpecStats()
+    other.observe_round("suffix", 5, 5, 6)
+    other.dropped["stale"] += 3
+    other.run_ahead["hit"] += 2
+    other.num_fallbacks, other.num_late, other.num_stale = 1, 2, 3
+    other.draft_s, other.verify_s = 0.25, 0.5
+    before = deepcopy(other)
+    total.add(other)
+    assert other == before
+    assert total.accepted_per_position == [4, 3, 2, 1, 1]
+    assert total.acceptance_histogram == [1, 1, 1, 1, 0, 1]
+    assert total.proposed == {"ngram": 9, "draft_model": 2, "suffix": 5}
+    assert (total.num_rounds, total.num_committed, total.num_bonus, total.num_recovered) == (5, 14, 2, 2)
+    assert (total.num_fallbacks, total.num_late, total.num_stale) == (1, 2, 3)
+    assert (total.draft_s, total.verify_s) == (0.25, 0.5)
+    assert (total.dropped, total.run_ahead) == ({"stale": 3}, {"hit": 2})
+    other.add(make_stats())
+    assert other.num_accepted == total.num_accepted
+    assert other.ema_acceptance == pytest.approx(total.ema_acceptance)
+
+
+def test_report() -> None:
+    stats = make_stats()
+    stats.dropped.update(stale=1200, late=3, error=0)
+    stats.run_ahead.update(hit=30, miss=10)
+    stats.num_late, stats.num_stale, stats.num_fallbacks = 2, 5, 7
+    stats.draft_s, stats.verify_s = 0.125, 12.5
+    assert (
+        stats.format_report()
+        == """\
+speculation: 4 rounds, 2.00 tokens a round, 54.5% of drafts accepted (54.4% of late)
+  drafts      11 proposed, 6 accepted, 5 rejected
+  tokens      8 committed, of them 1 bonus and 2 recovered
+  draft_model 2 proposed, 0.0% accepted
+  ngram       9 proposed, 66.7% accepted
+  by position 75% 50% 25%
+  a round     0:1 1:1 2:1 3:1
+  run-ahead   30 hits, 10 misses (75.0% hit)
+  dropped     3 late, 1,200 stale
+  answers     2 late, 5 stale
+  fallbacks   7 steps of one token: the model cannot rewind
+  time        0.12 s drafting, 12.50 s verifying"""
+    )

@@ -1,0 +1,495 @@
+"""The loop's side of drafting: who is asked for what, what becomes of answers, and who must forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.plan.request import Request, SpeculationOptions
+from engine.plan.speculation.controller import Candidate, FixedPolicy, StepLoad
+from engine.plan.speculation.draft_tape import DraftedToken
+from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.speculation.step_costs import StepCosts
+from tests.support.factories import make_request
+from tests.support.fake_drafters import FakeDrafter
+from tests.support.fakes import VOCAB_SIZE
+
+LOAD = StepLoad(num_seqs=1, num_tokens=1, num_prefill_tokens=0, max_draft_tokens=100)
+
+
+class NotingPolicy(FixedPolicy):
+    """The fixed policy, which notes what it is asked."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config)
+        self.num_asked: list[int] = []
+        self.waits_s: list[float] = []
+        self.shared: list[list[float]] = []
+
+    def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
+        self.num_asked.append(len(candidates))
+        return super().lengths(candidates, load)
+
+    def wanted(self, acceptance: Any, limit: int, draft_s: float = 0.0) -> int:
+        self.waits_s.append(draft_s)
+        return super().wanted(acceptance, limit, draft_s)
+
+    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        self.shared.append(list(seconds))
+        return super().num_served(gains, seconds)
+
+
+class World:
+    """A decoder, and requests whose target says what the test says."""
+
+    def __init__(self, *methods: str, longest: int = 4, can_rewind: bool = True, **ways: Any) -> None:
+        config = SpeculationConfig(VOCAB_SIZE, longest, length_policy="fixed", min_acceptance_rate=0.0)
+        self.policy = NotingPolicy(config)
+        sources = [
+            DraftSource(FakeDrafter(method=method, **ways), longest) for method in methods or ("draft_model",)
+        ]
+        self.decoder = SpeculativeDecoder(config, sources, self.policy, StepCosts(), can_rewind=can_rewind)
+        self.num_requests = 0
+
+    def open(self, name: str = "a", prompt: int = 3, **options: Any) -> Request:
+        """A request that has computed its prompt."""
+        request = make_request(name, prompt, arrival=self.num_requests, max_tokens=options.pop("most", 20))
+        self.num_requests += 1
+        request.speculation = SpeculationOptions(**options)
+        self.decoder.open(request)
+        request.num_computed_tokens = len(request.token_ids) - 1
+        return request
+
+    def job(self, index: int = 0, *, ahead: bool = False) -> DraftJob:
+        (job,) = self.decoder.jobs(index, ahead=ahead)
+        return job
+
+    def answer(self, job: DraftJob, *token_ids: int, index: int = 0, **more: Any) -> None:
+        draft = Draft(job.request.request_id, job.epoch, job.next_position, token_ids, **more)
+        self.decoder.put(index, job, draft)
+
+    def verify(self, request: Request) -> tuple[DraftedToken, ...]:
+        """What goes into the next step."""
+        chosen = self.decoder.choose([request], LOAD)
+        return chosen[0][1] if chosen else ()
+
+    def commit(self, request: Request, *token_ids: int, drafted: Sequence[DraftedToken] = ()) -> None:
+        request.token_ids += token_ids
+        request.num_computed_tokens = len(request.token_ids) - 1
+        self.decoder.settle(request, drafted, len(token_ids))
+
+
+def told(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
+    return job.first, job.token_ids, job.num_committed, job.num_wanted
+
+
+def ids(drafted: Sequence[DraftedToken]) -> list[int]:
+    return [draft.token_id for draft in drafted]
+
+
+# What a drafter is told.
+
+
+def test_a_first_job_tells_all_and_later_ones_what_is_new() -> None:
+    world = World()
+    a = world.open()
+    job = world.job()
+    assert told(job) == (0, (0, 1, 2), 3, 4)
+    world.answer(job, 7)
+    job = world.job()
+    assert told(job) == (4, (), 3, 3), "its own draft is no news to it"
+    world.answer(job, 8)
+    drafted = world.verify(a)
+    assert ids(drafted) == [7, 8]
+    world.commit(a, 7, 8, 9, drafted=drafted)
+    assert told(world.job()) == (5, (9,), 6, 4)
+
+
+def test_after_a_miss_only_what_was_wrong_is_told_again_in_a_new_epoch() -> None:
+    world = World()
+    a = world.open()
+    first = world.job()
+    world.answer(first, 7, 8, 9)
+    drafted = world.verify(a)
+    world.commit(a, 7, 5, drafted=drafted)
+    job = world.job()
+    assert told(job) == (4, (5,), 5, 4)
+    assert job.epoch == first.epoch + 1
+
+
+def test_prefilling_sequences_are_drafted_for_only_ahead() -> None:
+    world = World()
+    a = world.open()
+    a.num_computed_tokens = 0
+    assert world.decoder.jobs(0, ahead=False) == []
+    assert len(world.decoder.jobs(0, ahead=True)) == 1
+
+
+def test_ahead_goes_past_what_is_verified_and_the_token_after_it() -> None:
+    world = World(longest=2)
+    a = world.open()
+    world.answer(world.job(), 7, 8)
+    assert world.decoder.jobs(0, ahead=False) == []
+    drafted = world.verify(a)
+    assert len(drafted) == 2
+    assert world.job(ahead=True).num_wanted == 3
+    world.commit(a, 7, 8, 9, drafted=drafted)
+    assert world.job(ahead=True).num_wanted == 3, "nothing is verified any more: one for the next token"
+
+
+def test_nobody_drafts_past_the_longest_output_or_a_stop_token() -> None:
+    world = World()
+    world.open(most=3)
+    job = world.job()
+    assert job.num_wanted == 2, "the last token is the target's own"
+    world.answer(job, 7, 8)
+    assert world.decoder.jobs(0, ahead=True) == []
+    world = World()
+    b = make_request("b", 3, max_tokens=20, stop_token_ids=frozenset({7}))
+    b.num_computed_tokens = 2
+    world.decoder.open(b)
+    world.answer(world.job(), 7)
+    assert world.decoder.jobs(0, ahead=True) == []
+
+
+def test_who_had_nothing_to_say_is_asked_again_when_more_is_known() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job())
+    assert world.decoder.jobs(0, ahead=False) == world.decoder.jobs(0, ahead=True) == []
+    world.commit(a, 5)
+    assert told(world.job()) == (3, (5,), 4, 4)
+
+
+def test_who_is_behind_is_asked_again_at_once() -> None:
+    world = World()
+    world.open()
+    job = world.job()
+    world.answer(job, is_behind=True)
+    assert world.decoder.is_reading(0, [job])
+    assert world.decoder.jobs(0, ahead=False, may_read=False) == []
+    job = world.job()
+    assert told(job) == (3, (), 3, 4), "a job that was not handed out counts as not told"
+    world.answer(job, 7)
+    assert not world.decoder.is_reading(0, [job])
+
+
+def test_readers_are_asked_beside_those_who_can_draft() -> None:
+    world = World()
+    world.open("a")
+    world.answer(world.job(), is_behind=True)
+    world.open("b")
+    assert len(world.decoder.jobs(0, ahead=False, may_read=False)) == 2
+
+
+def test_who_claims_to_be_behind_for_ever_is_asked_once_a_token() -> None:
+    world = World()
+    a = world.open()
+    turns = 0
+    while jobs := world.decoder.jobs(0, ahead=True):
+        world.answer(jobs[0], is_behind=True)
+        turns += 1
+        assert turns <= 4
+    world.commit(a, 5)
+    world.answer(world.job(), is_behind=True)
+    assert world.decoder.jobs(0, ahead=True) == []
+    world.commit(a, 6)
+    world.answer(world.job(), 7)
+    assert ids(world.verify(a)) == [7]
+
+
+# What becomes of answers.
+
+
+def test_a_late_answer_that_agrees_is_kept_from_where_it_is_news() -> None:
+    world = World()
+    a = world.open()
+    job = world.job()
+    world.commit(a, 7)
+    world.answer(job, 7, 8, 9)
+    assert ids(world.verify(a)) == [8, 9]
+    stats = world.decoder.stats
+    assert (stats.num_late, stats.dropped["late"], stats.num_stale) == (1, 1, 0)
+
+
+def test_a_late_answer_that_disagrees_is_told_better() -> None:
+    world = World()
+    a = world.open()
+    job = world.job()
+    world.commit(a, 7)
+    world.answer(job, 6, 8)
+    assert world.verify(a) == ()
+    assert world.decoder.stats.dropped["stale"] == 2
+    assert told(world.job()) == (3, (7,), 4, 4)
+
+
+def test_an_answer_of_an_older_epoch_is_dropped() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8)
+    drafted = world.verify(a)
+    job = world.job(ahead=True)
+    world.commit(a, 6, drafted=drafted)
+    world.answer(job, 9)
+    assert world.verify(a) == ()
+    assert world.decoder.stats.num_stale == 1
+    assert told(world.job()) == (3, (6,), 4, 4)
+
+
+def test_an_answer_for_one_who_is_gone_is_dropped() -> None:
+    world = World()
+    world.open()
+    job = world.job()
+    world.decoder.close("a")
+    world.answer(job, 7, 8)
+    assert world.decoder.stats.dropped["cancelled"] == 2
+    assert world.decoder.take_closed(0) == ["a"]
+
+
+def test_of_two_drafters_the_first_to_speak_goes_on() -> None:
+    world = World("draft_model", "medusa")
+    a = world.open()
+    slow = world.job(0)
+    world.answer(world.job(1), 7, index=1)
+    assert world.decoder.jobs(0, ahead=False) == [], "the other has spoken"
+    world.answer(slow, 5, 6)
+    assert world.decoder.stats.dropped["stale"] == 2
+    world.answer(world.job(1), 8, index=1)
+    drafted = world.verify(a)
+    assert ids(drafted) == [7, 8]
+    world.commit(a, 7, 8, 9, drafted=drafted)
+    assert told(world.job(0)) == (3, (7, 8, 9), 6, 4)
+    assert told(world.job(1)) == (5, (9,), 6, 4)
+    assert world.decoder.stats.proposed == {"medusa": 2}
+
+
+def test_one_drafter_s_miss_is_told_to_the_other_too() -> None:
+    world = World("draft_model", "medusa")
+    a = world.open()
+    world.answer(world.job(0), 7)
+    world.commit(a, 5, drafted=world.verify(a))
+    assert told(world.job(0)) == (3, (5,), 4, 4)
+    assert told(world.job(1)) == (0, (0, 1, 2, 5), 4, 4)
+
+
+def test_a_tree_is_verified_once_and_nobody_drafts_behind_it() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8, 9, parents=(-1, -1, 1))
+    assert world.decoder.jobs(0, ahead=True) == []
+    drafted = world.verify(a)
+    assert [draft.parent for draft in drafted] == [-1, -1, 1]
+    world.commit(a, 8, 9, 4, drafted=drafted)
+    stats = world.decoder.stats
+    assert (stats.num_proposed, stats.num_accepted, stats.num_bonus) == (3, 2, 0)
+    assert told(world.job()) == (3, (8, 9, 4), 6, 4), "a tree counts as nothing told"
+
+
+def test_features_are_used_for_the_newest_token_only() -> None:
+    world = World(reads_features=True)
+    a = world.open()
+    assert world.decoder.jobs(0, ahead=True) == [], "nothing was left yet"
+    world.decoder.keep_features("a", "hidden")
+    job = world.job(ahead=True)
+    assert job.features is not None and job.features.position == 2
+    world.answer(job, 7)
+    assert world.decoder.jobs(0, ahead=True) == [], "they tell nothing of what follows a draft"
+    world.commit(a, 7, 8, drafted=world.verify(a))
+    assert world.decoder.jobs(0, ahead=True) == [], "they are of an older token"
+    world.decoder.keep_features("a", "hidden")
+    assert len(world.decoder.jobs(0, ahead=True)) == 1
+    world.decoder.keep_features("nobody", "hidden")
+
+
+# What is verified.
+
+
+def test_no_more_is_verified_than_the_author_may_draft_and_than_there_is_room_for() -> None:
+    world = World(longest=2)
+    a = world.open(most=3)
+    world.answer(world.job(ahead=True), 7, 8)
+    assert len(world.verify(a)) == 2
+    world.commit(a, 7, drafted=world.verify(a)[:1])
+    assert ids(world.verify(a)) == [8]
+    world.commit(a, 8, drafted=world.verify(a))
+    assert world.verify(a) == ()
+
+
+def test_the_policy_is_asked_once_a_step_also_when_there_are_no_drafts() -> None:
+    world = World()
+    a = world.open()
+    world.policy.num_asked.clear()
+    assert world.decoder.choose([a], LOAD) == []
+    world.answer(world.job(), 7)
+    world.decoder.choose([a], LOAD)
+    assert world.policy.num_asked == [0, 1]
+    world.decoder.close("a")
+    world.decoder.choose([], LOAD)
+    assert world.policy.num_asked == [0, 1], "nobody is drafted for"
+
+
+def test_only_a_drafter_that_is_waited_for_has_a_price() -> None:
+    world = World("draft_model", "medusa")
+    a = world.open()
+    world.decoder.awaited = frozenset({0, 1})
+    world.decoder.waits[1].observe(1, 1, 0.25)
+    world.policy.waits_s.clear()
+    world.commit(a, 5)
+    assert world.policy.waits_s[0] == 0 < world.policy.waits_s[1]
+    world.job()
+    assert world.policy.shared == []
+    world.job(index=1)
+    assert world.policy.shared == [[0.25]]
+
+
+def test_what_found_no_room_counts_as_ahead_not_as_verified() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8, 9)
+    drafted = world.verify(a)
+    world.commit(a, 7, 8, drafted=drafted[:1])
+    stats = world.decoder.stats
+    assert (stats.num_proposed, stats.num_accepted, stats.num_bonus) == (1, 1, 1)
+    assert stats.run_ahead == {"hit": 1}
+    assert ids(world.verify(a)) == [9]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bonus", "recovered", "histogram"),
+    [((7, 8, 9), 1, 0, [0, 0, 1]), ((7, 5), 0, 1, [0, 1]), ((5,), 0, 1, [1]), ((7,), 0, 0, [0, 1])],
+    ids=["all", "one", "none", "ended"],
+)
+def test_a_round_is_counted_for_the_request_and_for_all(
+    tokens: tuple[int, ...], bonus: int, recovered: int, histogram: list[int]
+) -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8)
+    world.commit(a, *tokens, drafted=world.verify(a))
+    assert a.spec_stats is not None
+    for stats in (world.decoder.stats, a.spec_stats):
+        assert (stats.num_rounds, stats.num_proposed, stats.num_committed) == (1, 2, len(tokens))
+        assert (stats.num_bonus, stats.num_recovered) == (bonus, recovered)
+        assert stats.acceptance_histogram == histogram
+    assert world.decoder.draft_length == 2.0, "the first round is no less than later ones"
+
+
+def test_a_target_that_cannot_rewind_has_nothing_drafted_and_is_counted() -> None:
+    world = World(can_rewind=False)
+    a = world.open()
+    b = world.open("b", enabled=False)
+    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.choose([a, b], LOAD) == []
+    assert world.decoder.stats.num_fallbacks == 1
+
+
+# Who must forget.
+
+
+def test_only_those_who_were_told_must_forget() -> None:
+    world = World("draft_model", "medusa")
+    world.open()
+    world.job(1)
+    world.decoder.close("a")
+    assert [world.decoder.take_closed(index) for index in (0, 1)] == [[], ["a"]]
+    assert world.decoder.take_closed(1) == []
+
+
+def test_a_paused_request_is_forgotten_and_told_anew() -> None:
+    world = World()
+    a = world.open()
+    first = world.job()
+    world.answer(first, 7, 8)
+    world.decoder.pause("a")
+    assert world.decoder.stats.dropped["cancelled"] == 2
+    assert world.decoder.jobs(0, ahead=True) == []
+    world.decoder.pause("a")
+    world.decoder.open(a)
+    assert world.decoder.take_closed(0) == ["a"]
+    assert world.verify(a) == ()
+    job = world.job()
+    assert told(job) == (0, (0, 1, 2), 3, 4)
+    assert job.epoch > first.epoch
+
+
+def test_an_answer_from_before_a_pause_is_stale() -> None:
+    world = World()
+    a = world.open()
+    job = world.job()
+    world.decoder.pause("a")
+    world.decoder.open(a)
+    world.answer(job, 7)
+    assert world.verify(a) == ()
+    assert world.decoder.take_closed(0) == ["a"], "its drafter may remember that answer"
+
+
+def test_a_lost_micro_step_is_forgotten_and_asked_for_again_with_news() -> None:
+    world = World()
+    a = world.open()
+    job = world.job()
+    world.decoder.lose(0, [job])
+    assert world.decoder.take_closed(0) == ["a"]
+    assert world.decoder.jobs(0, ahead=True) == []
+    world.commit(a, 5)
+    assert told(world.job()) == (0, (0, 1, 2, 5), 4, 4)
+    world.decoder.close("a")
+    world.decoder.lose(0, [job])
+    assert world.decoder.take_closed(0) == ["a"]
+
+
+def test_what_is_given_up_is_drafted_for_no_more() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7)
+    world.decoder.give_up("a")
+    world.decoder.open(a)
+    assert world.verify(a) == ()
+    world.commit(a, 5)
+    assert world.decoder.jobs(0, ahead=True) == []
+    world.decoder.close("a")
+    world.decoder.give_up("nobody")
+
+
+def test_requests_choose_their_drafters_and_lengths() -> None:
+    world = World("ngram", "draft_model")
+    world.open("a", method="draft_model", num_tokens=2)
+    world.open("b", enabled=False)
+    world.open("c", method="unheard of")
+    world.open("d", method="auto", num_tokens=9)
+    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.jobs(0, ahead=False)] == [("d", 4)]
+    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.jobs(1, ahead=False)] == [
+        ("a", 2),
+        ("d", 4),
+    ]
+
+
+def test_the_pace_is_held_against_steps_without_drafts() -> None:
+    world = World()
+    decoder = world.decoder
+    assert decoder.speedup == 1.0
+    decoder.observe_pace(2, 2, 0.1)
+    assert decoder.speedup == 1.0, "costs are unknown"
+    for _ in range(8):
+        decoder.observe_pass(2, 2, 0, 0.1, 0.1)
+    decoder.observe_pace(2, 6, 0.15)
+    assert decoder.speedup == pytest.approx(2.0), "three tokens each in the time of one and a half"
+    decoder.observe_pass(2, 8, 6, 0.12, 0.15)
+    assert decoder.stats.verify_s == 0.12
+    assert decoder.costs.seconds(2, 8) == pytest.approx(0.15), "what drafts cost the host counts"
+
+
+def test_what_a_step_may_bring_is_all_at_first_then_what_one_round_in_twenty_brings() -> None:
+    world = World()
+    assert world.decoder.best_tokens_a_step == 1 + world.decoder.config.max_draft_tokens
+    for _ in range(38):
+        world.decoder.stats.observe_round("ngram", 3, 0, 1)
+    world.decoder.stats.observe_round("ngram", 3, 3, 4)
+    world.decoder.stats.observe_round("ngram", 3, 2, 3)
+    assert world.decoder.best_tokens_a_step == 1, "two in forty are not more than one in twenty"
+    world.decoder.stats.observe_round("ngram", 3, 2, 3)
+    assert world.decoder.best_tokens_a_step == 3
+    assert SpeculativeDecoder.without_drafters().best_tokens_a_step == 1

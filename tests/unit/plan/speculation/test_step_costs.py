@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from engine.plan.speculation.step_costs import StepCosts
+
+
+def test_nothing_seen_is_unknown() -> None:
+    costs = StepCosts()
+    assert costs.seconds(1, 1) is None
+    assert costs.run(1, 1, 4) is None
+    costs.observe(0, 4, 1.0)
+    costs.observe(4, 2, 1.0)
+    costs.observe(1, 1, 0.0)
+    assert costs.seconds(1, 1) is None
+
+
+def test_an_affine_machine_is_learnt_and_read_between_and_beyond() -> None:
+    costs = StepCosts()
+    for num_tokens in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20):
+        costs.observe(1, num_tokens, 0.02 + 0.001 * num_tokens)
+    for num_tokens in (1, 3, 9, 13, 18):
+        assert costs.seconds(1, num_tokens) == pytest.approx(0.02 + 0.001 * num_tokens, rel=0.02)
+    beyond = costs.seconds(1, 60)
+    assert beyond is not None and 0.04 < beyond < 0.08  # a guess, not above the straight line
+    run = costs.run(1, 4, 3)
+    assert run is not None
+    assert list(run) == [costs.seconds(1, n) for n in (4, 5, 6, 7)]
+
+
+def test_more_tokens_never_cost_less() -> None:
+    costs, random = StepCosts(), Random(1)
+    for _ in range(600):
+        num_seqs = random.randint(1, 8)
+        num_tokens = num_seqs * random.randint(1, 9)
+        costs.observe(num_seqs, num_tokens, random.uniform(0.01, 0.03))
+    for num_seqs in (1, 3, 8, 20):
+        run = costs.run(num_seqs, num_seqs, 200)
+        assert run is not None
+        assert all(after >= before for before, after in pairwise(run))
+
+
+def test_steps_without_drafts_are_kept_apart() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(4, 4, 0.003)
+        costs.observe(4, 5, 0.009)
+        costs.observe(4, 8, 0.010)
+    assert costs.seconds(4, 4) == pytest.approx(0.003)
+    assert costs.seconds(4, 5) == pytest.approx(0.009)
+
+
+def test_the_size_not_seen_is_guessed_from_the_nearest() -> None:
+    costs = StepCosts()
+    costs.observe(2, 2, 0.010)
+    assert costs.seconds(2, 40) == pytest.approx(0.010)  # nothing speaks against it
+    for _ in range(2):
+        costs.observe(16, 16, 0.020)
+    assert costs.seconds(2, 16) == pytest.approx(0.020)  # sixteen sequences took as long
+    costs.observe(2, 16, 0.030)
+    costs.observe(2, 16, 0.030)
+    assert costs.seconds(3, 16) == pytest.approx(0.030)
+
+
+def test_a_stall_is_no_cost() -> None:
+    costs = StepCosts()
+    for step in range(40):
+        costs.observe(1, 1, 0.2 if step % 10 == 5 else 0.02)
+    assert costs.seconds(1, 1) == pytest.approx(0.02, rel=0.05)
+    costs.observe(1, 5, 0.5)  # a first look
+    first = costs.seconds(1, 5)
+    assert first is not None and first < 0.04
+    costs.observe(1, 5, 0.022)
+    assert costs.seconds(1, 5) == pytest.approx(0.022)
+
+
+def test_a_true_cost_shows_by_the_second_look() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(1, 1, 0.003)
+    costs.observe(1, 5, 0.012)
+    costs.observe(1, 5, 0.012)
+    assert costs.seconds(1, 5) == pytest.approx(0.012)
+
+
+def test_a_machine_that_changes_is_followed() -> None:
+    costs = StepCosts()
+    for _ in range(100):
+        costs.observe(1, 1, 0.02)
+    costs.observe(1, 1, 0.005)
+    assert costs.seconds(1, 1) == pytest.approx(0.005)
+    for _ in range(120):
+        costs.observe(1, 1, 0.02)
+    assert costs.seconds(1, 1) == pytest.approx(0.02, rel=0.05)
+
+
+def test_what_was_not_seen_for_long_is_forgotten() -> None:
+    costs = StepCosts()
+    costs.observe(1, 1, 0.02)
+    for _ in range(5):
+        costs.observe(1, 9, 0.09)
+    costs.observe(1, 3, 0.021)
+    costs.observe(1, 3, 0.021)
+    assert costs.seconds(1, 9) == pytest.approx(0.09)
+    for _ in range(1400):
+        costs.observe(1, 3, 0.021)
+    looser = costs.seconds(1, 9)
+    assert looser is not None and looser < 0.03
+
+
+def test_a_step_without_drafts_is_wanted_now_and_then() -> None:
+    costs = StepCosts()
+    for _ in range(2):  # the first may have been a stall
+        assert costs.needs_plain(4)
+        costs.observe(4, 4, 0.01)
+    assert not costs.needs_plain(4)
+    for _ in range(256):
+        costs.observe(4, 9, 0.01)
+        assert not costs.needs_plain(4)
+    costs.observe(4, 9, 0.01)
+    assert costs.needs_plain(4)
+
+
+def test_a_profile_is_believed() -> None:
+    costs = StepCosts()
+    costs.seed([(1, 1, 0.020), (1, 9, 0.024), (8, 8, 0.022)])
+    assert costs.seconds(1, 1) == pytest.approx(0.020)
+    assert costs.seconds(1, 9) == pytest.approx(0.024)
+    assert costs.seconds(8, 8) == pytest.approx(0.022)
+
+
+def test_memory_is_bounded() -> None:
+    costs = StepCosts()
+    for num_seqs in range(1, 1025, 3):
+        for length in (1, 2, 3, 5, 9, 33):
+            costs.observe(num_seqs, num_seqs * length, 0.01)
+    assert sum(len(curve.knots()) for curve in [costs._plain, *costs._wider]) < 400

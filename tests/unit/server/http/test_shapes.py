@@ -1,0 +1,124 @@
+"""Small shapes: errors, log-probabilities, events, keys."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from config import ServerSettings
+from engine import (
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    StartRefused,
+    TokenLogprobs,
+)
+from server.api.openai.logprobs import TokenSpelling, chat_logprobs, completion_logprobs
+from server.http.auth import KeyRing, read_keys
+from server.http.errors import error_reply, invalid, shown
+from server.http.sse import encode_event
+from server.observability.http_metrics import HttpMetrics
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (invalid("no", "x"), 400, "invalid_request_error", None),
+        (InvalidRequest("no", "x"), 400, "invalid_request_error", None),
+        (
+            ContextLengthExceeded(limit=8, prompt_tokens=9, max_tokens=1, param="prompt"),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (Overloaded("wait", code="queue_timeout"), 503, "overloaded_error", "queue_timeout"),
+        (EngineDead("dead"), 503, "server_error", "engine_dead"),
+        (RequestFailed("broken", "sampler"), 500, "server_error", "sampler_failed"),
+        (HTTPException(404), 404, "not_found_error", "not_found"),
+        (HTTPException(418), 418, "invalid_request_error", None),
+        (HTTPException(502), 502, "server_error", None),
+    ],
+)
+def test_each_error_has_its_reply(error: Exception, status: int, kind: str, code: str | None) -> None:
+    reply = error_reply(error)
+    assert (reply.status, reply.type, reply.code) == (status, kind, code)
+
+
+def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    reply = error_reply(KeyError("/secret/path"))
+    assert reply.status == 500
+    assert "secret" not in json.dumps(reply.body())
+    assert "KeyError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_text_that_is_sent_back_is_short() -> None:
+    assert shown("x" * 100) == "x" * 100
+    assert len(shown("x" * 101)) == 100
+
+
+def test_a_token_that_cannot_be_drawn_is_still_json() -> None:
+    logprobs = [TokenLogprobs(65, -math.inf, 3, ((66, -0.5), (66, -1.0), (65, -math.inf)))]
+    spelling = TokenSpelling(chr, lambda token_id: None)
+    shapes = completion_logprobs(logprobs, chr, 10), chat_logprobs(logprobs, spelling)
+    for shape in shapes:
+        encode_event(shape)
+    assert shapes[0]["token_logprobs"] == [-9999.0]
+    assert shapes[0]["top_logprobs"] == [{"B": -0.5, "A": -9999.0}]
+    assert shapes[0]["text_offset"] == [10]
+
+
+def test_an_event_is_one_line_of_ascii() -> None:
+    assert encode_event({"text": "a\n\u2028é\ud800"}) == b'data: {"text":"a\\n\\u2028\\u00e9\\ud800"}\n\n'
+    with pytest.raises(ValueError, match="Out of range"):
+        encode_event({"x": math.nan})
+
+
+def test_keys_are_compared_in_constant_time_as_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(known: bytes, sent: bytes) -> bool:
+        compared.append((known, sent))
+        return known == sent
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    ring = KeyRing(["one", "two", "two"])
+    one, two = (ring.tenant_of([(b"authorization", b"Bearer " + key)]) for key in (b"one", b"two"))
+    assert None not in (one, two)
+    assert one != two
+    assert [len(side) for pair in compared for side in pair] == [32] * 8  # every key, found or not
+    for sent in (b"Bearer on", b"Bearer onee", b"Bearer \xff\xfe", b"bearer", b"Bearer  "):
+        assert ring.tenant_of([(b"authorization", sent)]) is None
+    assert ring.tenant_of([]) is None
+    assert not KeyRing([])
+
+
+def test_key_files_hold_one_key_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("b\n\n  c  \n")
+    settings = ServerSettings(api_key=("a",), api_key_file=file)
+    assert read_keys(settings) == ("a", "b", "c")
+    file.write_text("\n")
+    with pytest.raises(StartRefused, match="holds no key"):
+        read_keys(settings)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(StartRefused, match="cannot be read"):
+        read_keys(settings)
+
+
+def test_unknown_names_are_logged_once_and_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "slipstream.server")
+    http = HttpMetrics()
+    for _ in range(3):
+        http.count_ignored(1, ["colour"])
+    http.count_ignored(500, [f"name-{i}" for i in range(500)])
+    assert http.ignored_parameters == 503
+    assert len(caplog.records) == 100

@@ -1,0 +1,52 @@
+"""How many K/V blocks the settings ask for."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from config import load_settings
+from engine.compute.recurrent.slot_states import LayerState
+from engine.errors import StartRefused
+from engine.startup.build import count_kv_blocks
+
+BLOCK_BYTES = 4096
+
+
+STATE = LayerState(layer_idx=0, conv_channels=1, conv_width=0, shape=(256,))  # 1 KiB a seat
+
+
+def count(
+    device: str, *flags: str, block_bytes: int = BLOCK_BYTES, states: tuple[LayerState, ...] = ()
+) -> int:
+    loaded: Any = SimpleNamespace(
+        device=SimpleNamespace(type=device), max_model_len=64, states=states, dtype=torch.float32
+    )
+    return count_kv_blocks(load_settings(flags, {}), loaded, block_bytes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_that_was_asked_for_counts_on_every_device(device: str) -> None:
+    assert count(device, "--kv-cache-memory", "1MiB") == 256
+    assert count(device, "--num-kv-blocks", "7", "--kv-cache-memory", "1MiB") == 7
+
+
+def test_a_cpu_takes_the_default_memory() -> None:
+    assert count("cpu") == 2**30 // BLOCK_BYTES
+
+
+def test_too_little_for_one_sequence_is_refused_with_the_flag() -> None:
+    with pytest.raises(StartRefused, match=r"needs 4 blocks .*--kv-cache-memory 8192 gives 2"):
+        count("cuda", "--kv-cache-memory", "8KiB")
+
+
+def test_recurrent_states_come_out_of_the_same_memory() -> None:
+    assert count("cpu", "--kv-cache-memory", "1MiB", states=(STATE,)) == 256 - 16, "64 seats of 1 KiB"
+    with pytest.raises(StartRefused, match=r"max-num-seqs 64 take 65536 bytes .*gives 65536"):
+        count("cpu", "--kv-cache-memory", "64KiB", states=(STATE,))
+
+
+def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
+    assert count("cpu", block_bytes=0, states=(STATE,)) == 64 * 4
+    assert count("cpu", "--num-kv-blocks", "9", block_bytes=0, states=(STATE,)) == 9

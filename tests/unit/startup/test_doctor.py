@@ -1,0 +1,199 @@
+"""The doctor says what a start would: the same figures, and the same refusals in the same words."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Settings, load_settings
+from engine.compute.loading.loader import load_model
+from engine.compute.loading.locate import find_model
+from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
+from engine.compute.native import compiler
+from engine.errors import StartRefused
+from engine.startup.build import load_parts
+from engine.startup.doctor import diagnose
+from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_models import FAMILIES, MAX_POSITIONS, RECURRENT_FAMILIES, save_tiny_model
+
+BF16_NATIVE = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def settings_for(model: Path | str, *flags: str, home: Path | None = None) -> Settings:
+    environ = {} if home is None else {"SLIPSTREAM_HOME": str(home)}
+    return load_settings([str(model), "--kv-cache-memory", "1MiB", "--swap-space", "64KiB", *flags], environ)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT_FAMILIES])
+def test_an_outline_has_the_shape_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    settings = settings_for(save_tiny_model(family, tmp_path)).model.model_copy(update={"max_model_len": 64})
+    stored = read_stored(find_model(settings, tmp_path))
+    assert stored is not None
+    outline, loaded = outline_model(*stored, settings), load_model(tmp_path, settings)
+    for name in ("dtype", "device", "max_model_len", "vocab_size", "layers", "states", "rewindable"):
+        assert getattr(outline, name) == getattr(loaded, name), name
+    assert weight_bytes(outline.model) == weight_bytes(loaded.model)
+    assert all(weights.is_meta for weights in outline.model.parameters())
+
+
+def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
+    settings = settings_for(model, "--max-num-seqs", "8")
+    found, parts = diagnose(settings), load_parts(settings)
+    assert found.problems == [] and found.warnings == []
+    assert found.device is not None and found.model is not None and found.cache is not None
+    info = parts.info
+    assert (found.device.device, found.model.dtype) == (info.device, info.dtype)
+    assert (found.model.max_model_len, found.model.vocab_size) == (info.max_model_len, info.vocab_size)
+    assert (found.cache.num_kv_blocks, found.cache.kv_bytes) == (info.num_kv_blocks, info.kv_bytes)
+    assert found.cache.num_full_seqs == info.num_kv_blocks // (MAX_POSITIONS // 16)
+    assert found.model.has_chat_template is info.has_chat_template is True
+    assert found.drafts is not None and found.drafts.methods == info.draft_methods
+    assert found.device.thread_counts[0] == found.device.num_threads
+    assert info.compute_threads.split(":")[0] in map(str, found.device.thread_counts)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-kv-blocks", "3"),
+        ("--kv-cache-memory", "20KiB"),
+        ("--max-model-len", "100000"),
+        ("--revision", "main"),
+        ("--draft-model", "./no/such/dir"),
+        ("--compile", "on"),
+        ("--medusa-heads", "./no/such/dir"),
+    ],
+)
+def test_what_stops_a_start_is_a_problem_in_the_same_words(flags: tuple[str, ...], model: Path) -> None:
+    settings = settings_for(model, *flags)
+    with pytest.raises(StartRefused) as refused:
+        load_parts(settings)
+    assert diagnose(settings).problems == [str(refused.value)]
+
+
+def break_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def break_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% for %}")
+
+
+def break_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+def make_bert(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "t5"}')
+
+
+def drop_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [break_weights, break_template, break_tokenizer, make_bert, drop_config])
+def test_a_damaged_model_is_a_problem_in_the_same_words(damage: object, model: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    assert callable(damage)
+    damage(directory)
+    settings = settings_for(directory)
+    with pytest.raises(StartRefused) as refused:
+        load_parts(settings)
+    assert diagnose(settings).problems == [str(refused.value)]
+
+
+def test_a_gguf_file_is_examined_before_it_is_converted(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    settings = settings_for(save_tiny_gguf(tmp_path / "tiny.gguf"), home=home)
+    found = diagnose(settings)
+    assert found.problems == []
+    assert found.model is not None and found.cache is not None
+    assert found.model.directory is None and found.model.pending == "converts it to safetensors, once"
+    assert found.model.dtype == ("bfloat16" if BF16_NATIVE else "float32")
+    assert list(home.rglob("*.safetensors")) == []
+    parts = load_parts(settings)
+    assert parts.info.num_kv_blocks == found.cache.num_kv_blocks
+    again = diagnose(settings)
+    assert again.model is not None and again.cache == found.cache
+    assert again.model.pending is None and again.model.directory is not None
+
+
+def test_a_model_that_is_not_here_is_said_to_be_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("engine.compute.loading.locate.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = diagnose(settings_for("nobody/such-a-model-name"))
+    assert found.problems == []
+    assert found.model is not None and found.model.pending == "downloads it from the Hugging Face hub"
+    assert found.warnings == ["The model is not here yet: what it needs cannot be told."]
+
+
+def test_a_draft_model_is_weighed_and_its_vocabulary_compared(model: Path, tmp_path: Path) -> None:
+    found = diagnose(settings_for(model, "--draft-model", str(model)))
+    assert found.problems == []
+    assert found.drafts is not None and found.model is not None
+    assert found.drafts.methods[-1] == "draft-model"
+    assert found.drafts.model_bytes == found.model.weight_bytes
+    assert (found.drafts.model_kv_bytes or 0) > 0
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|elsewhere|>"))
+    (problem,) = diagnose(settings_for(model, "--draft-model", str(other))).problems
+    assert "has another vocabulary than the target" in problem
+
+
+def test_a_recurrent_model_drafts_nothing_and_says_so(tmp_path: Path) -> None:
+    settings = settings_for(save_tiny_model(RECURRENT_FAMILIES[0], tmp_path), "--max-model-len", "64")
+    found = diagnose(settings)
+    assert found.drafts is not None and found.drafts.methods == ()
+    assert found.cache is not None and found.cache.seats_bytes > 0 and found.cache.num_host_blocks == 0
+    assert found.warnings == ["A recurrent model's state cannot be cut back: nothing is drafted."]
+
+
+def test_a_dtype_that_the_cpu_lacks_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found = diagnose(settings_for(model, "--dtype", "float16", "--device", "cpu"))
+    assert found.model is not None and found.model.dtype == "float16"
+    assert found.warnings == ["This CPU does not compute float16 natively: --dtype float32 is faster."]
+    assert found.device is not None and found.device.why == "asked for by --device cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_a_problem(model: Path) -> None:
+    found = diagnose(settings_for(model, "--device", "cuda"))
+    assert set(found.problems) == {"--device cuda: no CUDA device is available; use auto or cpu."}
+    assert found.device is None and found.model is not None
+
+
+def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(compiler, "_COMPILERS", ("true",))
+    model, home = save_tiny_model("llama", tmp_path / "model"), tmp_path / "home"
+
+    def told(*flags: str) -> str | None:
+        found = diagnose(settings_for(model, "--dtype", "bfloat16", *flags, home=home))
+        assert found.model is not None and found.problems == []
+        return found.model.compiled
+
+    # Heads of 16 are too narrow for attention.
+    modules = "2 gated MLPs, 5 norms, 9 projections"
+    assert told() == f"{modules}; the first start compiles them, in a few seconds"
+    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home: home)
+    assert told("--compile", "on") == modules
+    assert told("--compile", "off") == "not used: --compile off"
+    assert told("--dtype", "float32") == "not used: they compute in bfloat16, the model in float32"
+    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home: None)
+    monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
+    assert told() == "not used: there is no C++ compiler (no-such-compiler)"
+    assert not home.exists(), "looking changes nothing"
