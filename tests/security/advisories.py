@@ -65,7 +65,7 @@ REQUESTS = (
     _row(
         "CVE-2025-62426 GHSA-69j4-grxj-j64p CVE-2025-61620",
         "a request brings its own template, or arguments for it",
-        f"{UNIT}/server/test_protocol.py::test_chat_knows_the_field",
+        f"{UNIT}/server/api/test_protocol.py::test_chat_knows_the_field",
         f"{E2E}/test_every_field.py::test_what_is_out_of_bounds_is_400_and_named",
         f"{HERE}/test_clients.py::test_an_error_gives_nothing_of_the_inside_away",
     ),
@@ -84,8 +84,8 @@ REQUESTS = (
     _row(
         "CVE-2025-32381 CVE-2025-57809 llama.cpp#26600 llama.cpp#25283 llama.cpp#18988",
         "grammars are kept without a limit, or nested until the stack ends",
-        f"{UNIT}/structure/test_source_limits.py::test_bombs_cost_little_to_compile_and_to_follow",
-        f"{UNIT}/structure/test_source_limits.py::test_grammars_are_compiled_once_and_the_oldest_are_forgotten",
+        f"{UNIT}/text/test_source_limits.py::test_bombs_cost_little_to_compile_and_to_follow",
+        f"{UNIT}/text/test_source_limits.py::test_grammars_are_compiled_once_and_the_oldest_are_forgotten",
         f"{HERE}/test_bombs.py::test_forms",
         f"{HERE}/test_bombs_slow.py::test_ten_thousand_schemas_leave_no_more_memory_than_a_few",
     ),
@@ -93,7 +93,7 @@ REQUESTS = (
         "CVE-2025-48887 CVE-2025-46560",
         "an expression backtracks, or text is replaced in quadratic time",
         f"{UNIT}/text/test_stop_strings.py::test_the_worst_text_costs_time_linear_in_its_length",
-        f"{UNIT}/server/test_tools_readers.py::test_nothing_a_model_writes_raises_or_is_lost",
+        f"{UNIT}/server/api/test_tools_readers.py::test_nothing_a_model_writes_raises_or_is_lost",
         f"{HERE}/test_supply.py::test_expressions_over_texts_of_clients_do_not_backtrack",
     ),
     _row(
@@ -113,7 +113,7 @@ REQUESTS = (
         "CVE-2026-21869",
         "a negative number becomes an index",
         f"{E2E}/test_every_field.py::test_what_is_out_of_bounds_is_400_and_named",
-        f"{UNIT}/server/test_protocol.py::test_any_value_in_any_field_is_taken_or_refused",
+        f"{UNIT}/server/api/test_protocol.py::test_any_value_in_any_field_is_taken_or_refused",
     ),
     _row(
         "vllm#16529 vllm#54195 vllm#55164 vllm#4529 vllm#55750",
@@ -137,7 +137,7 @@ REQUESTS = (
         "CVE-2026-22778",
         "an error's text tells an address in memory",
         f"{HERE}/test_clients.py::test_an_error_gives_nothing_of_the_inside_away",
-        f"{UNIT}/server/test_shapes.py::test_what_nobody_foresaw_is_logged_and_not_told",
+        f"{UNIT}/server/http/test_shapes.py::test_what_nobody_foresaw_is_logged_and_not_told",
     ),
     _row(
         "vllm#15041",
@@ -156,7 +156,7 @@ HTTP = (
     _row(
         "CVE-2025-59425 GHSA-wr9h-g72x-mwhm",
         "keys are compared letter by letter",
-        f"{UNIT}/server/test_shapes.py::test_keys_are_compared_in_constant_time_as_digests",
+        f"{UNIT}/server/http/test_shapes.py::test_keys_are_compared_in_constant_time_as_digests",
         f"{HERE}/test_clients.py::test_keys_that_are_no_ascii_are_wrong_and_no_fault",
     ),
     _row(
@@ -231,14 +231,14 @@ SUPPLY = (
     _row(
         "CVE-2025-24357 CVE-2025-32434 CVE-2026-24747 CVE-2024-3568 CVE-2026-1839",
         "weights are pickles",
-        f"{UNIT}/model/test_loader_files.py::test_pickled_weights_are_refused",
+        f"{UNIT}/compute/loading/test_loader_files.py::test_pickled_weights_are_refused",
         f"{HERE}/test_supply.py::test_nothing_turns_bytes_into_code",
         f"{HERE}/test_clients.py::test_versions_with_known_holes_are_not_taken",
     ),
     _row(
         "CVE-2025-66448 CVE-2026-22807 GHSA-2pc9-4j83-qjmr CVE-2026-27893 GHSA-7972-pg2x-xr59 CVE-2026-4372",
         "code beside the weights runs although nobody trusts it",
-        f"{UNIT}/model/test_loader_files.py::test_code_beside_a_known_architecture_is_never_looked_at",
+        f"{UNIT}/compute/loading/test_loader_files.py::test_code_beside_a_known_architecture_is_never_looked_at",
         f"{HERE}/test_hostile_models.py::test_a_hostile_model_is_one_line_and_exit_code_2",
         f"{HERE}/test_clients.py::test_versions_with_known_holes_are_not_taken",
     ),
@@ -253,13 +253,13 @@ SUPPLY = (
         "models are uploaded, or a damaged one ends the server",
         f"{HERE}/test_clients.py::test_there_is_no_route_that_takes_models_files_or_forms",
         f"{HERE}/test_hostile_models.py::test_a_hostile_model_is_one_line_and_exit_code_2",
-        f"{UNIT}/model/test_source_gguf.py::test_a_number_that_lies_is_refused_in_one_line",
+        f"{UNIT}/compute/loading/test_source_gguf.py::test_a_number_that_lies_is_refused_in_one_line",
     ),
     _row(
         "CVE-2025-25183 GHSA-rm76-4mrf-v9r8 CVE-2025-46570 vllm#16016 vllm#17045",
         "another's cached prefix is hit by a planned collision, or seen by its time",
-        f"{UNIT}/kv/test_prefix_cache.py::test_a_block_is_named_by_its_parent_and_its_tokens",
-        f"{UNIT}/kv/test_prefix_cache.py::test_a_salt_separates",
+        f"{UNIT}/plan/kv/test_prefix_cache.py::test_a_block_is_named_by_its_parent_and_its_tokens",
+        f"{UNIT}/plan/kv/test_prefix_cache.py::test_a_salt_separates",
         f"{HERE}/test_clients.py::test_nobody_learns_from_the_cache_what_was_asked_under_another_salt",
     ),
     _row(
