@@ -9,7 +9,7 @@ from engine.errors import StartRefused
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """The limits of a step and of a sequence, each at least 1; StartRefused otherwise.
+    """The limits of a step and of a sequence, each at least 1, `max_preemptions` 0; StartRefused otherwise.
 
     A budget smaller than `max_num_seqs` is allowed: running requests take turns then. `preemption` and
     `max_preemptions` are explained at PreemptionPolicy. `gap_limit_s` is how long a step should take at most
@@ -30,5 +30,6 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if limit.name.startswith("max_") and value < 1:
-                raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least 1")
+            least = 0 if limit.name == "max_preemptions" else 1
+            if limit.name.startswith("max_") and value < least:
+                raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least {least}")

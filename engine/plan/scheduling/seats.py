@@ -75,9 +75,10 @@ class Seats:
         if len(self._running) >= self._max_num_seqs:
             return False
         allowed = self.kv.num_free_blocks - len(self._running)
-        if self._ready_parent(request) is not None:
-            return allowed >= 1
         needed = self.kv.blocks_for(self._tokens_to_hold(request))
+        if self._ready_parent(request) is not None:
+            num_shared = (request.num_prompt_tokens - 1) // self.kv.block_size
+            return needed - num_shared <= allowed
         if needed <= allowed:
             return True
         ref_count = self.kv.pool.ref_count
@@ -149,7 +150,7 @@ class Seats:
         fits = kv.fork(parent.request_id, child_id)
         kv.rewind(child_id, last)
         copies = kv.copy_on_write(child_id, last)
-        fits = fits and copies is not None and kv.allocate(child_id, child.num_prompt_tokens)
+        fits = fits and copies is not None and kv.allocate(child_id, self._tokens_to_hold(child))
         assert fits and copies is not None, f"{child_id} was found to fit and does not"
         self._copies += copies
         self._forked.append(child)

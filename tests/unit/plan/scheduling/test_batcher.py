@@ -280,11 +280,14 @@ def test_a_request_is_added_once() -> None:
 
 
 @pytest.mark.parametrize("position", range(6))
-def test_limits_below_one_stop_the_start(position: int) -> None:
+def test_limits_below_their_least_stop_the_start(position: int) -> None:
     names = [field.name for field in fields(BatchConfig) if field.name.startswith("max_")]
     limits: dict[str, Any] = dict.fromkeys(names, 4)
-    limits[names[position]] = 0
-    with pytest.raises(StartRefused, match=r"max-[a-z-]+ is 0: it must be at least 1"):
+    least = 0 if names[position] == "max_preemptions" else 1
+    limits[names[position]] = least
+    BatchConfig(**limits)
+    limits[names[position]] = least - 1
+    with pytest.raises(StartRefused, match=rf"max-[a-z-]+ is {least - 1}: it must be at least {least}"):
         BatchConfig(**limits)
 
 

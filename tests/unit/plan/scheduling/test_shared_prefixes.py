@@ -250,6 +250,22 @@ def test_a_fork_needs_room_for_its_last_block_only() -> None:
     assert shape_of(run_step(batcher, runner)[0])[1] == ("b", 9, 1, True)
 
 
+def test_a_fork_that_cannot_be_preempted_takes_all_blocks_that_it_may_ever_need() -> None:
+    batcher, runner = make(num_blocks=9, max_model_len=16, max_preemptions=0)
+    a = make_request("a", 6, max_tokens=10)
+    children = [make_request(f"a{i}", range(6), arrival=i, max_tokens=10, fork_of="a") for i in (1, 2)]
+    for request in (a, *children):
+        batcher.add(request)
+    run_step(batcher, runner)
+    assert len(batcher.kv.block_ids("a")) == 4
+    run_step(batcher, runner)
+    assert len(batcher.kv.block_ids("a1")) == 4, "one of them shared"
+    assert (batcher.num_running, batcher.kv.num_free_blocks) == (2, 2), "three more would have been too many"
+    run_all(batcher, runner)
+    assert_text_is_right(a, *children)
+    assert not any(request.num_preemptions for request in (a, *children))
+
+
 def test_a_choice_waits_for_a_parent_that_waits_and_goes_alone_when_it_ends() -> None:
     batcher = make_batcher(policy="priority")
     runner = make_runner(batcher)
