@@ -307,7 +307,7 @@ def _make_requests(
     order: Order, wanted: Wanted, context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
-    body, seed, info = order.body, base_seed(order.body), context.engine.info
+    body, info = order.body, context.engine.info
     limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
     for prompt in wanted.prompts:
@@ -318,6 +318,7 @@ def _make_requests(
         if sampling.prompt_logprobs is not None:
             prompt = replace(prompt, scores=PromptScores())
         first_id = f"{order.reply_id}-{len(requests)}"
+        seed = base_seed(body)  # without one in the body each prompt has its own, equal prompts too
         for j in range(body.num_choices):
             request = GenerationRequest(
                 request_id=f"{order.reply_id}-{len(requests)}",

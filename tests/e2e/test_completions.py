@@ -136,6 +136,20 @@ async def test_every_prompt_gets_n_choices_with_their_own_seeds() -> None:
     assert engine.num_encoded == 2
 
 
+async def test_without_a_seed_equal_prompts_do_not_share_one() -> None:
+    engine = FakeEngine()
+    async with server_url(engine) as url:
+        await ask(url, "POST", PATH, {"prompt": ["abcd"] * 4, "n": 2, "max_tokens": 2})
+    assert len({request.sampling.seed for request in engine.requests}) == 8
+
+
+async def test_a_seed_is_every_prompts_own() -> None:
+    engine = FakeEngine()
+    async with server_url(engine) as url:
+        await ask(url, "POST", PATH, {"prompt": ["abcd"] * 3, "seed": 7, "max_tokens": 2})
+    assert [request.sampling.seed for request in engine.requests] == [7, 7, 7]
+
+
 async def test_a_stream_of_many_choices_is_each_choice_in_order() -> None:
     body = {"prompt": ["abcd", "xyz"], "n": 2, "temperature": 0, "max_tokens": 9}
     async with server_url(FakeEngine()) as url:
