@@ -6,7 +6,7 @@ the reading of the target's law is another: the float64 one of `tests.support.sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +25,14 @@ Draw = Callable[[torch.Tensor, SamplingInputs, DraftInputs | None], Verified]
 
 @dataclass(frozen=True)
 class World:
-    """A target and a drafter over a small vocabulary, as logits by (token before last, last token)."""
+    """A target and a drafter over a small vocabulary, as logits by (token before last, last token).
+
+    With a grammar, `forbidden` has which tokens may not follow which, and the drafter does not know of it.
+    """
 
     target: torch.Tensor  # [vocab * vocab, vocab]
     drafter: torch.Tensor
+    forbidden: NDArray[np.bool_] | None = None  # [vocab, vocab] by (last token, next token)
 
     @classmethod
     def of(cls, vocab: int, seed: int, scale: float = 1.5, distance: float = 0.8) -> World:
@@ -70,10 +74,11 @@ class Proposal:
 Propose = Callable[[Known], Proposal]
 
 
-def inputs_for(row: Row, seeds: Int64, positions: Int64, histories: list[Int64] | None) -> SamplingInputs:
-    """Rows that all have the parameters of `row`; `histories` are their tokens, None without adjustments."""
+def inputs_for(
+    row: Row, seeds: Int64, positions: Int64, adjustments: Iterable[LogitAdjustment] = ()
+) -> SamplingInputs:
+    """Rows that all have the parameters of `row` but for the adjustments."""
     count = len(seeds)
-    adjustments = () if histories is None else map(adjustment_for, [row] * count, range(count), histories)
     return SamplingInputs(
         temperature=np.full(count, row.temperature, np.float32),
         top_k=np.full(count, row.top_k, np.int32),
@@ -86,19 +91,23 @@ def inputs_for(row: Row, seeds: Int64, positions: Int64, histories: list[Int64] 
     )
 
 
-def adjustment_for(row: Row, index: int, history: Int64) -> LogitAdjustment:
-    """The row's own adjustment, with the tokens before it as its history."""
+def adjustment_for(world: World, row: Row, index: int, history: Int64) -> LogitAdjustment:
+    """The row's own adjustment, with the tokens before it as its history and what the grammar allows then."""
     prompt, output = history[: len(PROMPT)], history[len(PROMPT) :]
+    allowed = row.adjustment.allowed_token_ids
+    if world.forbidden is not None:
+        allowed = tuple(np.flatnonzero(~world.forbidden[history[-1]]).tolist())
     return replace(
         row.adjustment,
         row=index,
+        allowed_token_ids=allowed,
         prompt_token_ids=tuple(prompt.tolist()),
         output_token_ids=tuple(output.tolist()),
     )
 
 
-def is_adjusted(row: Row) -> bool:
-    return row.adjustment != LogitAdjustment(row=0)
+def is_adjusted(world: World, row: Row) -> bool:
+    return world.forbidden is not None or row.adjustment != LogitAdjustment(row=0)
 
 
 @dataclass(frozen=True)
@@ -180,9 +189,10 @@ def generate(
         known = Known(world, row, tokens[live], counts[live], seeds[live])
         proposal = propose(known)
         rows = Histories.of(known, proposal)
-        histories = rows.lists(frozen=frozen_penalties) if is_adjusted(row) else None
+        histories = rows.lists(frozen=frozen_penalties) if is_adjusted(world, row) else []
+        adjustments = [adjustment_for(world, row, index, each) for index, each in enumerate(histories)]
         logits = world.target[world.contexts(rows.tokens, rows.counts)]
-        sampling = inputs_for(row, known.seeds[rows.owner], rows.counts, histories)
+        sampling = inputs_for(row, known.seeds[rows.owner], rows.counts, adjustments)
         result = verifier.draw(logits, sampling, draft_inputs(proposal))
         assert result.rows.row_errors is None
         committed = np.array(result.rows.token_ids)
@@ -202,7 +212,7 @@ def target_law(world: World, row: Row, num_tokens: int) -> NDArray[np.float64]:
     histories = [np.array(PROMPT)]
     for _ in range(num_tokens):
         rows = [world.target[int(h[-2]) * world.vocab + int(h[-1])].double().numpy() for h in histories]
-        adjusted = [replace(row, adjustment=adjustment_for(row, 0, h)) for h in histories]
+        adjusted = [replace(row, adjustment=adjustment_for(world, row, 0, h)) for h in histories]
         probs = np.array([reference_probs(logits, a) for logits, a in zip(rows, adjusted, strict=True)])
         law = (law[:, None] * probs).ravel()
         histories = [np.append(h, token) for h in histories for token in range(world.vocab)]
@@ -242,7 +252,7 @@ def stepwise(width: int, kind: str, *, law_of_q: str = "recorded") -> Propose:
             contexts = world.contexts(tokens, counts)
             logits = world.drafter[contexts]
             turn = np.array(turns)[(np.arange(n) + step) % len(turns)]
-            inputs = inputs_for(plain, known.seeds, counts, None)
+            inputs = inputs_for(plain, known.seeds, counts)
             choices = {1: logits.argmax(dim=1).numpy(), 2: (contexts.numpy() * 5 + 1) % world.vocab}
             laws: list[object] = [None] * n
             if 0 in turns:

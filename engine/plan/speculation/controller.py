@@ -35,7 +35,10 @@ _LONGER_ABOVE, _FIRST_LENGTH = 0.8, 4  # of the threshold rule
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request with `num_available` drafts on its tape; `weight` is what a token of it is worth."""
+    """A request with `num_available` drafts to choose from; `weight` is what a token of it is worth.
+
+    Sampled drafts that end early, or leave a grammar, count as many as were asked for.
+    """
 
     acceptance: Acceptance
     num_available: int

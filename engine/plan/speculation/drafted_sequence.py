@@ -68,8 +68,37 @@ class DraftedSequence:
         views = self.views.items()
         return bool(self.tape.drafted) or any(view.limit > 0 and index in awaited for index, view in views)
 
-    def num_allowed(self, num_drafts: int) -> int:
-        """How many of the first drafts the request's grammar allows: others would cost a pass for nothing.
+    def num_offered(self, room: int) -> int:
+        """How many drafts, up to `room`, there are to choose from for the next step.
+
+        Whether a sampled draft is verified must not depend on what it is, or what is committed has another
+        law. So a chain of sampled drafts counts as long as was asked for, wherever it ends or leaves the
+        grammar; `num_verified` sees to that once the choice is made.
+        """
+        if self._is_sampled:
+            return 0 if self.author is None else min(self.author.limit, room)
+        return self._num_allowed(min(len(self.tape), room))
+
+    def num_verified(self, num_chosen: int) -> int:
+        """How many of the first drafts go into a step when `num_chosen` of those offered were chosen.
+
+        None that follow one which the grammar forbids. That one itself costs a row for nothing if it was
+        certain, but if it was sampled it must be verified: it is refused, and leaves its residual.
+        """
+        num_drafts = min(len(self.tape), num_chosen)
+        if not self._is_sampled:
+            return num_drafts
+        num_allowed = self._num_allowed(num_drafts)
+        is_met = num_allowed < num_drafts and self.tape.drafted[num_allowed].probs is not None
+        return num_allowed + is_met
+
+    @property
+    def _is_sampled(self) -> bool:
+        """True for a chain of which any draft was drawn by chance."""
+        return not self.tape.is_tree and any(draft.probs is not None for draft in self.tape.drafted)
+
+    def _num_allowed(self, num_drafts: int) -> int:
+        """How many of the first drafts the request's grammar allows.
 
         A tree is left whole: whatever of it is not allowed is never accepted.
         """

@@ -202,11 +202,11 @@ class SpeculativeDecoder:
             if not self._can_rewind:
                 self.stats.num_fallbacks += 1
                 continue
-            author, num_drafted = sequence.author, len(sequence.tape.drafted)
-            if author is None or not num_drafted:
+            author = sequence.author
+            if author is None or not sequence.tape.drafted:
                 continue
             room = min(author.max_tokens, request.max_num_tokens - len(request.token_ids) - 1)
-            num_available = sequence.num_allowed(min(num_drafted, room))
+            num_available = sequence.num_offered(room)
             if num_available > 0:
                 sequences.append(sequence)
                 candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
@@ -214,8 +214,8 @@ class SpeculativeDecoder:
             return []
         chosen = []
         lengths = self._policy.lengths(candidates, load)
-        for sequence, num_drafts in zip(sequences, lengths, strict=True):
-            sequence.num_flying = num_drafts
+        for sequence, length in zip(sequences, lengths, strict=True):
+            num_drafts = sequence.num_flying = sequence.num_verified(length)
             if num_drafts:
                 chosen.append((sequence.request, tuple(sequence.tape.drafted[:num_drafts])))
         return chosen

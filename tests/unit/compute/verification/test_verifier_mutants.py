@@ -251,8 +251,9 @@ class GumbelRecovered(LawVerifier):
 
 def test_rejects_the_same_gumbel_noise_for_draft_and_residual() -> None:
     # After the first token is refused, that the second was not drafted says that its noise is low.
-    tables = [torch.tensor(law).log().expand(9, 3) for law in ((0.1, 0.6, 0.3), (0.45, 0.45, 0.1))]
-    world, verifier = World(*tables), GumbelRecovered(Sampler(3, CPU), token_rule)
+    laws = ((0.1, 0.6, 0.3), (0.45, 0.45, 0.1))
+    target, drafter = (torch.tensor(law).log().expand(9, 3) for law in laws)
+    world, verifier = World(target, drafter), GumbelRecovered(Sampler(3, CPU), token_rule)
     assert p_of(verifier, gumbel_drafts(Stream.DRAFT), world) > 1e-3
     assert p_of(verifier, gumbel_drafts(Stream.RECOVER), world) < 1e-6
 
