@@ -47,7 +47,7 @@ def load_sources(
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         sources.append(DraftSource(load_draft_model(settings, target, directory, kv_bytes), models))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
-        medusa = load_medusa(speculation.medusa_heads, target)
+        medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     return tuple(sources)
 

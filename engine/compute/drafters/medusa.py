@@ -15,6 +15,7 @@ from engine.compute.drafters.medusa_heads import MedusaHeads, load_medusa_heads
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.sampling.noise import gumbel
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
+from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64
 
 
@@ -24,7 +25,9 @@ class MedusaDrafter:
     A job without features, or with features of a token it does not know, gets an empty answer. The tree
     follows the features even if more tokens are known by now: it is for the asker to see which of it still
     holds. A request that samples gets the candidates that the position's own noise favours, as the target
-    will (coupled draws: Daliri, Musco, Suresh, 2024).
+    will (coupled draws: Daliri, Musco, Suresh, 2024), where it `couples`. Only `match` allows that: the other
+    rules draw plainly, by that same noise, where a step leaves a draft out, and a draft may be left out for
+    what it is.
     """
 
     method = "medusa"
@@ -32,9 +35,10 @@ class MedusaDrafter:
     is_stepwise = True
     reads_features = True
 
-    def __init__(self, heads: MedusaHeads, tree: DraftTree | None = None) -> None:
+    def __init__(self, heads: MedusaHeads, tree: DraftTree | None = None, *, couples: bool = True) -> None:
         """`tree` None is the one that came with the heads. Raises ValueError for one they cannot fill."""
         self._heads = heads
+        self._couples = couples
         self._tree = heads.tree if tree is None else tree
         if max(self._tree.depths) >= heads.num_heads or self._tree.width > len(heads.token_ids):
             raise ValueError(f"a tree of depth {max(self._tree.depths) + 1} for {heads.num_heads} heads")
@@ -69,7 +73,7 @@ class MedusaDrafter:
         scores = self._heads(hidden.to(token_ids.device))[:, : self._num_depths].float()
         sampling = [job.request.sampling for job in jobs]
         temperature = np.array([each.temperature for each in sampling])
-        sampled = np.flatnonzero(temperature > 0)
+        sampled = np.flatnonzero((temperature > 0) & self._couples)
         if len(sampled):
             rows = torch.from_numpy(sampled).to(scores.device)
             seed = np.array([each.seed % 2**64 for each in sampling], dtype=np.uint64).view(np.int64)
@@ -104,9 +108,9 @@ class MedusaDrafter:
         )
 
 
-def load_medusa(directory: Path, target: LoadedModel) -> MedusaDrafter:
+def load_medusa(directory: Path, target: LoadedModel, verification: Verification = "match") -> MedusaDrafter:
     """The drafter around the heads in `directory`, with the tree they came with. Raises StartRefused."""
-    return MedusaDrafter(load_medusa_heads(directory, target))
+    return MedusaDrafter(load_medusa_heads(directory, target), couples=verification == "match")
 
 
 def usable_features(job: DraftJob) -> TargetFeatures | None:

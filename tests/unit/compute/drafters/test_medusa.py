@@ -165,6 +165,13 @@ def test_a_sampled_tree_holds_the_draws_of_the_positions_own_noise(heads: Medusa
         assert answer.token_ids[node] == int(heads.token_ids[order[rank]])
 
 
+def test_without_coupling_a_sampled_tree_is_the_likeliest_one_whatever_the_seed(heads: MedusaHeads) -> None:
+    drafter = MedusaDrafter(heads, couples=False)
+    jobs = [make_job(temperature=2.0, seed=seed) for seed in range(4)]
+    drafts = [drafter.draft([job]).drafts[0] for job in jobs]
+    assert {answer.token_ids for answer in drafts} == {draft(heads, make_job())[0].token_ids}
+
+
 def test_coupling_agrees_with_the_target_more_often_than_the_likeliest_guess(heads: MedusaHeads) -> None:
     """Where a head has the target's very law, its first guess is the target's draw; the mode often is not."""
     fresh = MedusaHeads(load_tiny("llama"), 1, torch.arange(512), DraftTree.chain(1))
