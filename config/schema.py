@@ -20,7 +20,9 @@ from config.value_types import (
     Directory,
     DirectoryOrNone,
     FileOrNone,
+    HostNames,
     Number,
+    Origins,
     Seconds,
     Secrets,
     Shape,
@@ -236,6 +238,13 @@ class ServerSettings(Section):
     )
     per_request_metrics: bool = Field(True, description="send each request's times with its usage")
     protect_metrics: bool = Field(False, description="ask for a key on /metrics too")
+    cors_origin: Origins = Field(
+        (), description="pages of this origin may use the server; repeatable; * = any; none = its own only"
+    )
+    allowed_host: HostNames = Field(
+        (),
+        description="Host to answer beside loopback names; repeatable; * = any, as where host is public",
+    )
 
 
 class LogSettings(Section):

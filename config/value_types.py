@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +69,27 @@ def refuse_unsendable(secret: SecretStr) -> SecretStr:
     return secret
 
 
+def read_host_name(text: str) -> str:
+    """A host's name or address as it is compared: in lower case, without brackets or a last dot.
+
+    Raises ValueError for a URL and for a port.
+    """
+    name = text.strip().lower()
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    if name.count(":") == 1 or not re.fullmatch(r"[^][/@\s]+", name):
+        raise ValueError("no host name")
+    return name.removesuffix(".")
+
+
+def read_origin(text: str) -> str:
+    """An origin as browsers spell it: in lower case, without a path. Raises ValueError for anything else."""
+    origin = text.strip().lower().removesuffix("/")
+    if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+        raise ValueError("no origin")
+    return origin
+
+
 Whole = Annotated[int, BeforeValidator(refuse_bool), Shape("N", "a whole number", numeric=True)]
 WholeOrAuto = Annotated[
     int | None, BeforeValidator(auto_is_none), Shape("N", "a whole number", numeric=True, auto=True)
@@ -94,6 +116,14 @@ FileOrNone = Annotated[
 ]
 Directory = Annotated[Path, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
 DirectoryOrNone = Annotated[Path | None, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
+HostNames = Annotated[
+    tuple[Annotated[str, AfterValidator(read_host_name)], ...],
+    Shape("NAME", "names or addresses of hosts without a port, or *"),
+]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(read_origin)], ...],
+    Shape("ORIGIN", "origins such as https://app.example, or *"),
+]
 Secrets = Annotated[
     tuple[Annotated[SecretStr, AfterValidator(refuse_unsendable)], ...],
     Shape("KEY", "keys of printable ASCII without spaces, not empty", secret=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -20,6 +20,7 @@ from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
 from server.http.middleware import ExchangeMiddleware
+from server.http.site_guard import SiteGuard, allow_origins, refuse_simple, rules_of
 from server.observability import health, server_info
 from server.observability.health import server_version
 from server.observability.http_metrics import HttpMetrics
@@ -30,10 +31,13 @@ from server.observability.status_page import status_router
 BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, RequestPatch)
 
 
-def build_app(settings: Settings, engine: Engine, tracer: Tracer | None = None) -> FastAPI:
+def build_app(
+    settings: Settings, engine: Engine, tracer: Tracer | None = None, *, is_public: bool = False
+) -> FastAPI:
     """The application; the caller starts and stops `engine`, and closes `tracer`, None for no traces.
 
-    Raises StartRefused for bad keys.
+    `is_public` says that other machines may connect: it then answers to any name, unless --allowed-host gives
+    some. Raises StartRefused for bad keys.
     """
     context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()))
     keys = KeyRing(read_keys(settings.server))
@@ -42,6 +46,7 @@ def build_app(settings: Settings, engine: Engine, tracer: Tracer | None = None) 
         version=server_version(),
         redirect_slashes=False,
         separate_input_output_schemas=False,
+        dependencies=[Depends(refuse_simple)],
         # Requests are traced by `tracer`; FastAPI's own spans would say it twice, with the client's URLs.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -53,8 +58,11 @@ def build_app(settings: Settings, engine: Engine, tracer: Tracer | None = None) 
     for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
     describe_bodies(app, *BODIES)
-    # The last added is the outermost: label and count, then keys, then the body and the client's leaving.
+    # The last added is the outermost: label and count, then sites, keys, the body and the client's leaving.
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)
+    if settings.server.cors_origin:
+        allow_origins(app, settings.server.cors_origin)
+    app.add_middleware(SiteGuard, rules=rules_of(settings.server, is_public))
     app.add_middleware(ExchangeMiddleware, context=context, request_log=RequestLog(tracer))
     return app

@@ -48,7 +48,7 @@ class EngineReplica:
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._settings = settings
         self._engine = build_engine(settings, faults)
-        self._app = build_app(settings, self._engine)
+        self._app = build_app(settings, self._engine, is_public=True)  # Ray decides where it listens
         await self._engine.start()
         settle_memory()
         self._calls: set[asyncio.Task[None]] = set()

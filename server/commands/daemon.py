@@ -41,7 +41,7 @@ class Daemon:
         self._on_loaded = on_loaded
         self._engine = engine
         self._listener = listener
-        self._http = HttpServer(build_app(settings, engine, tracer))
+        self._http = HttpServer(build_app(settings, engine, tracer, is_public=is_public(listener)))
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
         self._loaded = False

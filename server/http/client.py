@@ -60,7 +60,7 @@ def check_head(scope: Scope, settings: ServerSettings) -> None:
     announced = announced_length(found.get(b"content-length", b"0"))
     if announced > settings.max_body_bytes:
         raise _body_too_large(settings.max_body_bytes)
-    if (announced or b"transfer-encoding" in found) and not _is_json(found.get(b"content-type", b"")):
+    if (announced or b"transfer-encoding" in found) and not is_json(found.get(b"content-type", b"")):
         message = "The body must be JSON: send it with 'content-type: application/json'."
         raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
 
@@ -73,7 +73,8 @@ def announced_length(value: bytes) -> int:
     return int(digits) if len(digits) < _MAX_DIGITS else 10**_MAX_DIGITS
 
 
-def _is_json(content_type: bytes) -> bool:
+def is_json(content_type: bytes) -> bool:
+    """Whether a content type is JSON's own or one built on it."""
     media_type = content_type.split(b";")[0].strip().lower()
     return media_type == b"application/json" or (
         media_type.startswith(b"application/") and media_type.endswith(b"+json")

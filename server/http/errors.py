@@ -35,6 +35,7 @@ ERROR_KEY = "slipstream.error"  # of a scope: the name of the error that its req
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
 AUTHENTICATION = "authentication_error"
+PERMISSION = "permission_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"
 TIMEOUT = "timeout_error"

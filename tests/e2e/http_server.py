@@ -28,20 +28,29 @@ def make_settings(**server: Any) -> Settings:
 
 
 @asynccontextmanager
-async def server_url(engine: FakeEngine | Engine, **server: Any) -> AsyncIterator[str]:
+async def server_url(
+    engine: FakeEngine | Engine, *, is_public: bool = False, **server: Any
+) -> AsyncIterator[str]:
     """The URL of `engine` behind HTTP; on leaving, every request has ended and no task is left."""
-    async with served(make_settings(**server), engine) as url:
+    async with served(make_settings(**server), engine, is_public=is_public) as url:
         yield url
 
 
 @asynccontextmanager
 async def served(
-    settings: Settings, engine: FakeEngine | Engine, tracer: Tracer | None = None
+    settings: Settings,
+    engine: FakeEngine | Engine,
+    tracer: Tracer | None = None,
+    *,
+    is_public: bool = False,
 ) -> AsyncIterator[str]:
-    """The same with all of the settings as given, but for the port: any free one."""
+    """The same with all of the settings as given, but for the port: any free one.
+
+    With `is_public` it answers as if other machines could connect.
+    """
     before = asyncio.all_tasks()
     listener = bind("127.0.0.1", 0)
-    http = HttpServer(build_app(settings, cast(Engine, engine), tracer))
+    http = HttpServer(build_app(settings, cast(Engine, engine), tracer, is_public=is_public))
     http.config.load()
     http.lifespan = http.config.lifespan_class(http.config)
     await http.startup(sockets=[listener])

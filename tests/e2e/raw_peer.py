@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tests.e2e.wire import Wire
 
-HOST = b"Host: test\r\n"
+HOST = b"Host: localhost\r\n"
 JSON = b"Content-Type: application/json\r\n"
 
 

@@ -53,7 +53,8 @@ class ForgetfulEngine(FakeEngine):
 
 def document_of() -> tuple[Any, dict[str, Any]]:
     """The application over an engine that answers anything, and its document."""
-    app = build_app(make_settings(max_n=2), cast(Engine, ForgetfulEngine(max_model_len=64)))
+    settings = make_settings(max_n=2, allowed_host=("testserver",))  # as schemathesis calls it
+    app = build_app(settings, cast(Engine, ForgetfulEngine(max_model_len=64)))
     return app, app.openapi()
 
 

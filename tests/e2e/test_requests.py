@@ -172,7 +172,7 @@ async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -
     hold = Hold(1)
     fields: dict[str, Any] = {"deadline_ms": 200.5} if how == "field" else {}
     headers = {"x-request-deadline-ms": "200"} if how == "header" else {}
-    server = {"request_timeout": 0.2} if how == "timeout" else {}
+    server: dict[str, Any] = {"request_timeout": 0.2} if how == "timeout" else {}
     async with running_engine(before=hold) as harness, server_url(harness.engine, **server) as url:
         reply = await generate(url, "x", headers=headers, stream=stream, n=2, **fields)
         hold.go()
@@ -185,7 +185,7 @@ async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -
 
 @pytest.mark.parametrize("server", [{}, {"request_timeout": 0.2}])
 async def test_a_deadline_while_the_prompt_is_read_is_504_then_and_not_later(
-    server: dict[str, float],
+    server: dict[str, Any],
 ) -> None:
     engine = FakeEngine()
     gone = asyncio.Event()

@@ -38,8 +38,12 @@ class Wire:
     async def send(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send one request; a body is JSON unless the headers say otherwise."""
-        lines = {"host": "test", **({"content-type": "application/json"} if body else {}), **(headers or {})}
+        """Send one request, which is JSON unless the headers say otherwise; an empty header is left out."""
+        lines = {
+            "host": "localhost",
+            **({"content-type": "application/json"} if body or method == "POST" else {}),
+            **(headers or {}),
+        }
         lines.setdefault("content-length", str(len(body)))
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
         self.writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body)

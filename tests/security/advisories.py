@@ -201,9 +201,16 @@ HTTP = (
         f"{E2E}/test_errors.py::test_what_is_not_json_is_400",
     ),
     _row(
-        "CVE-2024-28224 CVE-2021-32677",
-        "a page of another site talks to a server that listens for its user",
-        f"{HERE}/test_clients.py::test_pages_of_other_sites_can_read_nothing",
+        "CVE-2024-28224",
+        "a name that points to this machine by now lets another site read what is served here",
+        f"{HERE}/test_sites.py::test_a_server_on_loopback_answers_no_name_that_could_be_rebound",
+        f"{HERE}/test_sites.py::test_nothing_is_given_to_a_page_that_only_reads",
+    ),
+    _row(
+        "CVE-2021-32677",
+        "a page of another site changes something by a request that no browser asks about",
+        f"{HERE}/test_sites.py::test_a_page_of_another_origin_changes_nothing",
+        f"{HERE}/test_sites.py::test_no_post_that_a_page_may_send_unasked_is_served",
     ),
     _row(
         "prometheus-labels",

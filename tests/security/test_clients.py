@@ -14,7 +14,6 @@ import pytest_asyncio
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from config import ServerSettings
 from server.app import build_app
 from tests.e2e.http_server import make_settings, server_url
 from tests.e2e.real_engine import real_engine
@@ -153,24 +152,6 @@ def test_versions_with_known_holes_are_not_taken(package: str, version: str) -> 
 def requirements() -> dict[str, Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {each.name: each for each in map(Requirement, project["dependencies"])}
-
-
-async def test_pages_of_other_sites_can_read_nothing() -> None:
-    assert ServerSettings().host == "127.0.0.1"
-    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    async with server_url(FakeEngine()) as url:
-        for method, path in (
-            ("OPTIONS", COMPLETIONS),
-            ("GET", "/v1/models"),
-            ("GET", "/health"),
-            ("GET", "/"),
-        ):
-            reply = await ask(url, method, path, None, headers)
-            assert not [name for name in reply.headers if name.startswith("access-control-")]
-        # What a page may send without being asked: never taken for JSON.
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-            reply = await ask(url, "POST", COMPLETIONS, b'{"prompt":"a"}', {**headers, "content-type": kind})
-            assert reply.status == 415
 
 
 async def test_keys_that_are_no_ascii_are_wrong_and_no_fault() -> None:

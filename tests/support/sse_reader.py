@@ -59,7 +59,7 @@ async def read_stream(url: str, number: int, num_tokens: int, delay_s: float) ->
         {"prompt": prompt_of(number), "max_tokens": num_tokens, "temperature": 0, "stream": True}
     )
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: test\r\nconnection: close\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     await asyncio.sleep(delay_s)

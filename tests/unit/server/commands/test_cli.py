@@ -79,7 +79,10 @@ BAD_PORT = "flag --port: server.port = 'x' is not allowed; expected a whole numb
         (["ser\nve\x1b["], r"unknown command ser\nve\x1b[; did you mean serve? (see slipstream --help)"),
         (["config"], "config: expected slipstream config show [--origins]"),
         (["config", "shwo"], "config: expected slipstream config show [--origins]"),
-        (["config", "show", "--orgins"], "flag --orgins: unknown flag (see slipstream serve --help)"),
+        (
+            ["config", "show", "--orgins"],
+            "flag --orgins: unknown flag; did you mean --cors-origin? (see slipstream serve --help)",
+        ),
     ],
 )
 def test_mistakes_are_one_line_on_stderr_and_code_2(

@@ -75,8 +75,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(engine: LivingEngine, **server: Any) -> AsyncIterator[Running]:
-    listener = bind("127.0.0.1", 0)
+async def running(
+    engine: LivingEngine, *, address: str = "127.0.0.1", **server: Any
+) -> AsyncIterator[Running]:
+    listener = bind(address, 0)
     daemon = Daemon(make_settings(**server), cast(Engine, engine), listener)
     life = asyncio.create_task(daemon.run())
     with listener:
@@ -97,6 +99,15 @@ async def test_it_answers_while_it_loads_and_drains_without_work() -> None:
         process.daemon.on_signal()
         assert await process.exit_code() == OK
     assert engine.stopped
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.0.1", 403), ("0.0.0.0", 200)])
+async def test_any_name_is_answered_where_other_machines_can_connect(address: str, status: int) -> None:
+    async with running(LivingEngine(), address=address) as process:
+        url = process.url.replace(address, "127.0.0.1")
+        assert (await ask(url, "GET", "/version", None, {"host": "api.example"})).status == status
+        process.daemon.on_signal()
+        assert await process.exit_code() == OK
 
 
 async def test_draining_lets_running_requests_finish_and_turns_others_away() -> None:
