@@ -162,7 +162,9 @@ class SchedulerSettings(Section):
     scheduling_policy: Policy = Field("priority", description="who goes first")
     preemption: Preemption = Field("auto", description="how a running sequence gives its K/V back")
     priority_aging_seconds: Seconds = Field(
-        30.0, ge=0, description="waiting this long is worth one step of priority; 0 = off"
+        30.0,
+        ge=0,
+        description="wait worth a step of priority, beyond +-10 less; 113 of it outrank anybody; 0 = off",
     )
 
     @model_validator(mode="after")

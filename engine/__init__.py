@@ -25,7 +25,15 @@ from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.loop.thread_stacks import thread_stacks
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
-from engine.plan.request import FinishReason, GenerationRequest, Priority, SamplingParams, SpeculationOptions
+from engine.plan.request import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    FinishReason,
+    GenerationRequest,
+    Priority,
+    SamplingParams,
+    SpeculationOptions,
+)
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.plan.structured_output import CompiledGrammar, Frame, StructuredOutput
@@ -81,6 +89,8 @@ def diagnose(settings: Settings) -> Diagnosis:
 
 
 __all__ = [
+    "MAX_PRIORITY",
+    "MIN_PRIORITY",
     "BatchMetrics",
     "CacheFacts",
     "CompiledGrammar",

@@ -9,9 +9,11 @@ from enum import Enum, IntEnum
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.structured_output import CompiledGrammar, Grammar
 
+MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
+
 
 class Priority(IntEnum):
-    """Named points on the priority scale; any int is allowed, a lower one runs first."""
+    """Named points on the priority scale, MIN_PRIORITY to MAX_PRIORITY; a lower one runs first."""
 
     HIGH = -10
     DEFAULT = 0

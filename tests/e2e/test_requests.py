@@ -155,6 +155,8 @@ async def test_a_new_deadline_counts_from_arrival() -> None:
         ({"priority": None}, None),
         ({"priority": "1"}, "priority"),
         ({"priority": True}, "priority"),
+        ({"priority": 1001}, "priority"),
+        ({"priority": -1001}, "priority"),
         ({"deadline_ms": 0}, "deadline_ms"),
         ({"prioritty": 1}, "prioritty"),
         ([], None),
@@ -164,6 +166,19 @@ async def test_a_wrong_change_is_400_and_named(patch: object, param: str | None)
     async with running_engine() as harness, server_url(harness.engine) as url:
         reply = await ask(url, "PATCH", "/v1/requests/x", patch)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("priority", [1001, -1001, -(2**63)])
+async def test_a_priority_off_the_scale_is_400_and_names_the_scale(priority: int) -> None:
+    async with server_url(FakeEngine()) as url:
+        change = {"priority": priority}
+        for method, path, body in (
+            ("POST", "/v1/completions", {"prompt": "a", **change}),
+            ("PATCH", "/v1/requests/x", change),
+        ):
+            reply = await ask(url, method, path, body)
+            assert error_of(reply)[0] == 400
+            assert "from -1000 to 1000" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

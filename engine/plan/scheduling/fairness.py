@@ -50,6 +50,8 @@ class VirtualCounters:
         self._weights = weights
         self._counters: dict[str, float] = {}
         self._num_waiting: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}
+        self._last_turn = 0
         self._floor = 0.0
         self._last_left: str | None = None
         self._prune_above = self.PRUNE_ABOVE
@@ -63,12 +65,18 @@ class VirtualCounters:
         counter = self._counters.get(tenant, self._floor)
         return counter if tenant in self._num_waiting else max(counter, self._floor)
 
+    def turn_of(self, tenant: str) -> int:
+        """When the tenant last began to wait: the lower, the earlier; 0 for one long gone."""
+        return self._turns.get(tenant, 0)
+
     def join(self, tenant: str) -> None:
         """One more request of this tenant waits. O(1), or O(tenants that wait) if it is the first."""
         if tenant not in self._num_waiting:
             self._raise_floor()
             self._counters[tenant] = self.of(tenant)
             self._num_waiting[tenant] = 0
+            self._last_turn += 1
+            self._turns[tenant] = self._last_turn
             self._prune()
         self._num_waiting[tenant] += 1
 
@@ -103,4 +111,5 @@ class VirtualCounters:
             for tenant, counter in self._counters.items()
             if tenant in self._num_waiting or counter > self._floor
         }
+        self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in self._counters}
         self._prune_above = max(self.PRUNE_ABOVE, 2 * len(self._counters))

@@ -119,13 +119,28 @@ class SjfPolicy(SchedulingPolicy):
         self._dequeued[request.request_id] = request
 
 
-class PriorityPolicy(SchedulingPolicy):
-    """By class, then by arrival; each `aging_s` seconds since arrival count as one class (0: never).
+_FULL_STEPS = 10  # classes each side of the default, as far as the service tiers reach
 
-    The effective class, priority - (now - arrival_time) / aging_s, falls at the same speed for everyone, so
-    `now` cancels out of every comparison: the order is that of priority * aging_s + arrival_time, a constant.
-    A request of class p goes before those of a better class q that arrive more than (p - q) * aging_s after
-    it, so nobody starves.
+
+def aging_periods(priority: int) -> float:
+    """How many aging periods a request of this class is put off by; less than none for the better classes.
+
+    Up to 10 from the default each class is worth one period. Beyond, a step is worth 10 over its distance, so
+    that the whole scale is worth 112.1 periods, not 2,000.
+    """
+    distance = abs(priority)
+    if distance > _FULL_STEPS:
+        return math.copysign(_FULL_STEPS * (1 + math.log(distance / _FULL_STEPS)), priority)
+    return float(priority)
+
+
+class PriorityPolicy(SchedulingPolicy):
+    """By class, then by arrival; each `aging_s` seconds since arrival count as one period (0: never).
+
+    The effective class, aging_periods(priority) - (now - arrival_time) / aging_s, falls at the same speed for
+    everyone, so `now` cancels out of every comparison: the order is that of aging_periods(priority) * aging_s
+    + arrival_time, a constant. A request of class p goes before those of a better class q that arrive more
+    than (aging_periods(p) - aging_periods(q)) * aging_s after it, at most 113 periods: nobody starves.
     """
 
     name = "priority"
@@ -137,7 +152,7 @@ class PriorityPolicy(SchedulingPolicy):
         """Aged class, then arrival; the plain class without aging."""
         if self._aging_s == 0:
             return (request.priority, request.arrival)
-        return (request.priority * self._aging_s + request.arrival_time, request.arrival)
+        return (aging_periods(request.priority) * self._aging_s + request.arrival_time, request.arrival)
 
 
 class DeadlinePolicy(SchedulingPolicy):
@@ -159,7 +174,8 @@ class FairPolicy(SchedulingPolicy):
     """The tenant served least goes first; within a tenant it is `priority`.
 
     Served is counted by VirtualCounters, which also says how far two tenants can come apart. A lane is a
-    tenant; its requests keep their order while the tenants overtake one another.
+    tenant; its requests keep their order while the tenants overtake one another. Among tenants served equally
+    the one goes first that began to wait first, so that no priority reaches beyond its own tenant.
     """
 
     name = "fair"
@@ -170,8 +186,9 @@ class FairPolicy(SchedulingPolicy):
         self.counters = VirtualCounters(weights)
 
     def key(self, request: Request) -> PolicyKey:
-        """The tenant's counter, then aged class and arrival."""
-        return (self.counters.of(request.tenant or ""), *self._within.key(request))
+        """The tenant's counter and turn, then aged class and arrival."""
+        tenant = request.tenant or ""
+        return (self.counters.of(tenant), self.counters.turn_of(tenant), *self._within.key(request))
 
     def lane(self, request: Request) -> str:
         """The tenant; the anonymous one is the empty name."""

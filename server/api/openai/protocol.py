@@ -23,6 +23,7 @@ from server.api.openai.protocol_values import (
     Penalty,
     Positive,
     PredictedText,
+    Priority,
     Prompt,
     RepetitionPenalty,
     Role,
@@ -103,7 +104,7 @@ class GenerationBody(BaseModel):
     bad_words: Words | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Int64 | None = None
+    priority: Priority | None = None
     service_tier: ServiceTier | None = None
     request_id: Label | None = None
     deadline_ms: Milliseconds | None = None
@@ -152,7 +153,7 @@ class RequestPatch(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    priority: Int64 | None = None
+    priority: Priority | None = None
     deadline_ms: Milliseconds | None = None
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
+
+from engine import MAX_PRIORITY, MIN_PRIORITY
 
 MAX_WHOLE = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -84,6 +86,13 @@ def check_words(value: object) -> tuple[str, ...]:
     if any(not word.strip() or len(word.encode("utf-8", "replace")) > MAX_STOP_BYTES for word in value):
         refuse(f"must hold words, of {MAX_STOP_BYTES} bytes at most")
     return tuple(value)
+
+
+def check_priority(value: int) -> int:
+    """A place on the scheduler's scale."""
+    if not MIN_PRIORITY <= value <= MAX_PRIORITY:
+        refuse(f"must be from {MIN_PRIORITY} to {MAX_PRIORITY}")
+    return value
 
 
 def check_content(value: object) -> str | None:
@@ -170,6 +179,9 @@ _PREDICTED_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "arr
 _CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [*_PREDICTED_SCHEMA["anyOf"], {"type": "null"}]}
 
 
+_PRIORITY_SCHEMA: dict[str, Any] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
+
+
 def _described(schema: dict[str, Any]) -> Any:
     """Have the OpenAPI document show `schema` where a validator of our own decides."""
     return Field(json_schema_extra=lambda found: found.update(schema))
@@ -188,6 +200,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=MAX_INT64)]
 TokenIds = Annotated[list[Count], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Priority = Annotated[int, AfterValidator(check_priority), _described(_PRIORITY_SCHEMA)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]

@@ -1,9 +1,11 @@
+from itertools import pairwise
+
 import pytest
 
 from engine.errors import StartRefused
-from engine.plan.request import Priority, Request, RequestStatus
+from engine.plan.request import MAX_PRIORITY, MIN_PRIORITY, Priority, Request, RequestStatus
 from engine.plan.scheduling.fairness import FairnessWeights
-from engine.plan.scheduling.policy import FairPolicy, SchedulingPolicy, make_policy
+from engine.plan.scheduling.policy import FairPolicy, SchedulingPolicy, aging_periods, make_policy
 from tests.support.factories import make_request
 
 
@@ -39,6 +41,28 @@ def test_each_aging_period_waited_is_worth_one_class(later_s: float, first: str)
     flex = make_request("flex", arrival=1, arrival_time=0.0, priority=10)
     high = make_request("high", arrival=2, arrival_time=later_s, priority=0)
     assert order(make_policy("priority", 30.0), high, flex)[0] == first
+
+
+def test_beyond_the_tiers_a_step_shrinks_but_still_counts() -> None:
+    requests = [
+        make_request(str(p), arrival=p, arrival_time=float(p < 0), priority=p)
+        for p in (-1000, -999, 999, 1000)
+    ]
+    assert order(make_policy("priority", 30.0), *reversed(requests)) == ["-1000", "-999", "999", "1000"]
+    worths = [aging_periods(priority) for priority in range(MIN_PRIORITY, MAX_PRIORITY + 1)]
+    steps = [after - before for before, after in pairwise(worths)]
+    assert min(steps) > 0.009
+    assert max(steps) == pytest.approx(1)
+    assert aging_periods(Priority.FLEX) - aging_periods(Priority.HIGH) == 20
+
+
+@pytest.mark.parametrize("name", ["priority", "fair"])
+def test_within_113_periods_any_request_outranks_any_newcomer(name: str) -> None:
+    policy = make_policy(name, 30.0)
+    old = make_request("old", arrival=1, arrival_time=0.0, priority=MAX_PRIORITY)
+    for later_s, first in ((112 * 30.0, "new"), (113 * 30.0, "old")):
+        new = make_request("new", arrival=2, arrival_time=later_s, priority=MIN_PRIORITY)
+        assert order(policy, new, old)[0] == first
 
 
 def test_without_aging_the_class_decides_for_ever() -> None:
@@ -129,6 +153,23 @@ def test_fair_serves_the_tenant_served_least_and_its_best_request() -> None:
     policy.charge(c, 4, 1)
     assert order(policy, a, b, c, anonymous) == ["anonymous", "c", "b", "a"]
     assert policy.lane(a) == policy.lane(b) != policy.lane(anonymous) == ""
+
+
+def test_fair_lets_no_tenant_outrank_another_by_priority() -> None:
+    policy = make_policy("fair", 30.0)
+    a = tenants_request("a", "x", 1, priority=MAX_PRIORITY)
+    b, c = (
+        tenants_request(name, "y", number, priority=MIN_PRIORITY) for number, name in ((2, "b"), (3, "c"))
+    )
+    for request in (a, b, c):
+        policy.enqueue(request)
+    assert order(policy, a, b, c) == ["a", "b", "c"], "equally served: whoever began to wait first"
+    policy.dequeue(a)
+    policy.charge(a, 10, 0)
+    d = tenants_request("d", "x", 4, priority=MIN_PRIORITY)
+    policy.enqueue(d)
+    policy.charge(b, 10, 0)
+    assert order(policy, b, c, d) == ["b", "c", "d"], "who comes back waits behind those who waited"
 
 
 def test_fair_charges_a_prompt_token_once_however_often_it_is_computed() -> None:
