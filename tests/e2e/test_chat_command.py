@@ -200,9 +200,36 @@ async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
             assert await chat.end() == 0
 
 
+EVIL = reply(chunk("\x1b]0;owned\x07 a\u202eb\tc\nd é 👩‍🚀") + chunk("", "stop") + DONE)
+
+
+class FakeOutput(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("message", [(), ("hello",)])
+async def test_an_answer_is_spelled_out_for_a_terminal_and_left_alone_for_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, message: tuple[str, ...]
+) -> None:
+    """Whatever the question came from: what is steered is where the answer goes."""
+    pipe_in(monkeypatch, "hello")
+    out = FakeOutput(is_terminal)
+    async with scripted_server(EVIL) as script:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert await command("chat", "--url", script.url, "--model", "m", *message) == 0
+    plain = "\x1b]0;owned\x07 a\u202eb\tc\nd é 👩‍🚀\n"
+    shown = r"\x1b]0;owned\x07 a\x202eb" + "\tc\nd é 👩‍🚀\n"
+    assert out.getvalue().startswith(shown if is_terminal else plain)
+
+
 async def test_a_terminal_is_safe_from_the_model() -> None:
-    evil = reply(chunk("\x1b]0;owned\x07 a\u202eb\tc\nd é 👩‍🚀") + chunk("", "stop") + DONE)
-    async with scripted_server(evil) as script:
+    async with scripted_server(EVIL) as script:
         with ChatTerminal("--url", script.url, "--model", "m") as chat:
             await chat.expect(r"> ")
             chat.say("hello\n")

@@ -27,11 +27,13 @@ def _spell(char: str) -> str:
 class Terminal:
     """Standard output, and lines of our own beside it.
 
-    `is_plain` leaves the answer alone on standard output: no speed, no colour.
+    `is_plain` leaves the answer alone on standard output: no speed, no colour. Whether the answer is made
+    harmless is another matter: what decides is where it goes, not where the question came from.
     """
 
     def __init__(self, *, is_plain: bool) -> None:
         self.is_plain = is_plain
+        self._is_terminal = sys.stdout.isatty()
         self._console = Console(highlight=False)
         self._at_line_start = True
         for stream in (sys.stdout, sys.stderr):
@@ -42,7 +44,7 @@ class Terminal:
     def write(self, text: str) -> None:
         """Part of an answer, at once. A pipe gets what the model wrote, a terminal what is harmless."""
         if text:
-            sys.stdout.write(text if self.is_plain else harmless(text))
+            sys.stdout.write(harmless(text) if self._is_terminal else text)
             sys.stdout.flush()
             self._at_line_start = text.endswith("\n")
 
