@@ -220,7 +220,9 @@ class ServerSettings(Section):
         (),
         description="key a client must send; repeatable; none = open to all; ps shows it, not a key file",
     )
-    api_key_file: FileOrNone = Field(None, description="file with one key a line, added to the keys")
+    api_key_file: FileOrNone = Field(
+        None, description="file with KEY or NAME = KEY in each line, added to the keys; # comments"
+    )
     max_queued_requests: Whole = Field(256, ge=1, description="requests that may wait")
     max_queued_tokens: Whole = Field(1_000_000, ge=1, description="prompt tokens that may wait")
     queue_timeout: Seconds = Field(0.0, ge=0, description="longest wait in the queue; 0 = no limit")

@@ -15,7 +15,7 @@ from server.api.openai import chat, completions, models, tokens
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import describe_bodies
-from server.http.auth import AuthMiddleware, KeyRing, read_keys
+from server.http.auth import AuthMiddleware, key_ring
 from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
@@ -40,7 +40,7 @@ def build_app(
     some. Raises StartRefused for bad keys.
     """
     context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()))
-    keys = KeyRing(read_keys(settings.server))
+    keys = key_ring(settings)
     app = FastAPI(
         title="Slipstream",
         version=server_version(),

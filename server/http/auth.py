@@ -1,32 +1,45 @@
-"""Who may ask: API keys by Bearer token, decided on the path the router sees; closed unless listed open."""
+"""Who may ask: API keys by Bearer token, decided on the path the router sees; closed unless listed open.
+
+A tenant is whoever has a key, known by the key's name or by a digest that means nothing elsewhere.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from config import ServerSettings
+from config import ServerSettings, Settings
 from engine import StartRefused
 from server.http.context import exchange_of
 from server.http.errors import AUTHENTICATION, ErrorReply
+from server.http.installation import installation_secret
+from server.http.key_file import ApiKey, KeyFileError, read_key_file
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping", "/ready"})
 METRICS_PATH = "/metrics"
 _SCHEME = b"bearer "
+_DIGEST_BYTES = 32
+_SHOWN_BYTES = 8
 
 
 class KeyRing:
-    """The keys a server accepts, kept as digests. Empty means that no key is asked for."""
+    """The keys a server accepts, kept as digests under its secret. Empty means that no key is asked for.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple({_digest(key.encode()) for key in keys})
+    Without the secret nobody can try guesses at a key against the digest that stands for its tenant.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], secret: bytes) -> None:
+        self._secret = secret
+        self._tenants: dict[bytes, str] = {}
+        for key in keys:
+            digest = self._digest(key.secret.encode())
+            self._tenants[digest] = key.name or self._tenants.get(digest) or digest[:_SHOWN_BYTES].hex()
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._tenants)
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
         """A name for the key in the one Authorization header, None when it is missing or wrong.
@@ -36,34 +49,29 @@ class KeyRing:
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) != 1 or not values[0].lower().startswith(_SCHEME):
             return None
-        digest = _digest(values[0][len(_SCHEME) :].strip())
-        matches = [hmac.compare_digest(known, digest) for known in self._digests]
-        return digest.hex()[:16] if any(matches) else None
+        digest = self._digest(values[0][len(_SCHEME) :].strip())
+        matches = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(known, digest)]
+        return matches[0] if matches else None
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, key=self._secret).digest()
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def read_keys(settings: ServerSettings) -> tuple[str, ...]:
-    """The keys given directly and those in the key file, one a line. Raises StartRefused."""
-    keys = tuple(key.get_secret_value() for key in settings.api_key)
+def read_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
+    """The keys given directly and those in the key file. Raises StartRefused."""
+    keys = tuple(ApiKey(key.get_secret_value()) for key in settings.api_key)
     if settings.api_key_file is None:
         return keys
-    lines = _read_lines(settings.api_key_file)
-    from_file = tuple(line.strip() for line in lines if line.strip())
-    if not from_file:
-        raise StartRefused(
-            f"--api-key-file {settings.api_key_file}: holds no key, so nobody could be let in."
-        )
-    return keys + from_file
-
-
-def _read_lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartRefused(f"--api-key-file {path}: cannot be read ({type(error).__name__}).") from error
+        return keys + read_key_file(settings.api_key_file)
+    except KeyFileError as error:
+        raise StartRefused(f"--api-key-file {settings.api_key_file}: {error}.") from error
+
+
+def key_ring(settings: Settings) -> KeyRing:
+    """The keys that `settings` name. Raises StartRefused."""
+    keys = read_keys(settings.server)
+    return KeyRing(keys, installation_secret(settings.home) if keys else b"")
 
 
 class AuthMiddleware:

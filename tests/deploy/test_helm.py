@@ -302,7 +302,7 @@ async def test_the_test_pods_script_asks_with_the_first_key(tmp_path: Path) -> N
         "KEY_FILE": "/etc/slipstream/keys/keys.txt",
     }
     keys = tmp_path / "keys"
-    keys.write_text("first\nsecond\n")
+    keys.write_text("# ours\n\nfirst = one\nsecond\n")
     async with server_url(FakeEngine(), api_key_file=keys) as url:
         for key_file, code in ((str(keys), 0), ("", 1)):
             environ = {"URL": f"{url}/v1/completions", "KEY_FILE": key_file}

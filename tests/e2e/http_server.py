@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from config import ServerSettings, Settings
@@ -18,12 +20,15 @@ from server.observability.request_log import Tracer
 from tests.support.fake_engine import FakeEngine
 
 MODEL = "test-model"
+NOWHERE = Path(os.devnull, "home")
 
 
 def make_settings(**server: Any) -> Settings:
-    """The defaults on any free port, with the server's settings as given."""
+    """The defaults on any free port, with the server's settings as given and nowhere to keep anything."""
     return Settings(
-        model=ModelSettings(served_model_name=(MODEL, "org/alias")), server=ServerSettings(port=0, **server)
+        home=NOWHERE,
+        model=ModelSettings(served_model_name=(MODEL, "org/alias")),
+        server=ServerSettings(port=0, **server),
     )
 
 

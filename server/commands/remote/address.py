@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from config import ServerSettings, SettingsError, load_settings
 from config.errors import shown
+from server.http.key_file import KeyFileError, read_key_file
 
 _PORTS = {"http": 80, "https": 443}
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # what is listened on is no address to connect to
@@ -107,10 +108,6 @@ def _parse_url(url: str) -> Address:
 
 def _read_key(path: Path) -> str:
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        raise SettingsError(f"flag --api-key-file: {path} cannot be read ({error})") from None
-    key = next((line.strip() for line in lines if line.strip()), None)
-    if key is None:
-        raise SettingsError(f"flag --api-key-file: {path} holds no key")
-    return key
+        return read_key_file(path)[0].secret
+    except KeyFileError as error:
+        raise SettingsError(f"flag --api-key-file: {path}: {error}") from None

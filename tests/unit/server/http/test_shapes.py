@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import logging
@@ -21,9 +22,11 @@ from engine import (
     StartRefused,
     TokenLogprobs,
 )
+from engine.plan.metrics.tenant_shares import ANONYMOUS, OTHERS
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, completion_logprobs
 from server.http.auth import KeyRing, read_keys
 from server.http.errors import error_reply, invalid, shown
+from server.http.key_file import RESERVED, ApiKey
 from server.http.sse import encode_event
 from server.observability.http_metrics import HttpMetrics
 
@@ -90,7 +93,7 @@ def test_keys_are_compared_in_constant_time_as_digests(monkeypatch: pytest.Monke
         return known == sent
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    ring = KeyRing(["one", "two", "two"])
+    ring = KeyRing(map(ApiKey, ("one", "two", "two")), b"secret")
     one, two = (ring.tenant_of([(b"authorization", b"Bearer " + key)]) for key in (b"one", b"two"))
     assert None not in (one, two)
     assert one != two
@@ -98,20 +101,63 @@ def test_keys_are_compared_in_constant_time_as_digests(monkeypatch: pytest.Monke
     for sent in (b"Bearer on", b"Bearer onee", b"Bearer \xff\xfe", b"bearer", b"Bearer  "):
         assert ring.tenant_of([(b"authorization", sent)]) is None
     assert ring.tenant_of([]) is None
-    assert not KeyRing([])
+    assert not KeyRing([], b"")
 
 
 def test_key_files_hold_one_key_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("b\n\n  c  \n")
+    file.write_text("# those of the shop\nb\n\n  c  \n  # d\nshop = e=\n")
     settings = ServerSettings(api_key=("a",), api_key_file=file)
-    assert read_keys(settings) == ("a", "b", "c")
+    assert read_keys(settings) == (ApiKey("a"), ApiKey("b"), ApiKey("c"), ApiKey("e=", "shop"))
+    file.write_bytes(b"\xef\xbb\xbfb#c\r\n")
+    assert read_keys(settings) == (ApiKey("a"), ApiKey("b#c"))
     file.write_text("\n")
     with pytest.raises(StartRefused, match="holds no key"):
         read_keys(settings)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(StartRefused, match="cannot be read"):
         read_keys(settings)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("two words", "line 2 is neither KEY nor NAME = KEY"),
+        ("b # a comment", "line 2 is neither"),
+        ("shop=a b", "line 2 is neither"),
+        ("a shop = b", "line 2 is neither"),
+        ("sh/op = b", "line 2 is neither"),
+        ("clé", "line 2 is neither"),
+        (f"{'n' * 65} = b", "line 2 is neither"),
+        ("anonymous = b", "line 2: the name 'anonymous' is taken"),
+        ("other = b", "line 2: the name 'other' is taken"),
+    ],
+)
+def test_a_line_that_is_no_key_is_refused_and_not_shown(tmp_path: Path, line: str, why: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"a\n{line}\n", encoding="utf-8")
+    with pytest.raises(StartRefused) as caught:
+        read_keys(ServerSettings(api_key_file=file))
+    assert why in str(caught.value)
+    assert line not in str(caught.value)
+
+
+def test_the_names_that_metrics_use_are_nobodys() -> None:
+    assert set(RESERVED) == {ANONYMOUS, OTHERS}
+
+
+def test_a_tenant_is_its_keys_name_or_a_digest_under_the_secret() -> None:
+    keys = [ApiKey("one"), ApiKey("two"), ApiKey("two", "shop"), ApiKey("new", "shop")]
+    ring, other = KeyRing(keys, b"secret"), KeyRing(keys, b"another")
+
+    def tenant(ring: KeyRing, key: str) -> str | None:
+        return ring.tenant_of([(b"authorization", f"Bearer {key}".encode())])
+
+    assert [tenant(ring, key) for key in ("two", "new", "wrong")] == ["shop", "shop", None]
+    shown = tenant(ring, "one")
+    assert shown is not None and len(shown) == 16 and shown != tenant(other, "one")
+    # What a stranger could make of a guess without knowing the secret.
+    assert shown not in {hashlib.new(name, b"one").hexdigest()[:16] for name in ("sha256", "blake2b", "md5")}
 
 
 def test_unknown_names_are_logged_once_and_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
