@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from config.errors import SettingsError, closest, did_you_mean, plain
-from config.setting import ENV_PREFIX, SETTINGS, Given
+from config.setting import ENV_PREFIX, SETTINGS, Given, Setting
 
 FAULT_SWITCH = f"{ENV_PREFIX}ALLOW_FAULTS"
 FAULT_PLAN = f"{ENV_PREFIX}FAULT_PLAN"
@@ -21,18 +21,24 @@ _LINK_PORT = re.compile(rf"{ENV_PREFIX}\w+_PORT")
 def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """Settings from SLIPSTREAM_<SECTION>__<NAME> and the few flat names; repeatable ones split at commas.
 
-    Raises SettingsError for any other name with our prefix, except the links Kubernetes makes up.
+    A key may hold commas, so what sets keys is one key; more of them go into a key file. Raises SettingsError
+    for any other name with our prefix, except the links Kubernetes makes up.
     """
     _refuse_unknown(environ)
     given = {}
     for setting in SETTINGS:
         for name in setting.env_names:
             if name in environ:
-                text = environ[name]
-                value = tuple(part.strip() for part in text.split(",")) if setting.is_repeatable else text
-                given[setting.key] = Given(value, f"env {name}")
+                given[setting.key] = Given(_read_value(setting, environ[name]), f"env {name}")
                 break
     return given
+
+
+def _read_value(setting: Setting, text: str) -> object:
+    if not setting.is_repeatable:
+        return text
+    parts = [text] if setting.shape.secret else text.split(",")
+    return tuple(part.strip() for part in parts)
 
 
 def is_service_link(value: object) -> bool:

@@ -70,13 +70,13 @@ async def test_a_refused_question_is_one_line_and_code_1(
 async def test_the_servers_key_is_used_here_and_sent_nowhere_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLIPSTREAM_API_KEY", "first,second")
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "first,still-first")
     async with scripted_server(GOOD) as script:
         assert await command("chat", "--url", script.url, "--model", "m", "hello") == 0
         assert await command("chat", "--url", script.url, "--model", "m", "--api-key", "own", "hello") == 0
     assert capsys.readouterr().out == "ab\nab\n"
     heads = [head for head, _ in script.requests]
-    assert "authorization: Bearer first\r\n" in heads[0]
+    assert "authorization: Bearer first,still-first\r\n" in heads[0]
     assert "authorization: Bearer own\r\n" in heads[1]
 
 

@@ -36,8 +36,16 @@ def test_every_setting_has_a_name_in_the_environment() -> None:
 
 
 def test_repeatable_ones_split_at_commas() -> None:
-    assert read_environment({"SLIPSTREAM_API_KEY": "a, b"})["server.api_key"].value == ("a", "b")
-    assert read_environment({"SLIPSTREAM_API_KEY": "a"})["server.api_key"].value == ("a",)
+    name = "SLIPSTREAM_MODEL__SERVED_MODEL_NAME"
+    assert read_environment({name: "a, b"})["model.served_model_name"].value == ("a", "b")
+    assert read_environment({name: "a"})["model.served_model_name"].value == ("a",)
+
+
+@pytest.mark.parametrize("name", ["SLIPSTREAM_API_KEY", "SLIPSTREAM_SERVER__API_KEY"])
+def test_a_comma_makes_no_second_key(name: str) -> None:
+    assert read_environment({name: "secret,a\n"})["server.api_key"].value == ("secret,a",)
+    with pytest.raises(SettingsError, match="not shown"):
+        load_settings([], {name: "secret, a"})
 
 
 def test_an_empty_key_does_not_open_the_server() -> None:
