@@ -40,6 +40,8 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 _MALFORMED = ErrorReply(400, INVALID, "This is not a valid HTTP/1.1 request.", code="bad_http")
 
+_NO_PROXY = ErrorReply(400, INVALID, "This server is no proxy: it takes no CONNECT.", code="bad_http")
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -231,7 +233,9 @@ class Connection(HttpToolsProtocol):
 
         Raises ApiError, which ends the parsing.
         """
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        if self.parser.get_method() == b"CONNECT":  # the parser takes what follows for another protocol's
+            raise ApiError(_NO_PROXY)
+        if self.parser.should_upgrade():
             return
         if self.parser.get_http_version() not in _VERSIONS or _is_ambiguous(self.headers, self.parser):
             raise ApiError(_MALFORMED)

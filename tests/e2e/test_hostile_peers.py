@@ -92,6 +92,10 @@ REFUSED = {
     "method in lower case": b"get /health HTTP/1.1\r\n" + HOST + b"\r\n",
     "unknown method": b"BREW /health HTTP/1.1\r\n" + HOST + b"\r\n",
     "CONNECT": b"CONNECT other:443 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "CONNECT with a path": b"CONNECT /health HTTP/1.1\r\n" + HOST + b"\r\n",
+    "CONNECT and what it would be for": b"CONNECT other:443 HTTP/1.1\r\n" + HOST + b"\r\n" + INNER,
+    "CONNECT with an upgrade": b"CONNECT other:443 HTTP/1.1\r\nUpgrade: h2c\r\n" + HOST + b"\r\n",
+    "CONNECT with a body": b"CONNECT other:443 HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + BODY,
 }
 
 ODD = {
