@@ -31,6 +31,7 @@ from engine.plan.request import FinishReason, GenerationRequest, Request
 from engine.plan.step_records import RequestExplanation
 from engine.plan.structured_output import CompiledGrammar, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
+from engine.text.text_size import count_chars
 
 log = logging.getLogger("slipstream.engine")
 
@@ -210,15 +211,21 @@ class Engine:
     ) -> list[int]:
         """Apply the chat template and tokenize, off the loop. Raises InvalidRequest.
 
+        All text that the template is given counts for the length that is refused before it costs anything.
+
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
         `tools` are for a model with a `tool_template`.
         """
         tokenizer = self._loaded.tokenizer
-        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
-        self._check_length(num_chars + (len(str(tools)) if tools else 0), "messages")
-        return await self._text.run(
-            lambda: tokenizer.render_chat(messages, tools, add_special_tokens=add_special_tokens), "tokenizer"
-        )
+        limit = tokenizer.char_limit(self.info.max_model_len)
+        self._check_length(count_chars([messages, list(tools)], limit), "messages")
+
+        def render() -> list[int]:
+            text = tokenizer.render_chat_text(messages, tools)
+            self._check_length(len(text), "messages")  # a template may show a text more than once
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+        return await self._text.run(render, "tokenizer")
 
     @property
     def tool_template(self) -> str | None:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY_BYTES = 8 * 2**20 - 100
 HELLO = {"role": "user", "content": "hi"}
+RESULT = {"role": "tool", "content": "3"}
 PART = {"type": "text", "text": "hi"}
 OK = {"prompt": "hi", "max_tokens": 2}
 
@@ -90,6 +91,8 @@ TEXTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     ),
     "bad words": (COMPLETIONS, lambda: completion(bad_words=["a" * 1000] * 256), SERVED),
     "to be tokenized": ("/tokenize", lambda: json.dumps({"prompt": "a" * 10**6}).encode(), LONG),
+    "a name": (CHAT, lambda: chat(messages=[{**HELLO, "name": "a" * (BODY_BYTES - 100)}]), LONG),
+    "a call's id": (CHAT, lambda: chat(messages=[{**RESULT, "tool_call_id": "a" * 10**6}]), LONG),
     "ten thousand short messages": (CHAT, lambda: chat(messages=[HELLO] * 8192), LONG),
 }
 LISTS: dict[str, tuple[str, Callable[[], bytes], str]] = {

@@ -341,3 +341,39 @@ async def test_the_choices_of_a_reply_count_as_one_request_by_their_gravest_end(
         metrics = harness.engine.metrics
         assert metrics.requests_started == 1
         assert dict(metrics.requests_finished) == {FinishReason.ABORT: 1}
+
+
+LONG = "x" * 50_000
+FORMER_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": [LONG]}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "tools"),
+    [
+        ({"role": "user", "content": LONG}, []),
+        ({"role": "user", "content": "a", "name": LONG}, []),
+        ({"role": "tool", "content": "a", "tool_call_id": LONG}, []),
+        ({"role": "assistant", "content": "", "tool_calls": [FORMER_CALL]}, []),
+        ({"role": "user", "content": "a"}, [{"type": "function", "function": {"name": "f", LONG: 1}}]),
+    ],
+    ids=["content", "name", "call id", "arguments", "tool"],
+)
+async def test_all_text_for_the_template_counts_before_any_work_is_done(
+    message: dict[str, object], tools: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_engine() as harness:
+        monkeypatch.setattr(harness.parts.tokenizer, "render_chat_text", lambda *_: pytest.fail("worked on"))
+        with pytest.raises(ContextLengthExceeded) as refused:
+            await harness.engine.render_chat([message], tools)
+        assert refused.value.param == "messages"
+
+
+async def test_a_template_that_repeats_texts_is_checked_again_before_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_engine() as harness:
+        monkeypatch.setattr(harness.parts.tokenizer, "render_chat_text", lambda *_: LONG)
+        monkeypatch.setattr(harness.parts.tokenizer, "encode", lambda *_, **__: pytest.fail("encoded"))
+        with pytest.raises(ContextLengthExceeded) as refused:
+            await harness.engine.render_chat([{"role": "user", "content": "a"}])
+        assert refused.value.param == "messages"
