@@ -28,6 +28,7 @@ from server.api.bad_words import read_bad_words
 from server.api.live_replies import LiveReply
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores, ScoresOnly, scoring_request
+from server.api.reply_size import ReplyPart, check_reply_size, reply_size
 from server.api.sampling import (
     base_seed,
     check_limits,
@@ -264,6 +265,7 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
                 grammar = None if structure is None else await engine.compile_grammar(structure)
             wanted = Wanted(prompts, speculation, bad_words, grammar)
             requests = _make_requests(order, wanted, context)
+            check_reply_size(reply_size(body, _reply_parts(wanted.prompts, requests, body.num_choices)))
             choices = _submit(engine, requests)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
@@ -339,6 +341,17 @@ def _make_requests(
             )
             requests.append((prompt, request))
     return requests
+
+
+def _reply_parts(
+    prompts: Sequence[Prompt], requests: Sequence[tuple[Prompt, GenerationRequest]], num_choices: int
+) -> list[ReplyPart]:
+    """One a prompt; the choices of one are requests that follow each other."""
+    firsts = [request for _, request in requests[::num_choices]]
+    return [
+        ReplyPart(len(prompt.token_ids), prompt.text, num_choices, first.sampling.max_tokens)
+        for prompt, first in zip(prompts, firsts, strict=True)
+    ]
 
 
 def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int) -> int:
