@@ -27,7 +27,7 @@ EXCHANGE_KEY = "slipstream.exchange"
 class ServerContext:
     """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it.
 
-    `large_bodies` is held by the thread that reads one.
+    `large_bodies` is held by the thread that reads a large body, or writes a piece of a large reply.
     """
 
     settings: Settings

@@ -15,13 +15,14 @@ from server.http.json_reply import encode_json
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+EVENT_START, EVENT_END = b"data: ", b"\n\n"  # around the JSON of one that leaves in pieces
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def encode_event(payload: Mapping[str, object]) -> bytes:
     """One whole event; ASCII, so that no reader can split a character."""
-    return f"data: {encode_json(payload)}\n\n".encode("ascii")
+    return EVENT_START + encode_json(payload).encode("ascii") + EVENT_END
 
 
 class EventStream(Response):

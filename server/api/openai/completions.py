@@ -12,7 +12,14 @@ from starlette.responses import Response
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
 from server.api.generation import Choice, Order, Prompt, open_generation, truncated
-from server.api.openai.logprobs import TokenSpelling, completion_logprobs, echoed_logprobs, prompt_logprobs
+from server.api.long_list import LongList
+from server.api.openai.logprobs import (
+    TokenSpelling,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from server.api.openai.models import check_model
 from server.api.openai.protocol import CompletionRequest
 from server.api.openai.protocol_refusals import ON_COMPLETIONS
@@ -120,18 +127,18 @@ class CompletionShape:
 
     def _logprobs(
         self, choice: Choice, logprobs: Sequence[TokenLogprobs], first: bool
-    ) -> dict[str, list[object]] | None:
+    ) -> dict[str, LongList] | None:
         """The logprobs object, which begins with an echoed prompt's; moves the choice's text offset on."""
         if self.body.logprobs is None:
             return None
         text, prompt = self.spelling.text, choice.prompt
-        echoed: dict[str, list[object]] = {}
+        echoed: dict[str, LongList] = {}
         if first and self.body.echo and prompt.scores is not None:
             echoed = echoed_logprobs(prompt.token_ids, prompt.scores.records, self.body.logprobs, text)
             choice.text_offset = sum(len(text(token_id)) for token_id in prompt.token_ids)
         result = completion_logprobs(logprobs, text, choice.text_offset)
         choice.text_offset += sum(len(text(each.token_id)) for each in logprobs)
-        return {name: [*echoed.get(name, ()), *values] for name, values in result.items()}
+        return {name: joined(echoed[name], each) for name, each in result.items()} if echoed else result
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
         """The prompt's own, where they are asked for."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine import Engine, TokenLogprobs
+from server.api.long_list import LongList
 from server.api.openai.protocol import GenerationBody
 
 # JSON has no infinity; vLLM's stand-in for a token that cannot be drawn.
@@ -28,17 +30,16 @@ class TokenSpelling:
 
 def completion_logprobs(
     logprobs: Sequence[TokenLogprobs], token_text: Callable[[int], str], offset: int
-) -> dict[str, list[object]]:
+) -> dict[str, LongList]:
     """The parallel lists of /v1/completions; `offset` is where the first token's text begins in the choice.
 
     Of several tokens that look alike the likeliest keeps the place in `top_logprobs`.
     """
-    tokens = [token_text(each.token_id) for each in logprobs]
     return {
-        "tokens": list(tokens),
-        "token_logprobs": [_finite(each.logprob) for each in logprobs],
-        "top_logprobs": [_top(each, token_text) for each in logprobs],
-        "text_offset": _offsets(tokens, offset),
+        "tokens": LongList(lambda: (token_text(each.token_id) for each in logprobs)),
+        "token_logprobs": LongList(lambda: (_finite(each.logprob) for each in logprobs)),
+        "top_logprobs": LongList(lambda: (_top(each, token_text) for each in logprobs)),
+        "text_offset": LongList(lambda: _offsets((token_text(each.token_id) for each in logprobs), offset)),
     }
 
 
@@ -47,24 +48,27 @@ def echoed_logprobs(
     records: Sequence[TokenLogprobs],
     num_top: int,
     token_text: Callable[[int], str],
-) -> dict[str, list[object]]:
+) -> dict[str, LongList]:
     """The same for a prompt that is echoed; its first token follows nothing and has none."""
-    tokens = [token_text(token_id) for token_id in token_ids]
-    top = [_top(each, token_text, num_top) for each in records]
     return {
-        "tokens": list(tokens),
-        "token_logprobs": [None, *(_finite(each.logprob) for each in records)],
-        "top_logprobs": [None, *top],
-        "text_offset": _offsets(tokens, 0),
+        "tokens": LongList(lambda: map(token_text, token_ids)),
+        "token_logprobs": LongList(lambda: chain((None,), (_finite(each.logprob) for each in records))),
+        "top_logprobs": LongList(
+            lambda: chain((None,), (_top(each, token_text, num_top) for each in records))
+        ),
+        "text_offset": LongList(lambda: _offsets(map(token_text, token_ids), 0)),
     }
 
 
-def _offsets(tokens: Sequence[str], offset: int) -> list[object]:
-    offsets: list[object] = []
+def joined(first: LongList, second: LongList) -> LongList:
+    """The items of both."""
+    return LongList(lambda: chain(first, second))
+
+
+def _offsets(tokens: Iterable[str], offset: int) -> Iterator[int]:
     for token in tokens:
-        offsets.append(offset)
+        yield offset
         offset += len(token)
-    return offsets
 
 
 def _top(
@@ -78,14 +82,14 @@ def _top(
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], spelling: TokenSpelling) -> dict[str, object]:
     """The list of records of /v1/chat/completions."""
-    content = [
-        {
-            **_entry(each.token_id, each.logprob, spelling),
-            "top_logprobs": [_entry(token_id, logprob, spelling) for token_id, logprob in each.top],
-        }
-        for each in logprobs
-    ]
-    return {"content": content}
+    return {"content": LongList(lambda: (_record(each, spelling) for each in logprobs))}
+
+
+def _record(logprobs: TokenLogprobs, spelling: TokenSpelling) -> dict[str, object]:
+    return {
+        **_entry(logprobs.token_id, logprobs.logprob, spelling),
+        "top_logprobs": [_entry(token_id, logprob, spelling) for token_id, logprob in logprobs.top],
+    }
 
 
 def _entry(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:
@@ -100,19 +104,22 @@ def _entry(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, 
 
 def prompt_logprobs(
     records: Sequence[TokenLogprobs], num_top: int, token_text: Callable[[int], str]
-) -> list[dict[str, object] | None]:
+) -> LongList:
     """vLLM's list: null for the first token, then each token's own record and the likeliest ones', by id."""
-    found: list[dict[str, object] | None] = [None]
-    for each in records:
-        ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(each.top[:num_top], 1)]
-        entries: dict[str, object] = {}
-        for token_id, logprob, rank in ((each.token_id, each.logprob, each.rank), *ranked):
-            entries.setdefault(
-                str(token_id),
-                {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(token_id)},
-            )
-        found.append(entries)
-    return found
+    return LongList(lambda: chain((None,), (_by_id(each, num_top, token_text) for each in records)))
+
+
+def _by_id(
+    logprobs: TokenLogprobs, num_top: int, token_text: Callable[[int], str]
+) -> dict[str, dict[str, object]]:
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)]
+    entries: dict[str, dict[str, object]] = {}
+    for token_id, logprob, rank in ((logprobs.token_id, logprobs.logprob, logprobs.rank), *ranked):
+        entries.setdefault(
+            str(token_id),
+            {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(token_id)},
+        )
+    return entries
 
 
 def _finite(logprob: float) -> float:

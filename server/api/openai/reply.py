@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,8 +18,13 @@ from server.api.openai.protocol import GenerationBody
 from server.api.usage import choice_usage, reply_metrics, reply_usage
 from server.http.context import ServerContext
 from server.http.errors import error_reply
+from server.http.json_pieces import LargeJson, encoded_off_loop
 from server.http.json_reply import json_response
-from server.http.sse import DONE, KEEP_ALIVE, EventStream, encode_event
+from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, EventStream, encode_event
+
+# More than this is encoded off the loop: it would take the loop some milliseconds.
+_MANY_VALUES = 2_000
+_CHARS_A_VALUE = 512  # text is fast
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -80,7 +85,9 @@ class Reply:
     ) -> None:
         options = body.stream_options
         self._settings = context.settings.server
+        self._turn = context.large_bodies
         self._shape = shape
+        self._tells_ids = bool(body.return_token_ids)
         self._includes_usage = options is not None and bool(options.include_usage)
         self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._streams = bool(body.stream)
@@ -101,7 +108,7 @@ class Reply:
         """
         if not self._streams:
             try:
-                return json_response(await self._collect(generation))
+                return await self._whole(generation)
             finally:
                 generation.close()
         chunks = self._chunks(generation)
@@ -131,8 +138,17 @@ class Reply:
             except TimeoutError:
                 yield KEEP_ALIVE
                 continue
+            is_large = self._num_values(choice, delta, not choice.started) > _MANY_VALUES
             for part in self._shape.chunks(choice, delta):
-                yield encode_event({**self._envelope, **part, **self._chunk_usage(choice)})
+                event = {**self._envelope, **part, **self._chunk_usage(choice)}
+                if not is_large:
+                    yield encode_event(event)
+                    continue
+                yield EVENT_START
+                async with aclosing(encoded_off_loop(event, self._turn)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                yield EVENT_END
         if self._includes_usage:
             yield encode_event({**self._envelope, "choices": [], **self._totals(generation)})
 
@@ -147,12 +163,37 @@ class Reply:
             totals["metrics"] = reply_metrics(generation.choices)
         return totals
 
-    async def _collect(self, generation: Generation) -> dict[str, object]:
+    async def _whole(self, generation: Generation) -> Response:
+        """The reply in one piece; a large one is made and encoded off the loop, while it is being sent."""
         outputs = [Collected() for _ in generation.choices]
         while generation.is_open:
             choice, delta = await generation.next()
             outputs[choice.index].add(delta)
         choices = list(generation.choices)
-        entries = [self._shape.choice(choice, outputs[choice.index]) for choice in choices]
-        extras = self._shape.extras(choices)
-        return {**self._envelope, "choices": entries, **extras, **self._totals(generation)}
+        values = sum(
+            self._num_values(choice, output, first=True)
+            for choice, output in zip(choices, outputs, strict=True)
+        )
+        entries = (self._shape.choice(choice, outputs[choice.index]) for choice in choices)
+        reply = {
+            **self._envelope,
+            "choices": entries,
+            **self._shape.extras(choices),
+            **self._totals(generation),
+        }
+        return json_response(reply) if values <= _MANY_VALUES else LargeJson(reply, self._turn)
+
+    def _num_values(self, choice: Choice, output: OutputDelta | Collected, first: bool) -> int:
+        """About how many values show `output`, with those of the prompt when it is the choice's first."""
+        prompt = choice.prompt
+        values = 1 + _num_scores(output.logprobs) + sum(map(len, output.text)) // _CHARS_A_VALUE
+        if self._tells_ids:
+            values += len(output.token_ids) + (len(prompt.token_ids) if first else 0)
+        if first:
+            values += len(prompt.text or "") // _CHARS_A_VALUE
+            values += 0 if prompt.scores is None else _num_scores(prompt.scores.records)
+        return values
+
+
+def _num_scores(logprobs: Sequence[TokenLogprobs]) -> int:
+    return len(logprobs) * (1 + len(logprobs[0].top)) if logprobs else 0
