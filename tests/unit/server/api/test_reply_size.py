@@ -55,7 +55,7 @@ async def test_the_prompt_of_a_chat_is_told_once_unless_it_is_streamed() -> None
 
 
 def test_an_echo_and_ids_count_as_well() -> None:
-    body = CompletionRequest(prompt="", n=100, echo=True, return_token_ids=True)
+    body = CompletionRequest(prompt=[""], n=100, echo=True, return_token_ids=True)
     size = reply_size(body, [ReplyPart(8000, "é" * 8000, 100, 16)])
     assert size.by_field == {
         "prompt_logprobs": 0,

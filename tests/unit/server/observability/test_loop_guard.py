@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 
-from server.observability.loop_guard import LoopGuard
+import pytest
+
+from server.observability.loop_guard import GuardClocks, LoopGuard
 
 STUCK = """
 import asyncio, logging, time
@@ -40,6 +42,53 @@ async def test_a_loop_that_hangs_ends_the_process_with_its_stack() -> None:
         assert (done.returncode, done.stdout) == (1, "now\n")
         assert re.search('File "<string>", line 13,? in main', done.stderr)
     assert "the event loop hangs; the process ends" in runs[0].stderr
+
+
+HOLDING = """
+import asyncio, ctypes, os
+from server.observability.loop_guard import LoopGuard
+
+async def main():
+    guard = LoopGuard(asyncio.get_running_loop(), 0.4, lambda: os._exit(3))
+    guard.start()
+    await asyncio.sleep(0.6)
+    ctypes.PyDLL(None).usleep(1_300_000)  # which lets no other thread run
+    await asyncio.sleep(0.6)
+    guard.stop()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_call_that_holds_the_interpreter_is_told_of_while_it_lasts() -> None:
+    """As an encoder or a parser does; the guard's own thread cannot run then."""
+    run = [sys.executable, "-c", HOLDING]
+    done = await asyncio.to_thread(subprocess.run, run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0  # it goes on, for it came back
+    assert done.stderr.count("Timeout (0:00:00.5") in (2, 3)
+    assert re.search('File "<string>", line 9 in main', done.stderr)
+
+
+async def test_and_afterwards_how_long_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    now = computed = 0.0
+
+    def wall() -> float:
+        nonlocal now
+        now += 50.0
+        return now
+
+    def work() -> float:
+        nonlocal computed
+        computed += 40.0
+        return computed
+
+    for clocks, told in ((GuardClocks(wall, work), True), (GuardClocks(wall, lambda: 0.0), False)):
+        caplog.clear()
+        guard = LoopGuard(asyncio.get_running_loop(), 0.2, lambda: None, clocks)
+        guard.start()
+        await asyncio.sleep(0.12)
+        guard.stop()
+        assert ("one call held the interpreter for 50.0 s" in caplog.text) == told
 
 
 async def test_a_loop_that_turns_is_left_alone_and_stop_waits_for_nothing() -> None:
@@ -75,7 +124,7 @@ async def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
         return now
 
     stuck = threading.Event()
-    guard = LoopGuard(asyncio.get_running_loop(), 0.2, stuck.set, clock)
+    guard = LoopGuard(asyncio.get_running_loop(), 0.2, stuck.set, GuardClocks(wall=clock))
     guard.start()
     time.sleep(0.5)  # noqa: ASYNC251 - the loop does not turn
     guard.stop()
