@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of
 from engine.loop.engine_parts import EngineParts, Executors
-from engine.loop.held_frames import let_go
+from engine.loop.held_frames import release_frames
 from engine.loop.open_requests import OpenRequests
 from engine.loop.run_ahead import RunAhead
 from engine.loop.step_pipeline import StepPipeline
@@ -210,7 +210,7 @@ class EngineLoop:
             try:
                 await self._pipeline.read()
             except Exception as error:
-                let_go(error)
+                release_frames(error)
         return ahead
 
     def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
@@ -270,7 +270,7 @@ class EngineLoop:
             result = await self._pipeline.read()
         except Exception as error:
             log.exception("a forward pass failed")
-            let_go(error)
+            release_frames(error)
             self._metrics.engine_errors["forward"] += 1
             self._failed_passes += 1
             await self._drop_ahead()

@@ -1,15 +1,15 @@
-"""let_go: frees what the frames that an error came through still hold."""
+"""release_frames: free what the frames of an error still hold."""
 
 from __future__ import annotations
 
 import traceback
 
 
-def let_go(error: BaseException) -> None:
-    """Clear the variables of every frame that `error`, and what led to it, came through and that has ended.
+def release_frames(error: BaseException) -> None:
+    """Clear the local variables of every finished frame in the traceback of `error` and of its causes.
 
-    Such frames live on in the error, and an error that a future holds lives on until cycles are collected,
-    which is seldom: with it would live every tensor that a failed pass had in its hands.
+    A future keeps its error, and the error its frames, until cycles are collected, which is rare. Without
+    this, the tensors of a failed pass stay in memory until then.
     """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
