@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.faults.fault_plan import FaultPlan
+from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_runner import Flight
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -14,7 +14,7 @@ from engine.plan.step_records import BatchDecision
 class FaultyBatcher(ContinuousBatcher):
     """A ContinuousBatcher made with the same arguments behind the first two."""
 
-    def __init__(self, plan: FaultPlan, flight: Flight, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, plan: FaultCounter, flight: Flight, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan = plan
         self._flight = flight

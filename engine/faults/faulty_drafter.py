@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.faults.fault_plan import FaultPlan
+from engine.faults.fault_counter import FaultCounter
 from engine.plan.speculation.drafter import Draft, Drafter, DraftJob, DraftResult
 
 
@@ -17,7 +17,7 @@ class FaultyDrafter:
     be told to sleep is not cheap, whatever it says.
     """
 
-    def __init__(self, plan: FaultPlan, drafter: Drafter, vocab_size: int) -> None:
+    def __init__(self, plan: FaultCounter, drafter: Drafter, vocab_size: int) -> None:
         self._plan = plan
         self._drafter = drafter
         self._vocab_size = vocab_size

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from config import PlannedFault
-from engine.faults.fault_plan import PREPARING, FaultPlan
+from engine.faults.fault_counter import PREPARING, FaultCounter
 from engine.faults.faulty_batcher import FaultyBatcher
 from engine.faults.faulty_drafter import FaultyDrafter
 from engine.faults.faulty_runner import FaultyRunner, Flight
@@ -29,7 +29,7 @@ class FaultyEngine(Engine):
         load: Callable[[PartKinds], EngineParts],
         limits: EngineLimits | None = None,
     ) -> None:
-        plan = self._plan = FaultPlan(faults)
+        plan = self._plan = FaultCounter(faults)
         super().__init__(lambda: load(faulty_kinds(plan)), limits)
 
     def admit(self, num_requests: int) -> Permit:
@@ -48,7 +48,7 @@ class FaultyEngine(Engine):
         return stream
 
 
-def faulty_kinds(plan: FaultPlan) -> PartKinds:
+def faulty_kinds(plan: FaultCounter) -> PartKinds:
     """Parts in which the faults of `plan` happen; for one engine."""
     flight = Flight()
     return PartKinds(

@@ -11,7 +11,7 @@ import torch
 
 from config import FaultPoint
 from engine.compute.loading.loader import LoadedModel
-from engine.faults.fault_plan import FaultPlan
+from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_sampler import CURSED
 from engine.loop.engine_parts import StepRunner
 from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
@@ -35,7 +35,7 @@ class FaultyRunner:
     from is a hit of `logits_nan` and of `sampler_raise`, whatever its drafts.
     """
 
-    def __init__(self, plan: FaultPlan, flight: Flight, runner: StepRunner, loaded: LoadedModel) -> None:
+    def __init__(self, plan: FaultCounter, flight: Flight, runner: StepRunner, loaded: LoadedModel) -> None:
         self._plan = plan
         self._flight = flight
         self._runner = runner

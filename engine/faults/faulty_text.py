@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.faults.fault_plan import PREPARING, FaultPlan
+from engine.faults.fault_counter import PREPARING, FaultCounter
 from engine.text.detokenizer import Detokenizer, TextDelta
 from engine.text.tokenizer import Tokenizer
 
@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 class FaultyTokenizer(Tokenizer):
     """A Tokenizer; a text that is tokenized is a hit of `tokenize_raise`."""
 
-    def __init__(self, plan: FaultPlan, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, plan: FaultCounter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan = plan
 
@@ -32,7 +32,7 @@ class FaultyDetokenizer(Detokenizer):
 
     __slots__ = ("_number", "_plan")
 
-    def __init__(self, plan: FaultPlan, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, plan: FaultCounter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan = plan
         self._number = PREPARING.get()

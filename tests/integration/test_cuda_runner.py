@@ -19,7 +19,7 @@ from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
-from engine.faults.fault_plan import FaultPlan
+from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.plan.step_records import BlockCopy, LogitAdjustment, StepInputs, StepResult, TokenLogprobs
 from tests.support.packed import load_tiny, random_tokens
@@ -360,7 +360,7 @@ def test_planned_faults_reach_passes_of_either_kind(recorded: bool) -> None:
         PlannedFault("logits_nan", at=1, count=2),
     ]
     flight = Flight([1, 2])
-    runner = FaultyRunner(FaultPlan(faults), flight, ahead, load_tiny("llama"))
+    runner = FaultyRunner(FaultCounter(faults), flight, ahead, load_tiny("llama"))
     inputs = decode([0, 1], 9, 1.0)
     with pytest.raises(RuntimeError, match="has this pass fail"):
         runner.run(inputs)

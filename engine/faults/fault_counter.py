@@ -1,4 +1,4 @@
-"""FaultPlan: counts the hits of every point and says when a fault is due."""
+"""FaultCounter: counts the hits of every fault point and tells when a fault is due."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from config import FaultPoint, PlannedFault
 PREPARING: ContextVar[int | None] = ContextVar("preparing", default=None)
 
 
-class FaultPlan:
-    """The planned faults and what has happened so far; any thread may ask.
+class FaultCounter:
+    """The planned faults and the hits so far. Any thread may call it.
 
     A *number* is a request's place among the accepted ones, from 1; None is none that a fault names. All
     choices of a reply are one request. One that is lost to a fault before it is accepted has had its number.
