@@ -43,7 +43,7 @@ from engine.startup.host_tuning import prepare_process, settle_memory
 from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
-    from engine.startup.part_kinds import PartKinds
+    from engine.startup.part_factories import PartFactories
 
 
 def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Engine:
@@ -52,11 +52,11 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
     `faults` is for tests: it will go wrong in these ways.
     """
 
-    def load(*kinds: PartKinds) -> EngineParts:
+    def load(*factories: PartFactories) -> EngineParts:
         # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
         from engine.startup.build import load_parts
 
-        return load_parts(settings, *kinds)
+        return load_parts(settings, *factories)
 
     server = settings.server
     limits = EngineLimits(

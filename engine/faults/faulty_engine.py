@@ -17,7 +17,7 @@ from engine.loop.engine_parts import EngineLimits, EngineParts
 from engine.loop.stream import RequestStream
 from engine.plan.admission import Permit
 from engine.plan.request import GenerationRequest
-from engine.startup.part_kinds import PartKinds
+from engine.startup.part_factories import PartFactories
 
 
 class FaultyEngine(Engine):
@@ -26,11 +26,11 @@ class FaultyEngine(Engine):
     def __init__(
         self,
         faults: Iterable[PlannedFault],
-        load: Callable[[PartKinds], EngineParts],
+        load: Callable[[PartFactories], EngineParts],
         limits: EngineLimits | None = None,
     ) -> None:
         plan = self._plan = FaultCounter(faults)
-        super().__init__(lambda: load(faulty_kinds(plan)), limits)
+        super().__init__(lambda: load(faulty_factories(plan)), limits)
 
     def admit(self, num_requests: int) -> Permit:
         """See Engine. What the calling task has tokenized from here on is for the request that is to come."""
@@ -48,10 +48,10 @@ class FaultyEngine(Engine):
         return stream
 
 
-def faulty_kinds(plan: FaultCounter) -> PartKinds:
+def faulty_factories(plan: FaultCounter) -> PartFactories:
     """Parts in which the faults of `plan` happen; for one engine."""
     flight = Flight()
-    return PartKinds(
+    return PartFactories(
         tokenizer=partial(FaultyTokenizer, plan),
         detokenizer=partial(FaultyDetokenizer, plan),
         sampler=FaultySampler,

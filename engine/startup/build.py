@@ -31,7 +31,7 @@ from engine.plan.speculation.speculative_decoder import DraftSource, Speculative
 from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
 from engine.startup.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
-from engine.startup.part_kinds import PLAIN_PARTS, PartKinds
+from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -40,12 +40,12 @@ log = logging.getLogger("slipstream.engine")
 _GAP_LIMIT_S = 0.15
 
 
-def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EngineParts:
+def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
     use_compute_threads()
     directory = resolve_model(settings.model, settings.home)
     read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
-    tokenizer = kinds.tokenizer(directory, read_chat_template(settings))
+    tokenizer = factories.tokenizer(directory, read_chat_template(settings))
     loaded = load_model(directory, settings.model)
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
@@ -57,7 +57,7 @@ def load_parts(settings: Settings, kinds: PartKinds = PLAIN_PARTS) -> EnginePart
     )
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.info("compute threads: %s", threads)
-    parts = put_together(settings, loaded, tokenizer, sources, kinds)
+    parts = put_together(settings, loaded, tokenizer, sources, factories)
     return replace(parts, info=replace(parts.info, compute_threads=threads))
 
 
@@ -66,7 +66,7 @@ def put_together(
     loaded: LoadedModel,
     tokenizer: Tokenizer,
     sources: tuple[DraftSource, ...] = (),
-    kinds: PartKinds = PLAIN_PARTS,
+    factories: PartFactories = PLAIN_FACTORIES,
 ) -> EngineParts:
     """Everything around a model that is in memory, as are the models that draft for it, ready for requests.
 
@@ -77,9 +77,9 @@ def put_together(
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
     num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
     row_draw = find_row_draw(loaded, settings.model, settings.home)
-    sampler = kinds.sampler(loaded.vocab_size, loaded.device, row_draw)
+    sampler = factories.sampler(loaded.vocab_size, loaded.device, row_draw)
     sources = tuple(
-        replace(source, drafter=kinds.drafter(source.drafter, loaded.vocab_size)) for source in sources
+        replace(source, drafter=factories.drafter(source.drafter, loaded.vocab_size)) for source in sources
     )
     sizes = RunnerSizes(
         num_blocks,
@@ -110,11 +110,11 @@ def put_together(
     )
     kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
-    batcher = make_batcher(settings, info, kv, decoder, kinds.batcher)
+    batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
     if loaded.rewindable:
         seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
-    runner_as_used = kinds.runner(runner, loaded)
-    return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, kinds.detokenizer)
+    runner_as_used = factories.runner(runner, loaded)
+    return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, factories.detokenizer)
 
 
 def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:

@@ -23,7 +23,7 @@ from engine.faults.faulty_engine import FaultyEngine
 from engine.loop.engine_parts import EngineLimits, EngineParts, StepRunner
 from engine.plan.step_records import StepInputs, StepResult
 from engine.startup.build import load_parts
-from engine.startup.part_kinds import PartKinds
+from engine.startup.part_factories import PartFactories
 from tests.e2e.http_server import served
 from tests.e2e.wire import RawReply, Wire, ask
 from tests.support.repetitive_world import WORDS, save_repetitive_model
@@ -299,8 +299,8 @@ async def _server(
 ) -> AsyncIterator[tuple[str, Engine, StagedRunner]]:
     runner = StagedRunner()
 
-    def load(*kinds: PartKinds) -> EngineParts:
-        parts = load_parts(settings, *kinds)
+    def load(*factories: PartFactories) -> EngineParts:
+        parts = load_parts(settings, *factories)
         runner.stage(parts.runner)
         return replace(parts, runner=runner)
 

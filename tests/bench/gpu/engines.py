@@ -23,7 +23,7 @@ from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.speculative_decoder import DraftSource
 from engine.plan.step_records import StepInputs, StepResult
 from engine.startup.build import put_together
-from engine.startup.part_kinds import PartKinds
+from engine.startup.part_factories import PartFactories
 from engine.text.tokenizer import Tokenizer
 from tests.bench.streams import BenchmarkFailed, StreamRecord
 
@@ -153,7 +153,7 @@ async def made_engine(
         return kind(runner, watch, skip_prompts=skip_prompts)
 
     def load() -> EngineParts:
-        made.append(put_together(settings, loaded, tokenizer, sources, PartKinds(runner=watched)))
+        made.append(put_together(settings, loaded, tokenizer, sources, PartFactories(runner=watched)))
         return made[0]
 
     limits = EngineLimits(max_queued_requests=settings.scheduler.max_num_seqs, max_queued_tokens=10**9)

@@ -1,4 +1,4 @@
-"""PartKinds: which kind of each part an engine is built of."""
+"""PartFactories: what makes each part of an engine that tests replace."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _as_loaded(drafter: Drafter, _: int) -> Drafter:
 
 
 @dataclass(frozen=True, slots=True)
-class PartKinds:
-    """What makes the parts that a fault plan may put others in the place of; by default the plain ones.
+class PartFactories:
+    """What makes each part that a fault plan may replace; by default the plain classes.
 
-    `runner` gets the runner that was made and its model, `drafter` one that was loaded and the size of the
-    target's vocabulary; the others are made in the same way as the plain ones.
+    `runner` gets the runner that was made and its model; `drafter` gets a loaded drafter and the size of the
+    target's vocabulary. The others take the arguments of the plain class.
     """
 
     tokenizer: Callable[..., Tokenizer] = Tokenizer
@@ -41,4 +41,4 @@ class PartKinds:
     batcher: Callable[..., ContinuousBatcher] = ContinuousBatcher
 
 
-PLAIN_PARTS: Final = PartKinds()
+PLAIN_FACTORIES: Final = PartFactories()
