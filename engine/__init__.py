@@ -39,7 +39,7 @@ from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.plan.structured_output import CompiledGrammar, Frame, StructuredOutput
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
-from engine.startup.host_tuning import prepare_process, settle_memory
+from engine.startup.host_tuning import freeze_heap, prepare_process
 from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ __all__ = [
     "build_engine",
     "diagnose",
     "frames_of",
+    "freeze_heap",
     "prepare_process",
-    "settle_memory",
     "thread_stacks",
     "train_medusa_heads",
     "usable_cores",

@@ -14,7 +14,7 @@ from starlette.types import Message, Scope
 from config import PlannedFault, Settings
 from deploy.ray.router import KV_USAGE
 from deploy.ray.scaling import QUEUE_DEPTH
-from engine import EngineState, build_engine, prepare_process, settle_memory
+from engine import EngineState, build_engine, freeze_heap, prepare_process
 from server.observability.logs import adopt_library_loggers, configure_logging
 
 log = logging.getLogger("slipstream.ray")
@@ -50,7 +50,7 @@ class EngineReplica:
         self._engine = build_engine(settings, faults)
         self._app = build_app(settings, self._engine, is_public=True)  # Ray decides where it listens
         await self._engine.start()
-        settle_memory()
+        freeze_heap()
         self._calls: set[asyncio.Task[None]] = set()
         self._death = asyncio.create_task(self._leave_when_dead())
 

@@ -29,11 +29,11 @@ def prepare_process() -> None:
     _keep_freed_memory()
 
 
-def settle_memory() -> None:
-    """Keep what is loaded by now out of every later garbage collection, and collect less often from here on.
+def freeze_heap() -> None:
+    """Exempt all objects that exist now from garbage collection, and collect less often from here on.
 
-    Requests leave hardly a cycle behind, while one full collection over a loaded model stops every stream.
-    What loading has freed goes back to the system, once.
+    Requests leave few cycles behind, but a full collection over a loaded model stops every stream. Memory
+    that loading freed is returned to the system once.
     """
     gc.collect()
     _call_glibc("malloc_trim", 0)

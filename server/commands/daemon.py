@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from config import Settings
-from engine import Engine, EngineState, StartRefused, settle_memory
+from engine import Engine, EngineState, StartRefused, freeze_heap
 from server.app import build_app
 from server.http.http_server import GRACE_S, HttpServer
 from server.http.listener import is_public, url_of
@@ -81,7 +81,7 @@ class Daemon:
         """Load, then last until the engine dies."""
         await self._engine.start()
         self._loaded = True
-        settle_memory()
+        freeze_heap()
         self._on_loaded()
         if self._engine.state is EngineState.READY:
             info = self._engine.info

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import uvloop
 
-from engine import settle_memory
+from engine import freeze_heap
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineParts, Executors, StepRunner
 from engine.loop.stream import RequestStream
@@ -61,7 +61,7 @@ async def loaded_engine(
     engine = Engine(load, executors=executors)
     context.say("loading the model")
     await engine.start()
-    settle_memory()  # as the server does
+    freeze_heap()  # as the server does
     try:
         parts, timed = loaded[0]
         yield LoadedEngine(engine, parts, executors, timed)

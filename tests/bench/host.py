@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import uvloop
 
-from engine import settle_memory
+from engine import freeze_heap
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineLimits
 from engine.loop.stream import RequestStream
@@ -100,7 +100,7 @@ async def host_step(
         lambda: parts, EngineLimits(max_queued_requests=batch + num_waiting, max_queued_tokens=10**9)
     )
     await engine.start()
-    settle_memory()  # as the server does
+    freeze_heap()  # as the server does
     try:
         streams = [engine.submit(greedy_request(number, output_tokens)) for number in range(batch)]
         waiting = [engine.submit(greedy_request(batch + i, output_tokens)) for i in range(num_waiting)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from engine import FinishReason, GenerationRequest, OutputDelta, prepare_process, settle_memory
+from engine import FinishReason, GenerationRequest, OutputDelta, freeze_heap, prepare_process
 from tests.e2e.http_server import server_url
 from tests.support.fake_engine import FakeEngine, FakeStream
 from tests.support.loop_lag import Lags, loop_lags
@@ -82,7 +82,7 @@ async def lags_at_scale() -> Lags:
 
 async def measure() -> None:
     """Print every run."""
-    settle_memory()
+    freeze_heap()
     print("load average", *(f"{load:.2f}" for load in os.getloadavg()))
     for _ in range(RUNS):
         wall_us, cpu_us = await microseconds_an_event()

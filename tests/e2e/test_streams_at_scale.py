@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import settle_memory
+from engine import freeze_heap
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
 from tests.support.loop_lag import loop_lags
@@ -25,7 +25,7 @@ ATTEMPTS = 2  # what comes while others have the core comes in bursts
 def settled_memory() -> Iterator[None]:
     """Garbage is collected as the daemon has it collected."""
     threshold = gc.get_threshold()
-    settle_memory()
+    freeze_heap()
     yield
     gc.unfreeze()
     gc.set_threshold(*threshold)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from config import Settings, load_settings
-from engine import settle_memory
+from engine import freeze_heap
 from engine.compute.loading.loader import LoadedModel
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineLimits, EngineParts, LaunchedStep, StepRunner
@@ -159,7 +159,7 @@ async def made_engine(
     limits = EngineLimits(max_queued_requests=settings.scheduler.max_num_seqs, max_queued_tokens=10**9)
     engine = Engine(load, limits)
     await engine.start()
-    settle_memory()  # as the server does
+    freeze_heap()  # as the server does
     try:
         yield MadeEngine(engine, made[0], watch)
     finally:

@@ -23,7 +23,7 @@ def test_the_server_can_prepare_before_anything_loads_torch() -> None:
 
 def test_settling_turns_the_collector_on() -> None:
     code = (
-        "import gc; from engine.startup.host_tuning import settle_memory; gc.disable(); settle_memory(); "
+        "import gc; from engine.startup.host_tuning import freeze_heap; gc.disable(); freeze_heap(); "
         "assert gc.isenabled() and gc.get_freeze_count() > 0"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -32,7 +32,7 @@ def test_settling_turns_the_collector_on() -> None:
 def test_settling_gives_back_what_loading_has_freed() -> None:
     code = """
 from pathlib import Path
-from engine.startup.host_tuning import prepare_process, settle_memory
+from engine.startup.host_tuning import prepare_process, freeze_heap
 
 def resident_mib():
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line]
@@ -43,7 +43,7 @@ blocks = [b"x" * 1_000_000 for _ in range(100)]
 kept = [bytes(1000)]  # above them, or the heap would end where they began
 del blocks
 before = resident_mib()
-settle_memory()
+freeze_heap()
 print(before - resident_mib())
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
