@@ -21,7 +21,7 @@ from engine.startup.part_factories import PartFactories
 
 
 class FaultyEngine(Engine):
-    """An Engine of the parts that `load` makes of the kinds it is given."""
+    """An Engine whose parts `load` makes with faulty factories."""
 
     def __init__(
         self,
