@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _LINE = re.compile(r"(?:([A-Za-z0-9._-]{1,64})\s+=\s+)?([!-~]+)")
-RESERVED = ("anonymous", "other")  # by the metrics: engine.tenant_shares; a client need not load an engine
+RESERVED = ("anonymous", "other")  # tenant labels of `TenantShares`; a client need not load an engine
 
 
 class KeyFileError(Exception):

@@ -51,7 +51,7 @@ class RequestTracer:
         return cls(model, BatchSpanProcessor(OTLPSpanExporter()))
 
     def record(self, ended: EndedRequest) -> str:
-        """See server.request_log.Tracer. A caller's `traceparent` is the parent, and decides on sampling."""
+        """See `Tracer` in request_log. A caller's `traceparent` is the parent, and decides on sampling."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in ended.headers}
         started_ns = ended.ended_ns - round(ended.seconds * _NS)
         operation = _OPERATIONS.get(ended.route, ended.route)

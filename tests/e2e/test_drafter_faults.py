@@ -259,9 +259,9 @@ async def test_ten_thousand_cancels_leave_nothing(schedule: Schedule) -> None:
 def test_a_process_with_a_hung_drafter_ends() -> None:
     program = """
         import asyncio, threading, time
-        from tests.engines import EngineShape, collect, running_engine
-        from tests.fake_drafters import FakeDrafter
-        from tests.fakes import expected_output
+        from tests.support.engines import EngineShape, collect, running_engine
+        from tests.support.fake_drafters import FakeDrafter
+        from tests.support.fakes import expected_output
 
         async def main() -> None:
             begun = threading.Event()

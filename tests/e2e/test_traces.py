@@ -282,7 +282,7 @@ def test_what_cannot_be_had_is_one_warning(
 
 def test_a_server_without_traces_loads_nothing_for_them() -> None:
     code = (
-        "import sys, server.serve\n"
+        "import sys, server.commands.serve\n"
         "from config import TraceExport\n"
         "from server.observability.trace_export import exported_traces\n"
         "with exported_traces(TraceExport(False), 'm') as tracer: assert tracer is None\n"

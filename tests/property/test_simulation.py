@@ -79,5 +79,5 @@ def test_a_failure_says_how_to_replay_it(faulty: bool, monkeypatch: pytest.Monke
     )
     with pytest.raises(BaseException) as caught:
         simulate(0, faulty=faulty)
-    command = "python -m tests.simulation 0" + (" --faulty" if faulty else "")
+    command = "python -m tests.support.simulation 0" + (" --faulty" if faulty else "")
     assert any(command in note for note in caught.value.__notes__)

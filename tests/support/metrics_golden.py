@@ -1,6 +1,6 @@
 """The names that dashboards, alerts and scripts are written against, as a file.
 
-`python -m tests.metrics_golden` writes it anew: a promise broken to all of them, unless it only adds.
+`python -m tests.support.metrics_golden` writes it anew: a promise broken to all of them, unless it only adds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.e2e.http_server import make_settings
 from tests.support.fake_engine import FakeEngine
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "server" / "observability" / "metrics_golden.txt"
-HEAD = "# family, type, labels and a histogram's bounds; renewed by python -m tests.metrics_golden\n"
+HEAD = "# family, type, labels and a histogram's bounds; renewed by python -m tests.support.metrics_golden\n"
 
 
 def make_context(engine: FakeEngine | None = None) -> ServerContext:

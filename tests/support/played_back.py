@@ -24,7 +24,7 @@ def played_back(plain: ModelRunner, max_rows: int, limits: GraphLimits) -> CudaR
 def make_runner(
     loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts
 ) -> CudaRunner:
-    """Stands in for engine.build_runner's."""
+    """Stands in for engine.startup.build_runner's."""
     plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, sampler, 0, for_drafts)
     max_blocks = -(-loaded.max_model_len // sizes.block_size)
     limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)

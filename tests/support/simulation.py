@@ -402,7 +402,7 @@ def _of_drafts(harness: Harness) -> dict[str, int]:
 
 def replay_command(seed: int, *, faulty: bool) -> str:
     """The command that plays a seed once more and prints what happens."""
-    return f"python -m tests.simulation {seed}" + (" --faulty" if faulty else "")
+    return f"python -m tests.support.simulation {seed}" + (" --faulty" if faulty else "")
 
 
 def main() -> None:

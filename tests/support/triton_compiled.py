@@ -1,4 +1,4 @@
-"""Compile Triton's attention for GPUs that need not be there: `python -m tests.triton_compiled`.
+"""Compile Triton's attention for GPUs that need not be there: `python -m tests.support.triton_compiled`.
 
 Prints what each kernel takes of a processor. Fails where one does not compile, needs more shared memory than
 was reckoned, or keeps so much outside its registers that it would crawl.

@@ -17,7 +17,7 @@ def test_the_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_server_can_prepare_before_anything_loads_torch() -> None:
-    code = "import sys, server.serve; sys.exit('torch' in sys.modules)"
+    code = "import sys, server.commands.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

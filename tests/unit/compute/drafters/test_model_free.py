@@ -129,5 +129,5 @@ def test_known_tokens_notice_when_committed_ones_change() -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    program = "import sys, engine.speculation.drafters.model_free; sys.exit('torch' in sys.modules)"
+    program = "import sys, engine.compute.drafters.model_free; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -143,7 +143,7 @@ def test_a_process_whose_stderr_is_a_full_pipe_goes_on_and_ends() -> None:
 
 CLOSED = """
 import logging, os, sys
-from server import cli
+from server.commands import cli
 from config import LogSettings
 def use(argv):
     from server.observability.logs import configure_logging

@@ -15,7 +15,7 @@ from server.observability.loop_guard import GuardClocks, LoopGuard
 
 STUCK = """
 import asyncio, logging, time
-from server import serve
+from server.commands import serve
 from server.observability.loop_guard import LoopGuard
 
 async def main():

@@ -56,7 +56,7 @@ def samples_of(page: MetricsPage) -> list[tuple[str, dict[str, str], float]]:
 def test_names_types_labels_and_bounds_stay_as_they_are() -> None:
     assert of_today() == GOLDEN.read_text(encoding="utf-8"), (
         "dashboards, alerts and scripts are written against these names: if the change is meant, "
-        "write the file anew with `python -m tests.metrics_golden` and say so in the changes"
+        "write the file anew with `python -m tests.support.metrics_golden` and say so in the changes"
     )
 
 
