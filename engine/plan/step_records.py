@@ -46,13 +46,24 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenCounts:
+    """Which tokens a sequence holds, as penalties count them: each once, and how often the output has it.
+
+    `in_output` is 0 for a token of the prompt alone.
+    """
+
+    token_ids: Int64  # [T] no two equal
+    in_output: Int64  # [T]
+
+
 @dataclass(frozen=True, slots=True)
 class LogitAdjustment:
     """What one sampled row needs beyond the columns of `SamplingInputs`; built only for rows that need it.
 
     `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` and
-    `allowed_mask`, a grammar's, allow all where they are None. The token lists are copies of the request's
-    history and are filled only when a penalty is set.
+    `allowed_mask`, a grammar's, allow all where they are None. `history` counts the tokens before the one to
+    draw; it is None when no penalty is set.
     """
 
     row: int
@@ -63,8 +74,7 @@ class LogitAdjustment:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    prompt_token_ids: tuple[int, ...] = ()
-    output_token_ids: tuple[int, ...] = ()
+    history: TokenCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)

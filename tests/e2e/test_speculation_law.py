@@ -22,7 +22,7 @@ from engine.plan.step_records import LogitAdjustment
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
 from tests.support.repetitive_world import WORDS, repetitive_model, save_repetitive_model
-from tests.support.sampling_reference import Float64, Row, chi_square_p, reference_probs
+from tests.support.sampling_reference import Float64, Row, chi_square_p, counted, reference_probs
 from tests.support.speculated import by_turns, engine_of, single_threaded
 
 PROMPT = [9, 7, 18, 12, 6, 9, 7, 18, 4]
@@ -79,7 +79,7 @@ def law(small: None) -> Float64:
 
 def said(output: Sequence[int]) -> Row:
     """How the token after this output is drawn."""
-    adjustment = replace(ROW.adjustment, output_token_ids=tuple(output), prompt_token_ids=tuple(PROMPT))
+    adjustment = replace(ROW.adjustment, history=counted(PROMPT, output))
     return replace(ROW, adjustment=adjustment)
 
 

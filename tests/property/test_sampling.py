@@ -16,6 +16,7 @@ from tests.support.sampling_reference import (
     CPU,
     Row,
     border_margin,
+    counted,
     dense_draw,
     engine_probs,
     inputs_of,
@@ -60,8 +61,7 @@ ADJUSTMENT = st.builds(
     repetition_penalty=st.sampled_from([0.5, 1.0, 2.0]),
     presence_penalty=st.integers(-8, 8).map(lambda n: n / 4),
     frequency_penalty=st.integers(-8, 8).map(lambda n: n / 4),
-    prompt_token_ids=TOKENS,
-    output_token_ids=TOKENS,
+    history=st.builds(counted, TOKENS, TOKENS),
 )
 DRAWN = rows(st.floats(0.0625, 16, width=32))
 

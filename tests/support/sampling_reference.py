@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from engine.compute.sampling.adjustments import apply_adjustments
 from engine.compute.sampling.noise import row_keys
 from engine.compute.sampling.processors import Filters, Support, process_logits
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.step_records import LogitAdjustment, SamplingInputs
+from engine.plan.step_records import LogitAdjustment, SamplingInputs, TokenCounts
 
 Float64 = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -38,6 +37,13 @@ class Row:
 
 def adjusted(row: Row, **fields: Any) -> Row:
     return replace(row, adjustment=replace(row.adjustment, **fields))
+
+
+def counted(prompt: Sequence[int] = (), output: Sequence[int] = ()) -> TokenCounts:
+    """The tokens of a prompt and an output, counted in the plainest way."""
+    token_ids = sorted({*prompt, *output})
+    in_output = [list(output).count(token_id) for token_id in token_ids]
+    return TokenCounts(np.array(token_ids, np.int64), np.array(in_output, np.int64))
 
 
 def inputs_of(rows: Sequence[Row]) -> SamplingInputs:
@@ -184,16 +190,15 @@ def _biased(scores: Float64, row: Row) -> Float64:
 def _penalised(scores: Float64, row: Row, mistake: str | None) -> Float64:
     scores = scores.copy()
     adjustment = row.adjustment
-    output = Counter(adjustment.output_token_ids)
-    seen = (
-        set(output) if mistake == "repetition on the output only" else {*output, *adjustment.prompt_token_ids}
-    )
+    history = counted() if adjustment.history is None else adjustment.history
+    tokens = dict(zip(history.token_ids.tolist(), history.in_output.tolist(), strict=True))
+    output = {token_id: count for token_id, count in tokens.items() if count}
+    seen = output if mistake == "repetition on the output only" else tokens
     for token_id in seen:
         divides = scores[token_id] > 0 or mistake == "repetition always divides"
         factor = 1 / adjustment.repetition_penalty if divides else adjustment.repetition_penalty
         scores[token_id] *= factor
-    present = {*output, *adjustment.prompt_token_ids} if mistake == "presence on the prompt" else set(output)
-    for token_id in present:
+    for token_id in tokens if mistake == "presence on the prompt" else output:
         scores[token_id] -= adjustment.presence_penalty
     for token_id, count in output.items():
         scores[token_id] -= adjustment.frequency_penalty * (

@@ -17,7 +17,7 @@ from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import Verifier
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, LogitAdjustment, SamplingInputs
-from tests.support.sampling_reference import CPU, Row, chi_square_p, reference_probs
+from tests.support.sampling_reference import CPU, Row, chi_square_p, counted, reference_probs
 
 PROMPT = (0, 1)
 Draw = Callable[[torch.Tensor, SamplingInputs, DraftInputs | None], Verified]
@@ -101,8 +101,7 @@ def adjustment_for(world: World, row: Row, index: int, history: Int64) -> LogitA
         row.adjustment,
         row=index,
         allowed_token_ids=allowed,
-        prompt_token_ids=tuple(prompt.tolist()),
-        output_token_ids=tuple(output.tolist()),
+        history=counted(prompt.tolist(), output.tolist()),
     )
 
 

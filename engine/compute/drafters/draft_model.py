@@ -21,7 +21,8 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.scheduling.sampling_table import adjustment_of, as_int64
+from engine.plan.scheduling.sampling_table import Behind, adjustment_of, as_int64, history_of
+from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, StepInputs
@@ -48,11 +49,12 @@ class _Known:
     """What the drafter knows of one sequence: committed tokens, drafts of others and its own.
 
     `is_broken` once its row failed, it held a token that the model cannot read, or a job left tokens out:
-    nothing is drafted for it then.
+    nothing is drafted for it then. `history` has counted some of the tokens; None if no penalty is set.
     """
 
     request: DraftRequest
     token_ids: list[int]
+    history: TokenHistory | None
     is_broken: bool = False
 
 
@@ -182,7 +184,8 @@ class DraftModelDrafter:
         request_id = job.request.request_id
         known = self._known.get(request_id)
         if known is None:
-            known = self._known[request_id] = _Known(job.request, [])
+            history = history_of(job.request.sampling, job.request.num_prompt_tokens)
+            known = self._known[request_id] = _Known(job.request, [], history)
         old = known.token_ids
         if job.first > len(old):
             known.is_broken = True
@@ -192,6 +195,8 @@ class DraftModelDrafter:
             if before != after:
                 break
             num_equal += 1
+        if known.history is not None:
+            known.history.cut(old, num_equal)
         old[job.first :] = job.token_ids
         # Only padding of the target's embeddings can lie outside a vocabulary that is the same.
         known.is_broken |= max(job.token_ids, default=0) >= self._forward.loaded.vocab_size
@@ -362,9 +367,8 @@ def depends_on_newest_only(known: _Known) -> bool:
 def adjustment_after(known: _Known, row: int) -> LogitAdjustment | None:
     """What the row that draws the token after this sequence needs beyond its columns."""
     request = known.request
-    return adjustment_of(
-        row, request.sampling, request.stop_token_ids, known.token_ids, request.num_prompt_tokens
-    )
+    behind = Behind(known.token_ids, request.num_prompt_tokens, known.history)
+    return adjustment_of(row, request.sampling, request.stop_token_ids, behind)
 
 
 def sampling_inputs(sequences: Sequence[_Known]) -> SamplingInputs:

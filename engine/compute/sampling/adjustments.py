@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.plan.step_records import Float32, Int64, LogitAdjustment
+from engine.plan.step_records import Float32, Int64, LogitAdjustment, TokenCounts
 from engine.plan.structured_output import TokenMask
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
@@ -96,19 +96,26 @@ def _plan(adjustment: LogitAdjustment, vocab_size: int) -> RowPlan:
         raise ValueError(f"a mask of {mask.size} bytes is not for {vocab_size} tokens")
     if adjustment.banned_token_ids:
         plan["banned"] = _with(_checked(adjustment.banned_token_ids, vocab_size), 0.0)
-    if adjustment.repetition_penalty != 1.0:
-        if adjustment.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {adjustment.repetition_penalty}")
-        seen = _checked((*adjustment.prompt_token_ids, *adjustment.output_token_ids), vocab_size)
-        plan["repetition"] = _with(np.unique(seen), adjustment.repetition_penalty)
-    if adjustment.presence_penalty != 0.0 or adjustment.frequency_penalty != 0.0:
-        output, counts = np.unique(_checked(adjustment.output_token_ids, vocab_size), return_counts=True)
-        penalty = adjustment.presence_penalty + adjustment.frequency_penalty * counts
-        plan["output"] = output, _finite(penalty)
+    if adjustment.history is not None:
+        plan |= _penalties(adjustment, adjustment.history, vocab_size)
     return plan
 
 
-def _checked(token_ids: Sequence[int], vocab_size: int) -> Int64:
+def _penalties(adjustment: LogitAdjustment, history: TokenCounts, vocab_size: int) -> RowPlan:
+    plan: RowPlan = {}
+    seen = _checked(history.token_ids, vocab_size)
+    if adjustment.repetition_penalty != 1.0:
+        if adjustment.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {adjustment.repetition_penalty}")
+        plan["repetition"] = _with(seen, adjustment.repetition_penalty)
+    if adjustment.presence_penalty != 0.0 or adjustment.frequency_penalty != 0.0:
+        said = history.in_output > 0
+        penalty = adjustment.presence_penalty + adjustment.frequency_penalty * history.in_output[said]
+        plan["output"] = seen[said], _finite(penalty)
+    return plan
+
+
+def _checked(token_ids: Sequence[int] | Int64, vocab_size: int) -> Int64:
     ids = np.asarray(token_ids, dtype=np.int64)
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.plan.request import Request, SamplingParams
-from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs
+from engine.plan.scheduling.token_history import TokenHistory
+from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, TokenCounts
 from engine.plan.structured_output import TokenMask
 
 
@@ -23,6 +25,7 @@ class SamplingTable:
         self._num_logprobs = np.full(num_rows, -1, np.int32)
         self._may_adjust = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
+        self._histories: list[TokenHistory | None] = [None] * num_rows
 
     def seat(self, row: int, request: Request) -> None:
         """Write the request's parameters into its row, over whatever an earlier one left there."""
@@ -42,6 +45,7 @@ class SamplingTable:
             or request.num_output_tokens < sampling.min_tokens
         )
         self._scores_prompt[row] = request.scores_prompt
+        self._histories[row] = history_of(sampling, request.num_prompt_tokens)
 
     def scoring(self, rows: Int64) -> list[int]:
         """Which of these rows may want log-probabilities of prompt tokens, as indices into `rows`."""
@@ -61,7 +65,8 @@ class SamplingTable:
         """
         flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
         adjustments = [
-            _adjustment(index, requests[index], paths[index] if paths else ()) for index in flagged
+            _adjustment(index, requests[index], self._histories[rows[index]], paths[index] if paths else ())
+            for index in flagged
         ]
         return SamplingInputs(
             temperature=self._temperature[rows],  # [R]
@@ -80,34 +85,68 @@ def as_int64(seed: int) -> int:
     return ((seed + 2**63) & (2**64 - 1)) - 2**63
 
 
-def _adjustment(index: int, request: Request, path: tuple[int, ...]) -> LogitAdjustment | None:
-    token_ids = [*request.token_ids, *path] if path else request.token_ids
+def history_of(sampling: SamplingParams, num_prompt_tokens: int) -> TokenHistory | None:
+    """A new history for a sequence of these parameters; None if nobody would ask for it."""
+    return TokenHistory(num_prompt_tokens) if sampling.has_penalties else None
+
+
+class Behind(NamedTuple):
+    """What stands before the token that a row draws: a sequence's known tokens, then `path`, drafts.
+
+    `history` has counted some of the known ones; None if no penalty is set.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    history: TokenHistory | None = None
+    path: tuple[int, ...] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that are no prompt, drafts included."""
+        return len(self.token_ids) + len(self.path) - self.num_prompt_tokens
+
+    def ends_with(self, word: Sequence[int]) -> bool:
+        """True if the output ends with `word`; the prompt does not count."""
+        if len(word) > self.num_output_tokens:
+            return False
+        num_known = max(0, len(word) - len(self.path))
+        known = self.token_ids[len(self.token_ids) - num_known :]
+        return (*known, *self.path[len(self.path) + num_known - len(word) :]) == tuple(word)
+
+    def counts(self) -> TokenCounts | None:
+        """All of it, counted; None if no penalty is set."""
+        if self.history is None:
+            return None
+        self.history.follow(self.token_ids)
+        return self.history.counts(self.path)
+
+
+def _adjustment(
+    index: int, request: Request, history: TokenHistory | None, path: tuple[int, ...]
+) -> LogitAdjustment | None:
+    behind = Behind(request.token_ids, request.num_prompt_tokens, history, path)
     mask = None if request.grammar is None else request.grammar.mask(path)
-    return adjustment_of(
-        index, request.sampling, request.stop_token_ids, token_ids, request.num_prompt_tokens, mask
-    )
+    return adjustment_of(index, request.sampling, request.stop_token_ids, behind, mask)
 
 
 def adjustment_of(
     row: int,
     sampling: SamplingParams,
     stop_token_ids: frozenset[int],
-    token_ids: Sequence[int],
-    num_prompt_tokens: int,
+    behind: Behind,
     allowed_mask: TokenMask | None = None,
 ) -> LogitAdjustment | None:
-    """What the row that draws the token after `token_ids`, prompt and output, needs beyond the columns.
+    """What the row that draws the token after `behind` needs beyond the columns.
 
     None if nothing, which includes a row for which only min_tokens was set, once it is reached.
     """
     banned: tuple[int, ...] = ()
-    if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
+    if behind.num_output_tokens < sampling.min_tokens:
         banned = tuple(sorted(stop_token_ids))
-    if sampling.bad_words:
-        banned += _ends_of_bad_words(sampling.bad_words, token_ids, num_prompt_tokens)
-    has_penalties = sampling.has_penalties
+    banned += tuple(word[-1] for word in sampling.bad_words if behind.ends_with(word[:-1]))
     is_limited = sampling.allowed_token_ids is not None or allowed_mask is not None
-    if not (banned or sampling.logit_bias or is_limited or has_penalties):
+    if not (banned or sampling.logit_bias or is_limited or sampling.has_penalties):
         return None
     return LogitAdjustment(
         row=row,
@@ -118,19 +157,5 @@ def adjustment_of(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        prompt_token_ids=tuple(token_ids[:num_prompt_tokens]) if has_penalties else (),
-        output_token_ids=tuple(token_ids[num_prompt_tokens:]) if has_penalties else (),
+        history=behind.counts(),
     )
-
-
-def _ends_of_bad_words(
-    bad_words: Sequence[tuple[int, ...]], token_ids: Sequence[int], num_prompt_tokens: int
-) -> tuple[int, ...]:
-    """The last tokens of those bad words whose other tokens end the output; the prompt does not count."""
-    num_output = len(token_ids) - num_prompt_tokens
-    ends = []
-    for word in bad_words:
-        num_before = len(word) - 1
-        if num_before <= num_output and tuple(token_ids[len(token_ids) - num_before :]) == word[:-1]:
-            ends.append(word[-1])
-    return tuple(ends)

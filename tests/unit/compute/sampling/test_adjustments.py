@@ -11,6 +11,7 @@ import torch
 from engine.compute.sampling.adjustments import apply_adjustments
 from engine.plan.step_records import LogitAdjustment
 from engine.plan.structured_output import TokenMask
+from tests.support.sampling_reference import counted
 
 INF = math.inf
 LOGITS = (2.0, -2.0, 0.0, 4.0)
@@ -40,34 +41,36 @@ def test_bias_does_not_bring_a_banned_token_back() -> None:
 
 
 def test_repetition_divides_positive_and_multiplies_negative_once_a_token() -> None:
-    tokens = {"prompt_token_ids": (0, 0, 1), "output_token_ids": (1, 2, 0)}
-    assert apply(repetition_penalty=2.0, **tokens) == [1.0, -4.0, 0.0, 4.0]
-    assert apply(repetition_penalty=0.5, **tokens) == [4.0, -1.0, 0.0, 4.0]
+    history = counted((0, 0, 1), (1, 2, 0))
+    assert apply(repetition_penalty=2.0, history=history) == [1.0, -4.0, 0.0, 4.0]
+    assert apply(repetition_penalty=0.5, history=history) == [4.0, -1.0, 0.0, 4.0]
 
 
 def test_presence_and_frequency_see_the_output_only() -> None:
-    tokens = {"prompt_token_ids": (3, 3), "output_token_ids": (0, 1, 0)}
-    assert apply(presence_penalty=0.5, **tokens) == [1.5, -2.5, 0.0, 4.0]
-    assert apply(frequency_penalty=0.25, **tokens) == [1.5, -2.25, 0.0, 4.0]
-    assert apply(presence_penalty=-1.0, frequency_penalty=-0.5, **tokens) == [4.0, -0.5, 0.0, 4.0]
+    history = counted((3, 3), (0, 1, 0))
+    assert apply(presence_penalty=0.5, history=history) == [1.5, -2.5, 0.0, 4.0]
+    assert apply(frequency_penalty=0.25, history=history) == [1.5, -2.25, 0.0, 4.0]
+    assert apply(presence_penalty=-1.0, frequency_penalty=-0.5, history=history) == [4.0, -0.5, 0.0, 4.0]
 
 
 def test_bias_comes_before_penalties_and_repetition_before_presence() -> None:
-    found = apply(logit_bias=((1, 6.0),), repetition_penalty=2.0, presence_penalty=1.0, output_token_ids=(1,))
+    found = apply(
+        logit_bias=((1, 6.0),), repetition_penalty=2.0, presence_penalty=1.0, history=counted(output=(1,))
+    )
     assert found == [2.0, (-2.0 + 6.0) / 2 - 1, 0.0, 4.0]
 
 
 def test_a_banned_token_stays_banned_under_penalties() -> None:
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": -2.0, "output_token_ids": (0,)}
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": -2.0, "history": counted(output=(0,))}
     assert apply(banned_token_ids=(0,), **penalties)[0] == -INF
 
 
 def test_rows_are_adjusted_apart() -> None:
     logits = torch.tensor([LOGITS] * 3)
     adjustments = [
-        LogitAdjustment(row=9, presence_penalty=1.0, output_token_ids=(0,)),
+        LogitAdjustment(row=9, presence_penalty=1.0, history=counted(output=(0,))),
         LogitAdjustment(row=4, allowed_token_ids=(1,)),
-        LogitAdjustment(row=7, presence_penalty=2.0, output_token_ids=(0, 3), banned_token_ids=(1,)),
+        LogitAdjustment(row=7, presence_penalty=2.0, history=counted(output=(0, 3)), banned_token_ids=(1,)),
     ]
     assert apply_adjustments(logits, adjustments) == {}
     assert logits.tolist() == [[1.0, -2.0, 0.0, 4.0], [-INF, -2.0, -INF, -INF], [0.0, -INF, 0.0, 2.0]]
@@ -79,15 +82,15 @@ def test_rows_are_adjusted_apart() -> None:
         ({"logit_bias": ((4, 1.0),)}, "token id 4 is outside the vocabulary [0, 4)"),
         ({"banned_token_ids": (-1,)}, "token id -1 is outside the vocabulary [0, 4)"),
         ({"allowed_token_ids": (0, 99)}, "token id 99 is outside the vocabulary [0, 4)"),
-        ({"presence_penalty": 1.0, "output_token_ids": (4,)}, "token id 4 is outside"),
-        ({"repetition_penalty": 2.0, "prompt_token_ids": (4,)}, "token id 4 is outside"),
+        ({"presence_penalty": 1.0, "history": counted(output=(4,))}, "token id 4 is outside"),
+        ({"repetition_penalty": 2.0, "history": counted((4,))}, "token id 4 is outside"),
         ({"logit_bias": ((1, math.nan),)}, "nan is not a finite number"),
-        ({"presence_penalty": math.inf, "output_token_ids": (0,)}, "inf is not a finite number"),
+        ({"presence_penalty": math.inf, "history": counted(output=(0,))}, "inf is not a finite number"),
         (
-            {"repetition_penalty": 0.0, "output_token_ids": (0,)},
+            {"repetition_penalty": 0.0, "history": counted(output=(0,))},
             "repetition_penalty must be above 0, got 0.0",
         ),
-        ({"repetition_penalty": math.inf, "output_token_ids": (0,)}, "inf is not a finite number"),
+        ({"repetition_penalty": math.inf, "history": counted(output=(0,))}, "inf is not a finite number"),
         ({"logit_bias": (("x", 1.0),)}, "invalid literal"),
         ({"banned_token_ids": (2**70,)}, "too large"),
     ],
@@ -114,7 +117,7 @@ def test_a_mask_leaves_what_it_allows_and_everything_else_still_counts() -> None
     assert apply(allowed_mask=packed(0, 2), banned_token_ids=(2,)) == [2.0, -INF, -INF, -INF]
     assert apply(allowed_mask=packed(0, 2), allowed_token_ids=(2, 3)) == [-INF, -INF, 0.0, -INF]
     assert apply(allowed_mask=packed(0, 2), logit_bias=((2, 5.0), (3, 100.0))) == [2.0, -INF, 5.0, -INF]
-    assert apply(allowed_mask=packed(1, 3), repetition_penalty=2.0, output_token_ids=(0, 1)) == [
+    assert apply(allowed_mask=packed(1, 3), repetition_penalty=2.0, history=counted(output=(0, 1))) == [
         *(-INF, -4.0, -INF, 4.0)
     ]
     assert apply(allowed_mask=packed()) == [-INF] * 4

@@ -12,7 +12,15 @@ import torch
 from engine.compute.sampling.noise import Stream, row_keys, uniforms
 from engine.compute.sampling.sampler import Sampler, draw_tokens, select_rows
 from engine.plan.step_records import NO_TOKEN
-from tests.support.sampling_reference import CPU, Row, adjusted, chi_square_p, inputs_of, reference_probs
+from tests.support.sampling_reference import (
+    CPU,
+    Row,
+    adjusted,
+    chi_square_p,
+    counted,
+    inputs_of,
+    reference_probs,
+)
 
 VOCAB = 12
 LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(8)) * 1.5
@@ -22,7 +30,9 @@ ROWS = [
     Row(temperature=0.5, top_k=4),
     Row(top_p=0.8),
     Row(temperature=2.0, min_p=0.15),
-    adjusted(Row(temperature=0.9), presence_penalty=0.6, output_token_ids=(1, 2), banned_token_ids=(3,)),
+    adjusted(
+        Row(temperature=0.9), presence_penalty=0.6, history=counted(output=(1, 2)), banned_token_ids=(3,)
+    ),
     adjusted(Row(temperature=0), banned_token_ids=(int(LOGITS.argmax()),)),
 ]
 

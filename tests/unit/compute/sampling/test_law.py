@@ -15,6 +15,7 @@ from tests.support.sampling_reference import (
     adjusted,
     chi_square_p,
     chi_square_tail,
+    counted,
     reference_probs,
     sample,
 )
@@ -37,8 +38,7 @@ CASES = {
         repetition_penalty=1.5,
         presence_penalty=0.6,
         frequency_penalty=1.2,
-        prompt_token_ids=(0, 1, 2, 3),
-        output_token_ids=(3, 4, 4, 4, 5),
+        history=counted((0, 1, 2, 3), (3, 4, 4, 4, 5)),
     ),
     "bias and bans": adjusted(
         Row(top_p=0.95),
@@ -146,10 +146,10 @@ def test_rejects_the_argmax_and_the_uniform_draw() -> None:
     [
         (
             "penalties",
-            lambda row: adjusted(row, output_token_ids=(0, 1, 2, 3, 3, 4, 4, 4, 5), prompt_token_ids=()),
+            lambda row: adjusted(row, history=counted((), (0, 1, 2, 3, 3, 4, 4, 4, 5))),
         ),
-        ("penalties", lambda row: adjusted(row, prompt_token_ids=())),
-        ("penalties", lambda row: adjusted(row, output_token_ids=(3, 4, 5))),
+        ("penalties", lambda row: adjusted(row, history=counted((), (3, 4, 4, 4, 5)))),
+        ("penalties", lambda row: adjusted(row, history=counted((0, 1, 2, 3), (3, 4, 5)))),
         ("penalties", lambda row: adjusted(row, repetition_penalty=1.0)),
         ("top-p", lambda row: replace(row, top_p=0.7)),
         ("top-k", lambda row: replace(row, top_k=5)),

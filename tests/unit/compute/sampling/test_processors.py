@@ -15,6 +15,7 @@ from tests.support.sampling_reference import (
     Row,
     adjusted,
     border_margin,
+    counted,
     dense_probs,
     engine_probs,
     reference_probs,
@@ -154,8 +155,9 @@ def all_at_once(count: int = 150, vocab_size: int = 10) -> tuple[torch.Tensor, l
                 repetition_penalty=float(rng.choice([0.7, 1.4])),
                 presence_penalty=float(rng.choice([-0.5, 0.8])),
                 frequency_penalty=float(rng.choice([-0.5, 0.8])),
-                prompt_token_ids=tuple(rng.integers(vocab_size, size=4).tolist()),
-                output_token_ids=tuple(rng.integers(vocab_size, size=6).tolist()),
+                history=counted(
+                    rng.integers(vocab_size, size=4).tolist(), rng.integers(vocab_size, size=6).tolist()
+                ),
             )
         )
     return torch.from_numpy(rng.normal(0, 1.5, size=(count, vocab_size))).float(), rows

@@ -11,7 +11,7 @@ import torch
 from engine.compute.sampling import sampler as sampler_module
 from engine.compute.sampling.adjustments import apply_adjustments
 from engine.compute.sampling.sampler import Sampler
-from tests.support.sampling_reference import CPU, Row, adjusted, dense_draw, inputs_of, sample
+from tests.support.sampling_reference import CPU, Row, adjusted, counted, dense_draw, inputs_of, sample
 
 VOCAB = 3000
 PLAIN = [
@@ -33,8 +33,7 @@ ADJUSTED = [
         repetition_penalty=1.3,
         presence_penalty=0.4,
         frequency_penalty=0.2,
-        prompt_token_ids=tuple(range(50)),
-        output_token_ids=(1, 1, 70, 2999),
+        history=counted(range(50), (1, 1, 70, 2999)),
     ),
 ]
 
@@ -118,7 +117,7 @@ def test_adjusted_rows_choose_from_their_adjusted_logits(temperature: float) -> 
         lambda row, best: adjusted(row, banned_token_ids=tuple(best[:30])),
         lambda row, best: adjusted(row, logit_bias=((best[500], 40.0),)),
         lambda row, best: adjusted(row, allowed_token_ids=tuple(best[1000:1020])),
-        lambda row, best: adjusted(row, repetition_penalty=3.0, prompt_token_ids=tuple(best[:50])),
+        lambda row, best: adjusted(row, repetition_penalty=3.0, history=counted(best[:50])),
     ]
     plain = [Row(temperature=temperature, seed=seed) for seed in range(12)]
     rows = [changes[i % 4](row, ranked[i]) for i, row in enumerate(plain)]
@@ -180,7 +179,7 @@ def test_bad_adjustments_and_empty_choices_end_their_row_alone() -> None:
     rows[1] = adjusted(rows[1], allowed_token_ids=())
     rows[5] = adjusted(rows[5], allowed_token_ids=(3,), banned_token_ids=(3,))
     rows[9] = adjusted(
-        rows[9], logit_bias=((0, 1.0),), repetition_penalty=1e-38, output_token_ids=(int(logits[9].argmax()),)
+        rows[9], logit_bias=((0, 1.0),), repetition_penalty=1e-38, history=counted((int(logits[9].argmax()),))
     )
     result = Sampler(VOCAB, CPU).sample(logits, inputs_of(rows))
     assert result.row_errors is not None

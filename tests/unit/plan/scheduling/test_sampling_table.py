@@ -76,14 +76,15 @@ def test_bias_and_allowed_tokens_make_an_adjustment() -> None:
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalties_carry_a_copy_of_the_history(penalty: str) -> None:
+def test_penalties_carry_counts_of_the_history(penalty: str) -> None:
     sampling: dict[str, Any] = {penalty: 1.5}
     request = make_request("a", [5, 6], **sampling)
     request.append(7)
     (adjustment,) = gather_one(request).adjustments
     request.append(8)
-    assert adjustment.prompt_token_ids == (5, 6)
-    assert adjustment.output_token_ids == (7,)
+    assert adjustment.history is not None
+    assert adjustment.history.token_ids.tolist() == [5, 6, 7]
+    assert adjustment.history.in_output.tolist() == [0, 0, 1]
     assert getattr(adjustment, penalty) == 1.5
 
 

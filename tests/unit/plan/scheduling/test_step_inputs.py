@@ -124,9 +124,15 @@ def test_chains_of_drafts_exactly() -> None:
     assert inputs.logits_rows.tolist() == list(range(7)), "each draft's row is wanted"
     assert inputs.sampling.position.tolist() == [2, 3, 4, 5, 4, 5, 6]
     assert inputs.sampling.seed.tolist() == [1, 2, 2, 2, 3, 3, 3]
-    histories = [(a.row, a.prompt_token_ids, a.output_token_ids) for a in inputs.sampling.adjustments]
-    prompt = (20, 21, 22, 23)
-    assert histories == [(4, prompt, ()), (5, prompt, (24,)), (6, prompt, (24, 25))]
+    assert [adjustment.row for adjustment in inputs.sampling.adjustments] == [4, 5, 6]
+    histories = [adjustment.history for adjustment in inputs.sampling.adjustments]
+    counts = [(h.token_ids.tolist(), h.in_output.tolist()) for h in histories if h is not None]
+    prompt = [20, 21, 22, 23]
+    assert counts == [
+        (prompt, [0, 0, 0, 0]),
+        ([*prompt, 24], [0, 0, 0, 0, 1]),
+        ([*prompt, 24, 25], [0, 0, 0, 0, 1, 1]),
+    ]
     found = inputs.drafts
     assert found is not None
     assert found.sequence.tolist() == [1, 2]
