@@ -109,10 +109,17 @@ class Engine:
         await self.drain(0)
         if self._loop is not None and self._task is not None:
             self._loop.stop()
-            await asyncio.wait([self._task], timeout=None if self.fault is None else _LAST_MOMENT_S)
+            await self._wait_for_end(self._task)
         if self.metrics.busy_s:
             log.info(self.metrics.format_report(self._clock()))
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
+
+    async def _wait_for_end(self, task: asyncio.Task[None]) -> None:
+        """Return when the loop has ended; if the engine is or becomes dead meanwhile, soon after that."""
+        death = asyncio.create_task(self._died.wait())
+        await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        await asyncio.wait([task], timeout=_LAST_MOMENT_S)
 
     async def wait_dead(self) -> None:
         """Return when the engine has died, by a fault or a hang; `fault` says of what.

@@ -113,12 +113,12 @@ class OpenRequests:
         await self._none_open.wait()
 
     def open(self, request: Request, stream: RequestStream, group: str | None = None) -> None:
-        """Take a request that was accepted, as one of its group's choices."""
+        """Take a request that was accepted, as one of its group's choices. It may have ended on return."""
         self._groups.open(request.request_id, group)
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
-        self._time_limits.watch(request)
         self._none_open.clear()
+        self._time_limits.watch(request)  # last: if its time has passed by now, this ends it
 
     def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
         """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import DeadlineExceeded, Overloaded
 from engine.loop.engine_parts import EngineLimits
 from engine.loop.stream import RequestStream
-from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
+from engine.plan.request import FinishReason, GenerationRequest, Request, SamplingParams
 from engine.plan.step_records import StepInputs
 from tests.support.engines import EngineShape, Harness, collect, running_engine
 from tests.support.fakes import ManualClock, expected_output
@@ -60,6 +60,21 @@ async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_s
         metrics = harness.engine.metrics
         assert metrics.requests_finished[FinishReason.DEADLINE] == 2
         assert metrics.deadlines_missed == 2
+
+
+async def test_a_deadline_that_passes_while_the_request_is_taken_leaves_no_drain_waiting() -> None:
+    clock = ManualClock()
+    async with running_engine(clock=clock) as harness:
+        add = harness.parts.batcher.add
+
+        def add_slowly(request: Request) -> None:
+            add(request)
+            clock.advance(1.0)
+
+        harness.parts.batcher.add = add_slowly  # type: ignore[method-assign]
+        late = await collect(submit(harness, "a", 0.5))
+        assert late.finish.reason is FinishReason.DEADLINE
+        await asyncio.wait_for(harness.engine.drain(60.0), 2)
 
 
 async def test_a_deadline_that_has_passed_is_refused_and_kept_nowhere() -> None:

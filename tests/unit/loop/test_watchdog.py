@@ -136,11 +136,12 @@ class Hang:
     def __init__(self, first: int = 1) -> None:
         self.first = first
         self.num_steps = 0
-        self.release = threading.Event()
+        self.entered, self.release = threading.Event(), threading.Event()
 
     def __call__(self, inputs: StepInputs) -> None:
         self.num_steps += 1
         if self.num_steps >= self.first:
+            self.entered.set()
             self.release.wait(30)
 
 
@@ -175,6 +176,19 @@ async def test_a_step_that_never_comes_back_does_not_hold_up_the_stop() -> None:
         await asyncio.wait_for(harness.engine.wait_dead(), 10)
         await collect(stream)
         await asyncio.wait_for(harness.engine.stop(), 2)
+        hang.release.set()
+        assert harness.engine._task is not None
+        await asyncio.wait_for(asyncio.shield(harness.engine._task), 10)
+
+
+async def test_a_stop_that_begins_before_the_hang_is_noticed_returns_when_it_is() -> None:
+    hang, limits = Hang(), EngineLimits(watchdog_timeout_s=0.2)
+    async with running_engine(before=hang, limits=limits) as harness:
+        stream = harness.submit([1, 2])
+        assert await asyncio.to_thread(hang.entered.wait, 10)
+        await asyncio.wait_for(harness.engine.stop(), 2)
+        assert (await collect(stream)).finish.reason is FinishReason.ABORT
+        assert harness.engine.state is EngineState.DEAD
         hang.release.set()
         assert harness.engine._task is not None
         await asyncio.wait_for(asyncio.shield(harness.engine._task), 10)
