@@ -1,10 +1,15 @@
-"""From kernels.cpp and its headers to a shared library in the cache: a few seconds once, then nothing."""
+"""From kernels.cpp and its headers to a shared library in the cache: a few seconds once, then nothing.
+
+A library is code. What an installation brings is trusted as the rest of it; what lies below a home only where
+nobody but this user can have put it there.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,6 +28,7 @@ _FLAGS = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma"),
 )
 _TIME_LIMIT_S = 120
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NativeUnavailable(EngineError):
@@ -38,14 +44,18 @@ def library(home: Path, prefix: Path | None = None) -> Path:
     found = find_library(home, prefix)
     if found is None:
         found = home / "native" / _file_name()
+        _settle(home)
         compile_into(found)
     return found
 
 
 def find_library(home: Path, prefix: Path | None = None) -> Path | None:
     """Where `library` finds the kernels without compiling anything; None where it would have to."""
-    places = bundled_library(Path(sys.prefix if prefix is None else prefix)), home / "native" / _file_name()
-    return next(filter(_is_whole, places), None)
+    bundled = bundled_library(Path(sys.prefix if prefix is None else prefix))
+    if _is_whole(bundled):
+        return bundled
+    own = home / "native" / _file_name()
+    return own if _is_settled(home) and _is_ours(own.parent) and _is_ours(own) and _is_whole(own) else None
 
 
 def bundled_library(prefix: Path) -> Path:
@@ -68,16 +78,21 @@ def find_compiler() -> str:
 
 
 def compile_into(target: Path) -> None:
-    """Compile to `target`, which is complete or as it was before. Raises NativeUnavailable."""
+    """Compile to `target`, which is complete or as it was before; only this user can write there.
+
+    Raises NativeUnavailable, also where the directory is another user's.
+    """
     compiler = find_compiler()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _close(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, target.name)
             command = [compiler, *_FLAGS, "-o", str(made), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)
             with made.open("ab") as file:
                 file.write(_seal(made.read_bytes()))
+            made.chmod(0o644)
             os.replace(made, target)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
@@ -87,6 +102,50 @@ def compile_into(target: Path) -> None:
         raise NativeUnavailable(f"{compiler} took more than {_TIME_LIMIT_S} s") from None
     except OSError as error:
         raise NativeUnavailable(f"{target.parent} cannot be written to ({error.strerror})") from error
+
+
+def _settle(home: Path) -> None:
+    """Have a directory there in which ours stays ours. Raises NativeUnavailable."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # said better of the directory that goes into it
+    if not _is_settled(home):
+        raise NativeUnavailable(f"{home} is open to all or belongs to another user: see SLIPSTREAM_HOME")
+
+
+def _close(folder: Path) -> None:
+    """Let nobody else write to a directory of ours. Raises OSError, and NativeUnavailable for another's."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+        raise NativeUnavailable(f"{folder} belongs to another user")
+    if found.st_mode & _OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
+
+
+def _is_settled(home: Path) -> bool:
+    """Whether strangers cannot put another directory in place of ours in there."""
+    try:
+        found = home.stat()
+    except OSError:
+        return False
+    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return _is_own(found, or_roots=True) and not is_open
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is no link, this user's, and nobody else can write to it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return not stat.S_ISLNK(found.st_mode) and _is_own(found) and not found.st_mode & _OTHERS_WRITE
+
+
+def _is_own(found: os.stat_result, *, or_roots: bool = False) -> bool:
+    if os.name != "posix":  # where a user's directories are his by default
+        return True
+    return found.st_uid == os.geteuid() or (or_roots and found.st_uid == 0)
 
 
 def _is_whole(file: Path) -> bool:
