@@ -1,5 +1,7 @@
 """A GGUF file's single values and tensors, mapped from disk; every length is checked before it is believed.
 
+No two tensors share bytes, so what they unpack to is within a small multiple of the file's size.
+
 Format: the GGUF specification of ggml, versions 2 and 3, little-endian. Lists (the vocabulary) are passed
 over, which makes this fifty times as fast as a reader that keeps them.
 """
@@ -7,7 +9,9 @@ over, which makes this fifty times as fast as a reader that keeps them.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +65,17 @@ class _TensorHead(NamedTuple):
     quantization: GGMLQuantizationType
     offset: int
 
+    @property
+    def byte_shape(self) -> tuple[int, ...]:
+        """Its shape with rows counted in bytes. Raises ValueError for rows that are no whole blocks."""
+        shape: tuple[int, ...] = quant_shape_to_byte_shape(self.shape, self.quantization)
+        return shape
+
+    @property
+    def end(self) -> int:
+        """The offset behind its last byte; raises ValueError as `byte_shape` does."""
+        return self.offset + prod(self.byte_shape)
+
 
 def read_gguf(path: Path) -> GgufFile:
     """Map `path` and read its header. Raises ValueError for a file that is no GGUF, damaged or cut off."""
@@ -78,6 +93,7 @@ def read_gguf(path: Path) -> GgufFile:
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"its alignment is {alignment}")
+    _check_places(heads, alignment)
     start = -(-cursor.position // alignment) * alignment
     return GgufFile(values, tuple(_map_tensor(content[start:], head) for head in heads))
 
@@ -140,17 +156,28 @@ def _take_tensor(cursor: _Cursor) -> _TensorHead:
     """The next entry of the tensor table."""
     name = cursor.take_string()
     (num_dimensions,) = cursor.take("I")
-    if num_dimensions > _MAX_DIMENSIONS:
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"its tensor {name} has {num_dimensions} dimensions")
     shape = cursor.take(f"{num_dimensions}Q")[::-1]  # stored innermost first
+    if 0 in shape:
+        raise ValueError(f"its tensor {name} is empty")
     kind, offset = cursor.take("IQ")
     return _TensorHead(name, shape, GGMLQuantizationType(kind), offset)
 
 
+def _check_places(heads: Sequence[_TensorHead], alignment: int) -> None:
+    """Raise ValueError unless each tensor begins where one may and ends before the next begins."""
+    in_place = sorted(heads, key=lambda head: head.offset)
+    for head in in_place:
+        if head.offset % alignment:
+            raise ValueError(f"its tensor {head.name} lies at {head.offset}, no multiple of {alignment}")
+    for before, after in pairwise(in_place):
+        if before.end > after.offset:
+            raise ValueError(f"its tensors {before.name} and {after.name} overlap")
+
+
 def _map_tensor(data: NDArray[np.uint8], head: _TensorHead) -> GgufTensor:
     """Cut a tensor's bytes out of the data section."""
-    shape = quant_shape_to_byte_shape(head.shape, head.quantization)
-    size = prod(shape)
-    if head.offset + size > len(data):
+    if head.end > len(data):
         raise ValueError(f"it ends within its tensor {head.name}")
-    return GgufTensor(head.name, head.quantization, data[head.offset : head.offset + size].reshape(shape))
+    return GgufTensor(head.name, head.quantization, data[head.offset : head.end].reshape(head.byte_shape))

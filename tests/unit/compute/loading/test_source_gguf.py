@@ -196,6 +196,42 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, architecture
         read_gguf_config(file)
 
 
+def bare_gguf(path: Path, *tensors: tuple[tuple[int, ...], int], num_bytes: int = 128) -> Path:
+    """A file of float32 tensors of these shapes, innermost first, at these offsets in `num_bytes` of data."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 0)
+    for number, (shape, offset) in enumerate(tensors):
+        head += struct.pack("<Q1sI", 1, b"%d" % number, len(shape))
+        head += struct.pack(f"<{len(shape)}QIQ", *shape, 0, offset)
+    path.write_bytes(head + bytes(-len(head) % 32) + bytes(num_bytes))
+    return path
+
+
+def test_tensors_may_come_in_any_order_and_with_gaps(tmp_path: Path) -> None:
+    path = bare_gguf(tmp_path / "a.gguf", ((4, 2), 64), ((1,), 0))
+    assert [each.blocks.shape for each in read_gguf(path).tensors] == [(2, 16), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ([((8,), 0), ((8,), 0)], "its tensors 0 and 1 overlap"),
+        ([((8,), 32), ((16,), 0)], "its tensors 1 and 0 overlap"),
+        ([((32,), 0), ((1,), 96)], "its tensors 0 and 1 overlap"),
+        ([((1,), 4)], "its tensor 0 lies at 4"),
+        ([((8,), 128)], "it ends within its tensor 0"),
+        ([((64,), 0)], "it ends within its tensor 0"),
+        ([((0, 2**60), 0)], "its tensor 0 is empty"),
+        ([((), 0)], "its tensor 0 has 0 dimensions"),
+    ],
+)
+def test_no_bytes_are_counted_twice_or_lie_elsewhere(
+    tmp_path: Path, tensors: list[tuple[tuple[int, ...], int]], why: str
+) -> None:
+    """Else a small file claims many times its size, once its blocks are unpacked."""
+    with pytest.raises(ValueError, match=why):
+        read_gguf(bare_gguf(tmp_path / "hostile.gguf", *tensors))
+
+
 # Where in the file a number lies: so many bytes behind its name.
 HUGE, NEGATIVE = 2**63, 2**64 - 1
 HOSTILE = {
@@ -209,6 +245,7 @@ HOSTILE = {
     "two dimensions whose product overflows": (b"token_embd.weight", 4, "<QQ", (2**32, 2**32)),
     "a type nobody knows": (b"token_embd.weight", 20, "<I", 9999),
     "a type of larger blocks": (b"token_embd.weight", 20, "<I", 10),
+    "an offset into another tensor": (b"blk.1.ffn_up.weight", 24, "<Q", 0),
     "an offset": (b"token_embd.weight", 24, "<Q", HUGE),
     "an offset that is negative to some": (b"token_embd.weight", 24, "<Q", NEGATIVE),
     "length of a list": (b"tokenizer.ggml.tokens", 8, "<Q", HUGE),
