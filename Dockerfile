@@ -2,7 +2,9 @@
 #
 #   docker build -t slipstream .                       CPU, the default
 #   docker build -t slipstream:cuda --target cuda .    NVIDIA; run it with --gpus all
-#   docker run --rm -p 8000:8000 slipstream            serves the model that is inside; needs no network
+#   docker run --rm -p 127.0.0.1:8000:8000 slipstream  serves the model that is inside; needs no network
+#
+# Publish the port to more than this machine only with a key: -e SLIPSTREAM_API_KEY, or --api-key-file.
 #
 # Which torch gets in is the package index's choice: both images are the same but for it, and each index has
 # its own build of the version that deploy/constraints.txt names. Where the usual index has the CUDA build,

@@ -141,6 +141,14 @@ def check_health(port: int) -> int:
     return run.returncode
 
 
+@pytest.mark.parametrize("file", ["Dockerfile", "README.md", "deploy/image/README.md"])
+def test_no_example_publishes_a_port_to_other_machines_without_a_key(file: str) -> None:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if "docker run" in line]
+    published = [port for line in lines for port in re.findall(r"(?:-p|--publish)[ =](\S+)", line)]
+    assert published
+    assert not [port for port in published if not port.startswith("127.0.0.1:")]
+
+
 def test_the_health_check_tells_ready_from_not() -> None:
     with answering(200) as port:
         assert check_health(port) == 0
