@@ -58,6 +58,7 @@ class Engine:
         self._admission = Admission(
             self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
         )
+        self._text_admission = Admission(max(1, self._limits.max_queued_requests // 4), 0, lambda _: 1)
         self.state = EngineState.LOADING
         self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
@@ -292,6 +293,19 @@ class Engine:
         try:
             self._check_open()
             return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected[refusal.code] += 1
+            raise
+
+    def admit_text(self) -> Permit:
+        """A place for one request that wants text or token ids and no generation; use as `admit`'s.
+
+        There are a quarter as many as places in the queue, which these take nothing of. Raises what `admit`
+        does.
+        """
+        try:
+            self._check_open()
+            return self._text_admission.admit(1, 0)
         except Overloaded as refusal:
             self.metrics.requests_rejected[refusal.code] += 1
             raise

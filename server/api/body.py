@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
 from server.api.time_limit import deadline_header, soonest
+from server.http.body_room import lease_of, parsed_bytes
 from server.http.context import ServerContext, context_of, exchange_of
 from server.http.errors import ApiError, invalid, shown
 from server.http.json_body import parse_json
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 IGNORED_HEADER = b"x-slipstream-ignored"
 _MAX_IGNORED_SHOWN = 16
 _MAX_ERRORS_SHOWN = 5
-_SMALL_BYTES = 65_536  # read within a few milliseconds, whatever it holds
+_SMALL_BYTES = 16_384  # read within a few milliseconds, whatever it holds
 
 
 async def read_request(request: Request, kind: type[T], refusals: Mapping[str, Refusal]) -> T:
@@ -53,7 +53,7 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
 
 async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M:
     """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError."""
-    content, turn = await request.body(), context_of(request).large_bodies
+    content, lease = await _take_body(request), lease_of(request.scope)
 
     def read() -> M:
         try:
@@ -61,11 +61,21 @@ async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M
         except ValidationError as error:
             raise describe(error) from None
 
-    def read_in_turn() -> M:
-        with turn:  # two at a time would keep the loop from the interpreter twice as long
-            return read()
+    if len(content) <= _SMALL_BYTES:
+        lease.hold(len(content) + parsed_bytes(content))
+        return read()
+    turns = context_of(request).large_bodies
+    needed = await turns.run(lambda: parsed_bytes(content), 0)
+    lease.hold(len(content) + needed)
+    found = await turns.run(read, len(content))
+    lease.hold(needed)
+    return found
 
-    return read() if len(content) <= _SMALL_BYTES else await asyncio.to_thread(read_in_turn)
+
+async def _take_body(request: Request) -> bytearray:
+    """The body in the one piece that ClientMiddleware gives; unlike Starlette's own no copy of it is kept."""
+    body: bytearray = (await request.receive())["body"]
+    return body
 
 
 def describe(error: ValidationError) -> ApiError:

@@ -40,6 +40,7 @@ from server.api.sampling import (
 from server.api.speculation import read_prediction, speculation_options
 from server.api.structure import read_structure
 from server.api.time_limit import allowed_s, in_time
+from server.http.body_room import Lease
 from server.http.context import Exchange, ServerContext
 from server.http.errors import invalid
 
@@ -216,7 +217,8 @@ class Order:
     """What to generate for one reply: `prepare` reads the prompts once queue places are taken for them.
 
     `reply_id` is fresh; the engine's request ids are derived from it. `exchange` says who asked, and when.
-    `structure` is the form that every choice must have; None for what the body asks for.
+    `structure` is the form that every choice must have; None for what the body asks for. `lease` counts the
+    memory of the request; `held_bytes` of it stay in use after the prompts have been read.
     """
 
     reply_id: str
@@ -224,7 +226,9 @@ class Order:
     num_prompts: int
     prepare: Callable[[Engine], Awaitable[list[Prompt]]]
     exchange: Exchange
+    lease: Lease
     structure: StructuredOutput | None = None
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +252,11 @@ class Wanted:
 
 
 async def open_generation(context: ServerContext, order: Order) -> Generation:
-    """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs."""
-    body, engine = order.body, context.engine
+    """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs.
+
+    On return the order's body has forgotten all that may be large.
+    """
+    body, engine, lease = order.body, context.engine, order.lease
     check_limits(body, context.settings.server)
     structure = order.structure or read_structure(body)
     num_requests = order.num_prompts * body.num_choices
@@ -265,11 +272,15 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
                 grammar = None if structure is None else await engine.compile_grammar(structure)
             wanted = Wanted(prompts, speculation, bad_words, grammar)
             requests = _make_requests(order, wanted, context)
-            check_reply_size(reply_size(body, _reply_parts(wanted.prompts, requests, body.num_choices)))
+            size = reply_size(body, _reply_parts(wanted.prompts, requests, body.num_choices))
+            check_reply_size(size)
+            lease.hold(lease.num_bytes + size.held_bytes)
             choices = _submit(engine, requests)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
             raise
+    body.forget_input()
+    lease.hold(order.held_bytes + size.held_bytes)
     request_ids = [request.request_id for _, request in requests]
     exchange = order.exchange
     reply = LiveReply(order.reply_id, exchange.caller_id, exchange.tenant, request_ids, exchange.age_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config import ServerSettings
-from server.http.body_room import BodyRoom
+from server.http.body_room import BodyRoom, Lease, give_lease
 from server.http.errors import INVALID, ApiError, ErrorReply
 from server.http.peer import peer_of
 
@@ -36,16 +36,29 @@ class ClientMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        peer = peer_of(scope)
+        lease = give_lease(scope, self._room)
         try:
-            peer.check()
-            check_head(scope, self._settings)
-            body = await read_body(receive, self._settings.max_body_bytes, self._room)
-            peer.check()  # its fault may have ended the body
+            watch = _Watch(receive, send, await self._read(scope, receive, lease))
         except ApiError as error:
+            lease.release()
             await error.reply.send(scope, receive, send)
             return
-        await _Watch(receive, send, body).run(self.app, scope)
+        except BaseException:
+            lease.release()
+            raise
+        try:
+            await watch.run(self.app, scope)
+        finally:
+            lease.release()
+
+    async def _read(self, scope: Scope, receive: Receive, lease: Lease) -> bytearray:
+        """The whole body, which from here on is the watch's alone. Raises ApiError or ClientGone."""
+        peer = peer_of(scope)
+        peer.check()
+        check_head(scope, self._settings)
+        body = await read_body(receive, self._settings.max_body_bytes, lease)
+        peer.check()  # its fault may have ended the body
+        return body
 
 
 def check_head(scope: Scope, settings: ServerSettings) -> None:
@@ -86,28 +99,23 @@ def _body_too_large(limit: int) -> ApiError:
     return ApiError(ErrorReply(413, INVALID, message, code="body_too_large"))
 
 
-async def read_body(receive: Receive, limit: int, room: BodyRoom) -> bytes:
-    """The whole body; never holds more than `limit`, what `room` has, and one network read.
+async def read_body(receive: Receive, limit: int, lease: Lease) -> bytearray:
+    """The whole body; never holds more than `limit`, what the lease's room has, and one network read.
 
-    Raises ApiError or ClientGone.
+    Raises ApiError or ClientGone; the lease is the caller's to release.
     """
     body = bytearray()
-    held = 0
     more = True
-    try:
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > limit:
-                raise _body_too_large(limit)
-            room.grow(held, len(body))
-            held = len(body)
-            more = message.get("more_body", False)
-        return bytes(body)
-    finally:
-        room.grow(held, 0)
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _body_too_large(limit)
+        lease.hold(len(body))
+        more = message.get("more_body", False)
+    return body
 
 
 @dataclass(slots=True)
@@ -116,7 +124,7 @@ class _Watch:
 
     receive: Receive
     send: Send
-    body: bytes | None
+    body: bytearray | None
     gone: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
 

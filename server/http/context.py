@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +14,7 @@ from config import Settings
 from engine import Engine, EngineInfo, Overloaded
 from server.api.live_replies import LiveReplies
 from server.http.peer import Peer
+from server.http.turns import Turns
 from server.observability.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ EXCHANGE_KEY = "slipstream.exchange"
 class ServerContext:
     """Built once by `build_app`. `created` is the start in Unix seconds, as model listings show it.
 
-    `large_bodies` is held by the thread that reads a large body, or writes a piece of a large reply.
+    `large_bodies` are read, and pieces of `large_replies` written, in a thread each.
     """
 
     settings: Settings
@@ -35,7 +35,8 @@ class ServerContext:
     http: HttpMetrics
     created: int
     live: LiveReplies = field(default_factory=LiveReplies)
-    large_bodies: Lock = field(default_factory=Lock)
+    large_bodies: Turns = field(default_factory=Turns)
+    large_replies: Turns = field(default_factory=Turns)
 
     @property
     def served_names(self) -> tuple[str, ...]:

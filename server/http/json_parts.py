@@ -179,7 +179,7 @@ class _Reader:
             level.value = [] if level.value is None else level.value
             level.value.append(element)
         else:
-            (name,) = self._parse(b"{%b null}" % before, level.begins) or (None,)
+            (name,) = self._parse(b"{" + before + b" null}", level.begins) or (None,)
             if name is None:
                 raise ValueError(f"expected a key before byte {start}")
             level.value = {} if level.value is None else level.value
@@ -207,13 +207,13 @@ class _Reader:
 
     def _add(self, level: _Level, text: bytes | bytearray) -> None:
         if level.kind == _LIST:
-            values = self._parse(b"[%b]" % text, level.begins)
+            values = self._parse(b"[" + text + b"]", level.begins)
             level.value = values if level.value is None else level.value
             if level.value is not values:
                 level.value += values
         else:
             level.value = {} if level.value is None else level.value
-            level.value.update(self._parse(b"{%b}" % text, level.begins))
+            level.value.update(self._parse(b"{" + text + b"}", level.begins))
 
     def _string(self, start: int, end: int) -> str:
         """A long string, read in parts that cut no character in two."""
@@ -224,7 +224,7 @@ class _Reader:
         while position < last:
             found = _STRING_PART.match(text, position, min(position + WINDOW, last))
             cut = last if found is None else _whole_characters(text, position, found.end(), last)
-            parts.append(self._parse(b'"%b"' % text[position:cut], position))
+            parts.append(self._parse(b'"' + text[position:cut] + b'"', position))
             position = cut
         return "".join(parts)
 

@@ -5,17 +5,16 @@ The library's encoder holds the interpreter for its whole run; here every run is
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from itertools import islice
-from threading import Lock
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.long_list import LongList
 from server.http.json_reply import encode_json
+from server.http.turns import Turns
 
 PIECE_BYTES = 65_536
 # What is encoded in one run: a millisecond's work, or a few.
@@ -84,15 +83,10 @@ def _list_texts(items: Iterable[object], size: int) -> Iterator[str]:
     yield "[]" if before == "[" else "]"
 
 
-async def encoded_off_loop(value: object, turn: Lock) -> AsyncGenerator[bytes, None]:
-    """The pieces of `value`, each made in a thread that holds `turn`, when the one before was taken."""
+async def encoded_off_loop(value: object, turns: Turns) -> AsyncGenerator[bytes, None]:
+    """The pieces of `value`, each made in a thread, in turn, when the one before was taken."""
     pieces = json_pieces(value)
-
-    def take() -> bytes:
-        with turn:
-            return next(pieces, b"")
-
-    while piece := await asyncio.to_thread(take):
+    while piece := await turns.run(lambda: next(pieces, b""), PIECE_BYTES):
         yield piece
 
 
@@ -101,14 +95,14 @@ class LargeJson(Response):
 
     media_type = "application/json"
 
-    def __init__(self, value: object, turn: Lock, on_end: Callable[[], None] = lambda: None) -> None:
-        """`turn` is held by the thread that encodes; `on_end` is called once, however the reply ends."""
+    def __init__(self, value: object, turns: Turns, on_end: Callable[[], None] = lambda: None) -> None:
+        """It is encoded in `turns`; `on_end` is called once, however the reply ends."""
         # Not the base class's: it would render a body and announce its length.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._value: object = value
-        self._turn = turn
+        self._turns = turns
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +111,7 @@ class LargeJson(Response):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async with aclosing(encoded_off_loop(self._value, self._turn)) as pieces:
+            async with aclosing(encoded_off_loop(self._value, self._turns)) as pieces:
                 async for piece in pieces:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

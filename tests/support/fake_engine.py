@@ -125,6 +125,9 @@ class FakeEngine:
             raise Overloaded("Not now.", code=self.state.value, retry_after_s=3)
         return nullcontext()
 
+    def admit_text(self) -> AbstractContextManager[object]:
+        return self.admit(1)
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.num_encoded += 1
         if len(text) > self.char_limit:

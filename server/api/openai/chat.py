@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
-from server.api.generation import Choice, Order, Prompt, open_generation, truncated
+from server.api.generation import Choice, Generation, Order, Prompt, open_generation, truncated
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.api.openai.models import check_model
 from server.api.openai.protocol import ChatCompletionRequest
@@ -21,6 +21,7 @@ from server.api.openapi import json_body
 from server.api.tools.history import Conversation, messages_for_template, tool_template
 from server.api.tools.message import ToolReply
 from server.api.tools.turn import ToolTurn, check_tool_fields, read_tools
+from server.http.body_room import lease_of
 from server.http.context import context_of, exchange_of
 from server.http.errors import invalid
 
@@ -30,6 +31,15 @@ router = APIRouter(tags=["generation"])
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Write the assistant's next message."""
+    reply, generation = await open_chat(request)
+    return await reply.respond(generation)
+
+
+async def open_chat(request: Request) -> tuple[Reply, Generation]:
+    """The generation that a request asks for, and what replies with it. What came with it ends here.
+
+    Only its tools live on. Raises ApiError or an EngineError.
+    """
     context = context_of(request)
     body = await read_request(request, ChatCompletionRequest, ON_CHAT)
     check_model(context, body.model)
@@ -52,9 +62,19 @@ async def create_chat_completion(request: Request) -> Response:
 
     shape = ChatShape(body, TokenSpelling.of(context.engine, body), tools)
     structure = None if tools is None else tools.structure()
-    order = Order(fresh_id(shape), body, 1, prepare, exchange_of(request.scope), structure)
-    generation = await open_generation(context, order)
-    return await Reply(context, body, shape, order.reply_id).respond(generation)
+    lease = lease_of(request.scope)
+    order = Order(
+        reply_id=fresh_id(shape),
+        body=body,
+        num_prompts=1,
+        prepare=prepare,
+        exchange=exchange_of(request.scope),
+        lease=lease,
+        structure=structure,
+        held_bytes=0 if tools is None else lease.num_bytes,
+    )
+    reply = Reply(context, body, shape, order.reply_id)
+    return reply, await open_generation(context, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
-from server.api.generation import Choice, Order, Prompt, open_generation, truncated
+from server.api.generation import Choice, Generation, Order, Prompt, open_generation, truncated
 from server.api.long_list import LongList
 from server.api.openai.logprobs import (
     TokenSpelling,
@@ -27,7 +27,8 @@ from server.api.openai.protocol_values import PromptItem
 from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
 from server.api.openapi import json_body
 from server.api.sampling import check_token_ids
-from server.http.context import ServerContext, context_of, exchange_of
+from server.http.body_room import lease_of
+from server.http.context import context_of, exchange_of
 
 router = APIRouter(tags=["generation"])
 
@@ -35,6 +36,15 @@ router = APIRouter(tags=["generation"])
 @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or several."""
+    reply, generation = await open_completion(request)
+    return await reply.respond(generation)
+
+
+async def open_completion(request: Request) -> tuple[Reply, Generation]:
+    """The generation that a request asks for, and what replies with it. What came with it ends here.
+
+    Raises ApiError or an EngineError.
+    """
     context = context_of(request)
     body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
     check_model(context, body.model)
@@ -45,14 +55,10 @@ async def create_completion(request: Request) -> Response:
         num_prompts=len(body.prompt),
         prepare=lambda engine: read_prompts(body, engine),
         exchange=exchange_of(request.scope),
+        lease=lease_of(request.scope),
     )
-    return await answer(context, order, shape)
-
-
-async def answer(context: ServerContext, order: Order, shape: CompletionShape) -> Response:
-    """Open the generation, then reply with it."""
-    generation = await open_generation(context, order)
-    return await Reply(context, order.body, shape, order.reply_id).respond(generation)
+    reply = Reply(context, body, shape, order.reply_id)
+    return reply, await open_generation(context, order)
 
 
 async def read_prompts(body: CompletionRequest, engine: Engine) -> list[Prompt]:

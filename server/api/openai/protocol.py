@@ -40,6 +40,7 @@ from server.api.openai.protocol_values import (
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_MESSAGES = 8192
+_MAX_KEPT_CHARS = 128
 
 
 class StreamOptions(BaseModel):
@@ -121,6 +122,18 @@ class GenerationBody(BaseModel):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+
+    def forget_input(self) -> None:
+        """Let go of everything that may be large, once it has been read: a reply needs none of it.
+
+        Only numbers, switches and short words stay.
+        """
+        for name, value in self.__dict__.items():
+            is_short = isinstance(value, str) and len(value) <= _MAX_KEPT_CHARS
+            if not is_short and not isinstance(value, bool | int | float):
+                self.__dict__[name] = None
+        if self.__pydantic_extra__:
+            self.__pydantic_extra__.clear()
 
     @property
     def num_choices(self) -> int:

@@ -85,7 +85,7 @@ class Reply:
     ) -> None:
         options = body.stream_options
         self._settings = context.settings.server
-        self._turn = context.large_bodies
+        self._turns = context.large_replies
         self._shape = shape
         self._tells_ids = bool(body.return_token_ids)
         self._includes_usage = options is not None and bool(options.include_usage)
@@ -145,7 +145,7 @@ class Reply:
                     yield encode_event(event)
                     continue
                 yield EVENT_START
-                async with aclosing(encoded_off_loop(event, self._turn)) as pieces:
+                async with aclosing(encoded_off_loop(event, self._turns)) as pieces:
                     async for piece in pieces:
                         yield piece
                 yield EVENT_END
@@ -181,7 +181,7 @@ class Reply:
             **self._shape.extras(choices),
             **self._totals(generation),
         }
-        return json_response(reply) if values <= _MANY_VALUES else LargeJson(reply, self._turn)
+        return json_response(reply) if values <= _MANY_VALUES else LargeJson(reply, self._turns)
 
     def _num_values(self, choice: Choice, output: OutputDelta | Collected, first: bool) -> int:
         """About how many values show `output`, with those of the prompt when it is the choice's first."""

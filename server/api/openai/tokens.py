@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from sys import getsizeof
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Engine
 from server.api.body import read_fields
+from server.api.long_list import LongList
 from server.api.openai.models import check_model
 from server.api.openai.protocol_refusals import ON_TOKENIZE
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import json_body
 from server.api.sampling import check_token_ids
 from server.api.tools.history import Conversation, messages_for_template, tool_template
-from server.http.context import context_of
+from server.http.body_room import lease_of
+from server.http.context import ServerContext, context_of
 from server.http.errors import invalid
+from server.http.json_pieces import LargeJson
 from server.http.json_reply import json_response
 
 router = APIRouter(tags=["tokens"])
+
+_MANY_VALUES = 2_000  # more than these are encoded off the loop
+_CHARS_A_VALUE = 16
 
 
 @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a conversation, as generating from it would read them."""
     context = context_of(request)
-    body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
-    check_model(context, body.model)
     engine = context.engine
-    token_ids = await read_token_ids(body, engine)
-    return json_response(
-        {
-            "count": len(token_ids),
-            "max_model_len": engine.info.max_model_len,
-            "tokens": token_ids,
-            "token_strs": [engine.token_name(each) for each in token_ids] if body.return_token_strs else None,
-        }
-    )
+    with engine.admit_text():
+        body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
+        check_model(context, body.model)
+        token_ids = await read_token_ids(body, engine)
+    names = LongList(lambda: map(engine.token_name, token_ids))
+    reply = {
+        "count": len(token_ids),
+        "max_model_len": engine.info.max_model_len,
+        "tokens": token_ids,
+        "token_strs": names if body.return_token_strs else None,
+    }
+    return _response(context, reply, len(token_ids))
+
+
+def _response(context: ServerContext, reply: Mapping[str, object], num_values: int) -> Response:
+    """A large reply is encoded off the loop, as it is read."""
+    return json_response(reply) if num_values <= _MANY_VALUES else LargeJson(reply, context.large_replies)
 
 
 async def read_token_ids(body: TokenizeRequest, engine: Engine) -> list[int]:
@@ -54,12 +69,15 @@ async def read_token_ids(body: TokenizeRequest, engine: Engine) -> list[int]:
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens spelled out."""
-    context = context_of(request)
-    body = await read_fields(request, DetokenizeRequest, {})
-    check_model(context, body.model)
-    check_token_ids("tokens", body.tokens, context.engine.info.vocab_size)
-    text = await context.engine.decode(body.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text})
+    context, lease = context_of(request), lease_of(request.scope)
+    engine = context.engine
+    with engine.admit_text():
+        body = await read_fields(request, DetokenizeRequest, {})
+        check_model(context, body.model)
+        check_token_ids("tokens", body.tokens, engine.info.vocab_size)
+        text = await engine.decode(body.tokens, skip_special_tokens=False)
+    lease.hold(getsizeof(text))
+    return _response(context, {"prompt": text}, len(text) // _CHARS_A_VALUE)
 
 
 @router.get("/tokenizer_info")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from server.api.openai import reply as reply_module
 from server.http import json_pieces as module
 from server.http.json_pieces import PIECE_BYTES, encoded_off_loop, json_pieces
 from server.http.json_reply import encode_json
+from server.http.turns import Turns
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
 from tests.support.fake_engine import FakeEngine
@@ -79,7 +79,7 @@ async def test_each_piece_is_made_when_the_one_before_was_taken() -> None:
             made += 1
             yield "x" * PIECE_BYTES
 
-    pieces = encoded_off_loop(items(), Lock())
+    pieces = encoded_off_loop(items(), Turns())
     await anext(pieces)
     await asyncio.sleep(0.01)
     assert made < 3
