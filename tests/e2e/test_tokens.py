@@ -9,7 +9,7 @@ import pytest_asyncio
 import torch
 
 from config import load_settings
-from engine import build_engine
+from engine import Overloaded, build_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
 from tests.support.fake_engine import FakeEngine
@@ -202,3 +202,26 @@ async def test_what_leaves_no_token_at_all_is_refused(real_url: str) -> None:
         assert (reply.status, reply.json()["error"]["param"]) == (400, "allowed_token_ids")
     reply = await ask(real_url, "POST", "/v1/completions", {**basics, **eos, "ignore_eos": True})
     assert reply.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(TOKENIZE, {"prompt": "a"}), (TOKENIZE, {"messages": HELLO}), (DETOKENIZE, {"tokens": [1]})],
+)
+async def test_they_pass_admission_before_anything_is_read(path: str, body: dict[str, object]) -> None:
+    engine = FakeEngine(refusal=Overloaded("No place.", code="queue_full", retry_after_s=7))
+    async with server_url(engine) as url:
+        reply = await ask(url, "POST", path, body)
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "queue_full")
+        assert reply.headers["retry-after"] == "7"
+
+
+async def test_large_answers_are_whole() -> None:
+    text = "aé\U0001f642" * 20_000
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", TOKENIZE, {"prompt": text, "return_token_strs": True})
+        found = reply.json()
+        assert found["tokens"] == list(map(ord, text))
+        assert found["token_strs"] == [f"<{char}>" for char in text]
+        back = await ask(url, "POST", DETOKENIZE, {"tokens": found["tokens"]})
+        assert back.json() == {"prompt": text}

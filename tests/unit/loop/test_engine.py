@@ -255,6 +255,25 @@ async def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         assert harness.engine.metrics.requests_rejected["queue_full"] == 2
 
 
+async def test_text_work_has_places_of_its_own() -> None:
+    """A quarter as many as the queue: whoever asks for token ids alone keeps nobody from generating."""
+    async with running_engine(limits=EngineLimits(max_queued_requests=8)) as harness:
+        engine = harness.engine
+        with engine.admit_text(), engine.admit_text():
+            with pytest.raises(Overloaded, match="limit is 2") as caught:
+                engine.admit_text()
+            assert (caught.value.code, caught.value.retry_after_s) == ("queue_full", 1)
+            with engine.admit(8):
+                pass
+        with engine.admit_text():
+            assert engine.metrics.requests_rejected["queue_full"] == 1
+        drained = asyncio.create_task(engine.drain(10))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="shutting down"):
+            engine.admit_text()
+        await drained
+
+
 async def test_draining_lets_running_work_finish_and_refuses_new_work() -> None:
     async with running_engine() as harness:
         stream = harness.submit(PROMPT, max_tokens=60)

@@ -77,3 +77,27 @@ def test_long_lists_of_wrong_things_are_refused_at_the_first() -> None:
     with pytest.raises(ValidationError) as refused:
         ChatCompletionRequest.model_validate({"messages": [5] * 10_000})
     assert refused.value.error_count() == 1
+
+
+def test_what_a_reply_does_not_need_is_forgotten() -> None:
+    large = "a" * 1000
+    body = CompletionRequest.model_validate(
+        {
+            "prompt": [large],
+            "user": large,
+            "metadata": {"a": large},
+            "stop": large[:9],
+            "allowed_token_ids": [1, 2],
+            "unknown": large,
+            "structured_outputs": {"choice": [large]},
+            "model": "m",
+            "n": 2,
+            "logprobs": 1,
+            "echo": True,
+            "temperature": 0.5,
+        }
+    )
+    body.forget_input()
+    kept = {name: value for name, value in body if value is not None}
+    assert kept == {"model": "m", "n": 2, "logprobs": 1, "echo": True, "temperature": 0.5}
+    assert not body.model_extra
