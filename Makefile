@@ -28,7 +28,7 @@ help:
 	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
 	@echo "make soak-control  the soak of a server that leaks by plan: it must be found out"
 	@echo "make saturate  more load than the default model can serve, for five minutes, with healthy answers"
-	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock"
+	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock; hostile bodies"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -110,7 +110,7 @@ saturate: $(STAMP)
 	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
 
 chaos: $(STAMP)
-	@$(BIN)/python -m pytest -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py $(ARGS)
+	@$(BIN)/python -m pytest -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

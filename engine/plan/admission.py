@@ -96,7 +96,7 @@ def check_choice_of_tokens(sampling: SamplingParams, eos_token_ids: frozenset[in
     banned = {word[0] for word in sampling.bad_words if len(word) == 1}
     if sampling.min_tokens:
         banned |= sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
-    if banned.issuperset(sampling.allowed_token_ids):
+    if all(token_id in banned for token_id in sampling.allowed_token_ids):  # mostly the first is not
         raise InvalidRequest(
             "'allowed_token_ids' holds only tokens that 'bad_words' or 'min_tokens' forbids.",
             param="allowed_token_ids",

@@ -21,6 +21,7 @@ from engine import (
     InvalidRequest,
     OutputDelta,
     RequestTiming,
+    SamplingParams,
     SpeculationOptions,
     StructuredOutput,
 )
@@ -32,6 +33,7 @@ from server.api.reply_size import ReplyPart, check_reply_size, reply_size
 from server.api.sampling import (
     base_seed,
     check_limits,
+    check_min_tokens,
     check_token_ids,
     choice_seed,
     priority_of,
@@ -323,11 +325,15 @@ def _make_requests(
     body, info = order.body, context.engine.info
     limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
+    shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
     for prompt in wanted.prompts:
         if not prompt.token_ids:
             raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
         max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
-        sampling = replace(sampling_params(body, info, max_tokens), bad_words=wanted.bad_words)
+        check_min_tokens(body, max_tokens)
+        if shared is None:
+            shared = replace(sampling_params(body, info, max_tokens), bad_words=wanted.bad_words)
+        sampling = replace(shared, max_tokens=max_tokens)
         if sampling.prompt_logprobs is not None:
             prompt = replace(prompt, scores=PromptScores())
         first_id = f"{order.reply_id}-{len(requests)}"

@@ -52,11 +52,16 @@ def priority_of(body: GenerationBody) -> int:
     return _TIERS.get(body.service_tier or "default", Priority.DEFAULT)
 
 
-def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> SamplingParams:
-    """What the engine needs, but for the seed. Raises ApiError for values this model does not allow."""
+def check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
+    """Raise ApiError when more tokens are asked for than there may be."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(f"'min_tokens' is {min_tokens}, more than the {max_tokens} to generate.", "min_tokens")
+
+
+def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> SamplingParams:
+    """What the engine needs, but for the seed. Raises ApiError for values this model does not allow."""
+    check_min_tokens(body, max_tokens)
     stop_ids, allowed = body.stop_token_ids or (), body.allowed_token_ids
     bias = body.logit_bias or ()
     check_token_ids("stop_token_ids", stop_ids, info.vocab_size)
@@ -68,7 +73,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
     temperature = _default(body.temperature, 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=body.min_tokens or 0,
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
         top_k=min(max(0, body.top_k or 0), info.vocab_size),
         top_p=_default(body.top_p, 1.0),
@@ -77,7 +82,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
         presence_penalty=_default(body.presence_penalty, 0.0),
         frequency_penalty=_default(body.frequency_penalty, 0.0),
         logit_bias=bias,
-        allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
         stop=body.stop or (),
         stop_token_ids=frozenset(stop_ids),
         ignore_eos=bool(body.ignore_eos),

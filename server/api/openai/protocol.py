@@ -31,7 +31,7 @@ from server.api.openai.protocol_values import (
     ServiceTier,
     Stop,
     Temperature,
-    TokenIds,
+    TokenIdSet,
     TopK,
     TopP,
     Truncation,
@@ -90,10 +90,10 @@ class GenerationBody(BaseModel):
     repetition_penalty: RepetitionPenalty | None = None
     seed: Int64 | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIdSet | None = None
     n: Positive | None = None
     stop: Stop | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: TokenIdSet | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

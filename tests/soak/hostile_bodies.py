@@ -1,0 +1,206 @@
+"""Request bodies made to cost as much as they may: every field of every endpoint, filled in many ways.
+
+Then whole requests whose reply, or whose preparation, multiplies fields with each other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
+from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+LARGEST = 8 * 2**20
+SIZES = (2**16, 2**20, LARGEST)
+NUM_MIXED = 60
+CONTEXT = 8192
+
+_HOLE = "\0"  # where a field's JSON goes
+_HELLO = {"role": "user", "content": "hi"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostileBody:
+    """A request: where to, what it is made of in words, and its bytes when they are wanted."""
+
+    method: str
+    path: str
+    name: str
+    make: Callable[[], bytes]
+
+
+def _filled(before: str, piece: str, after: str) -> Callable[[int], bytes]:
+    """Pieces in a row, until the size is reached."""
+
+    def make(size: int) -> bytes:
+        encoded = piece.encode()
+        count = max(1, (size - len(before) - len(after)) // len(encoded))
+        return before.encode() + (encoded * count).rstrip(b",") + after.encode()
+
+    return make
+
+
+def _keys(size: int) -> bytes:
+    return b"{" + b",".join(b'"k%d":1' % i for i in range(size // 12)) + b"}"
+
+
+# JSON values of any size.
+SHAPES: dict[str, Callable[[int], bytes]] = {
+    "text": _filled('"', "a", '"'),
+    "words": _filled('"', "the quick, brown fox: ", '"'),
+    "wide text": _filled('"', "\U0001f642", '"'),
+    "escapes": _filled('"', "\\u00e9", '"'),
+    "quotes": _filled('"', '\\"', '"'),
+    "brackets in text": _filled('"', '\\"[{:,', '"'),
+    "spaces": _filled('"', " ", '"'),
+    "json in text": _filled('"{\\"a\\":[', "1,", '1]}"'),
+    "ones": _filled("[", "1,", "]"),
+    "ids": _filled("[", "451,", "]"),
+    "floats": _filled("[", "1.25,", "]"),
+    "strings": _filled("[", '"ab",', "]"),
+    "long strings": _filled("[", '"' + "a" * 1000 + '",', "]"),
+    "lists": _filled("[", "[],", "]"),
+    "lists of ids": _filled("[", "[" + "7," * 999 + "7],", "]"),
+    "objects": _filled("[", '{"role":"user","content":"a"},', "]"),
+    "parts": _filled("[", '{"type":"text","text":"a"},', "]"),
+    "tools": _filled("[", '{"type":"function","function":{"name":"f"}},', "]"),
+    "keys": _keys,
+    "deep": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+    "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
+    "digits": lambda size: b"9" * size,
+}
+
+_KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
+    ("POST", COMPLETIONS, CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
+    ("POST", CHAT, ChatCompletionRequest, {"messages": [_HELLO], "max_tokens": 2}),
+    ("POST", TOKENIZE, TokenizeRequest, {"prompt": "hi"}),
+    ("POST", DETOKENIZE, DetokenizeRequest, {"tokens": [5]}),
+    ("PATCH", "/v1/requests/none", RequestPatch, {}),
+)
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+# Places within fields, as a body around them.
+_INNER: dict[str, tuple[str, dict[str, Any]]] = {
+    "content of a message": (CHAT, {"messages": [{"role": "user", "content": _HOLE}]}),
+    "content to be tokenized": (TOKENIZE, {"messages": [{"role": "user", "content": _HOLE}]}),
+    "arguments of a call": (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": _HOLE}}],
+                }
+            ]
+        },
+    ),
+    "a name": (CHAT, {"messages": [_HELLO | {"name": _HOLE}]}),
+    "parameters": (
+        CHAT,
+        {
+            "messages": [_HELLO],
+            "tools": [{"type": "function", "function": _FUNCTION | {"parameters": _HOLE}}],
+        },
+    ),
+    "description": (
+        CHAT,
+        {
+            "messages": [_HELLO],
+            "tools": [{"type": "function", "function": _FUNCTION | {"description": _HOLE}}],
+        },
+    ),
+    **{
+        f"structured {kind}": (COMPLETIONS, {"prompt": "hi", "structured_outputs": {kind: _HOLE}})
+        for kind in ("json", "regex", "choice", "grammar")
+    },
+    "schema": (
+        CHAT,
+        {
+            "messages": [_HELLO],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _HOLE}},
+        },
+    ),
+    "prediction": (COMPLETIONS, {"prompt": "hi", "prediction": {"type": "content", "content": _HOLE}}),
+}
+_OFTEN = frozenset(
+    ("prompt", "messages", "tokens", "tools", "allowed_token_ids", "stop_token_ids", "logit_bias", "unknown")
+)  # filled in every way, the others in a few
+
+
+def hostile_bodies(seed: int) -> Iterator[HostileBody]:
+    """Every field in some way, those that are read at length in every way, and mixed requests; by `seed`."""
+    draw = random.Random(seed)
+    for method, path, kind, basis in _KINDS:
+        names = [field.alias or name for name, field in kind.model_fields.items()]
+        for name in (*names, "unknown"):
+            around = json.dumps({**basis, name: _HOLE})
+            for shape in SHAPES if name in _OFTEN else draw.sample(list(SHAPES), 2):
+                size = LARGEST if name in _OFTEN else draw.choice(SIZES)
+                yield _body(method, path, f"{name} of {shape}", around, (shape, size))
+    for name, (path, inner) in _INNER.items():
+        for shape in SHAPES:
+            yield _body("POST", path, f"{name} of {shape}", json.dumps(inner), (shape, LARGEST))
+    for number in range(NUM_MIXED):
+        path, fields = _mixed(draw)
+        yield HostileBody("POST", path, f"mixed {number}: {_told(fields)}", json.dumps(fields).encode)
+
+
+def _body(method: str, path: str, name: str, around: str, filling: tuple[str, int]) -> HostileBody:
+    shape, size = filling
+    before, _, after = around.partition(json.dumps(_HOLE))
+
+    def make() -> bytes:
+        left = size - len(before) - len(after) - 16
+        return before.encode() + SHAPES[shape](left) + after.encode()
+
+    return HostileBody(method, path, f"{name}, {size} bytes", make)
+
+
+def _told(fields: dict[str, Any]) -> str:
+    told = {name: value if len(str(value)) < 20 else f"<{len(str(value))}>" for name, value in fields.items()}
+    return " ".join(f"{name}={value}" for name, value in told.items())
+
+
+def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """Extremes of what multiplies: prompts, choices, positions, alternatives, and long lists beside them."""
+    num_ids = draw.choice((1, 500, CONTEXT - 300))
+    fields: dict[str, Any] = {
+        "n": draw.choice((1, 2, 8, 128)),
+        "max_tokens": draw.choice((1, 16, 200)),
+        "stream": draw.random() < 0.5,
+        "ignore_eos": True,
+    }
+    for name, values in (
+        ("prompt_logprobs", (0, 1, 20)),
+        ("return_token_ids", (True,)),
+        ("allowed_token_ids", (list(range(3, 400)), [5] * 10**6, list(range(3, 500)) * 2000)),
+        ("stop_token_ids", ([450] * 10**6,)),
+        ("bad_words", (["word" * 200] * 256,)),
+        ("logit_bias", ({str(i): -1 for i in range(500)},)),
+        ("repetition_penalty", (1.1,)),
+        ("stop", (["no such text"] * 16,)),
+        ("priority", (5,)),
+        ("min_tokens", (1,)),
+    ):
+        if draw.random() < 0.35:
+            fields[name] = draw.choice(values)
+    if draw.random() < 0.5:
+        prompts = draw.choice((1, 2, 64, 256))
+        fields["prompt"] = (
+            [[7 + i % 400 for i in range(num_ids)]] * prompts if prompts * num_ids < 10**6 else "a"
+        )
+        fields["n"] = max(1, min(fields["n"], 256 // prompts))
+        if draw.random() < 0.5:
+            fields |= {"logprobs": draw.choice((0, 5, 20)), "echo": draw.random() < 0.7}
+        return COMPLETIONS, fields
+    fields["messages"] = [{"role": "user", "content": "ab " * (num_ids // 3)}] * draw.choice((1, 1, 2))
+    if draw.random() < 0.5:
+        fields |= {"logprobs": True, "top_logprobs": draw.choice((0, 5, 20))}
+    return CHAT, fields

@@ -1,0 +1,136 @@
+"""Hostile bodies, one by one, against a server in its own process: how long nobody is served, what it takes.
+
+Part of `make chaos`. The longest answer to /health tells for how long the event loop was held. Other work on
+the machine adds to it, so that a body counts only if it does so every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.server_process import ServerProcess, server_process
+from tests.soak.hostile_bodies import CONTEXT, HostileBody, hostile_bodies
+from tests.support.tiny_models import save_tiny_model, tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(3600)]
+
+SEED = 23
+HELD_S = 0.1
+EXTRA_BYTES = 300 * 10**6
+TRIES = 4
+REPLY_S = 120.0
+PROBE_S = 0.002
+NUM_SLICES = 8
+NUM_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cost:
+    """Seconds of the longest silence of /health, bytes beyond those of the idle server, and the reply."""
+
+    held_s: float
+    extra_bytes: int
+    status: int
+    took_s: float
+
+
+class Watched:
+    """A server, and what one request does to it."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._port = int(server.url.rpartition(":")[2])
+        self._proc = Path(f"/proc/{server.process.pid}")
+        self._idle_bytes = self._memory("VmRSS")
+
+    def cost(self, body: HostileBody) -> Cost:
+        """Send it and read its whole reply. Blocks."""
+        data = body.make()
+        (self._proc / "clear_refs").write_text("5")  # the peak is counted anew
+        began = time.monotonic()
+        with self._probed() as waits:
+            status = self._send(body, data)
+        took_s = time.monotonic() - began
+        return Cost(max(waits), self._memory("VmHWM") - self._idle_bytes, status, took_s)
+
+    def _memory(self, name: str) -> int:
+        lines = (self._proc / "status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+    def _send(self, body: HostileBody, data: bytes) -> int:
+        client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REPLY_S)
+        try:
+            client.request(body.method, body.path, data, {"content-type": "application/json"})
+            reply = client.getresponse()
+            while reply.read(2**20):
+                pass
+            return reply.status
+        finally:
+            client.close()
+
+    @contextmanager
+    def _probed(self) -> Iterator[list[float]]:
+        """How long each of many questions for its health takes, one after another."""
+        waits: list[float] = []
+        ended = threading.Event()
+
+        def probe() -> None:
+            client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REPLY_S)
+            while not (ended.is_set() and waits):
+                began = time.monotonic()
+                client.request("GET", "/health")
+                assert client.getresponse().read()
+                waits.append(time.monotonic() - began)
+                ended.wait(PROBE_S)
+            client.close()
+
+        prober = threading.Thread(target=probe)
+        prober.start()
+        try:
+            yield waits
+        finally:
+            ended.set()
+            prober.join()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    """A tiny model with a long context, and every limit as it is by default."""
+    model = save_tiny_model("llama", tmp_path_factory.mktemp("bodies") / "model")
+    tiny_model("llama", max_position_embeddings=CONTEXT).save_pretrained(model)
+    async with server_process(model) as server:
+        await server.until_ready()
+        found = Watched(server)
+        hello = HostileBody("POST", "/v1/completions", "hello", json.dumps({"prompt": "hi"}).encode)
+        await asyncio.to_thread(found.cost, hello)
+        yield Watched(server)
+
+
+@pytest.mark.parametrize("part", range(NUM_SLICES))
+async def test_no_single_body_holds_the_loop_or_takes_much_memory(watched: Watched, part: int) -> None:
+    costs: list[tuple[Cost, str]] = []
+    for number, body in enumerate(hostile_bodies(SEED)):
+        if number % NUM_SLICES != part:
+            continue
+        cost = await asyncio.to_thread(watched.cost, body)
+        for _ in range(TRIES - 1):
+            if cost.held_s <= HELD_S and cost.extra_bytes <= EXTRA_BYTES:
+                break
+            cost = min(cost, await asyncio.to_thread(watched.cost, body))
+        costs.append((cost, f"{body.path} {body.name}"))
+        assert cost.status < 500 or cost.status == 503, costs[-1]
+    costs.sort(reverse=True)
+    for cost, name in costs[:NUM_SHOWN]:
+        print(f"{1000 * cost.held_s:6.0f} ms {cost.extra_bytes / 1e6:6.0f} MB {cost.status} {name}")
+    beyond = [each for each in costs if each[0].held_s > HELD_S or each[0].extra_bytes > EXTRA_BYTES]
+    assert not beyond, beyond
