@@ -178,3 +178,46 @@ def test_orca_never_gives_a_step_to_the_younger_and_not_to_the_older(
         assert chosen == {request.request_id for request in live[: len(chosen)]}
         batcher.commit(decision, SampledRows([7] * len(decision.inputs.logits_rows)))
         live = [request for request in live if not request.is_finished]
+
+
+@EXAMPLES
+@given(
+    commands=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "preempted", "pop", "remove", "charge", "rank", "hold", "let go"]),
+            st.integers(0, 5),
+            st.integers(-3, 30),
+        ),
+        max_size=60,
+    )
+)
+def test_the_next_of_a_fair_queue_is_the_least_of_all_that_wait(commands: list[tuple[str, int, int]]) -> None:
+    policy = make_policy("fair", 0.0)
+    queue = RequestQueue(policy)
+    for number, (command, which, amount) in enumerate(commands):
+        waiting = sorted(queue, key=lambda request: request.arrival)
+        chosen = waiting[amount % len(waiting)] if waiting else None
+        if command in ("add", "preempted"):
+            request = make_request(str(number), 2, arrival=number, priority=amount)
+            request.tenant = f"t{which}"
+            if command == "preempted":
+                request.status = RequestStatus.PREEMPTED
+            queue.add(request)
+        elif command == "charge":
+            served = make_request("", max(1, amount))
+            served.tenant = f"t{which}"
+            policy.charge(served, max(1, amount), 0)
+        elif command == "let go":
+            queue.let_go(str(which))
+        elif command == "pop" and queue.peek() is not None:
+            queue.pop()
+        elif command == "remove" and chosen is not None:
+            queue.remove(chosen.request_id)
+        elif command == "rank" and chosen is not None:
+            chosen.priority = amount
+            queue.reprioritize(chosen.request_id)
+        elif command == "hold" and chosen is not None and queue.held_for(chosen.request_id) is None:
+            queue.hold(chosen.request_id, str(which))
+        free = [request for request in queue if queue.held_for(request.request_id) is None]
+        ranked = sorted(free, key=lambda r: (r.status is RequestStatus.WAITING, policy.key(r)))
+        assert queue.peek() is (ranked[0] if ranked else None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import StartRefused
+from engine.plan.scheduling.rising_heap import RisingHeap
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class VirtualCounters:
         self._num_waiting: Counter[str] = Counter()
         self._turns: dict[str, int] = {}
         self._last_turn = 0
+        self._order: RisingHeap[float] = RisingHeap(self.of)  # of those that wait
         self._floor = 0.0
         self._last_left: str | None = None
         self._prune_above = self.PRUNE_ABOVE
@@ -70,21 +72,23 @@ class VirtualCounters:
         return self._turns.get(tenant, 0)
 
     def join(self, tenant: str) -> None:
-        """One more request of this tenant waits. O(1), or O(tenants that wait) if it is the first."""
+        """One more request of this tenant waits. O(log n) of the tenants that wait, amortised."""
         if tenant not in self._num_waiting:
             self._raise_floor()
             self._counters[tenant] = self.of(tenant)
             self._num_waiting[tenant] = 0
             self._last_turn += 1
             self._turns[tenant] = self._last_turn
+            self._order.put(tenant)
             self._prune()
         self._num_waiting[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """One request of this tenant waits no longer. O(1)."""
+        """One request of this tenant waits no longer. O(1), amortised."""
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             del self._num_waiting[tenant]
+            self._order.drop(tenant)
             self._last_left = tenant
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -94,8 +98,9 @@ class VirtualCounters:
         self._counters[tenant] = counter + cost / self._weights.tenants.get(tenant, 1.0)
 
     def _raise_floor(self) -> None:
-        if self._num_waiting:
-            least = min(self._counters[tenant] for tenant in self._num_waiting)
+        first = self._order.least()
+        if first is not None:
+            least = self._counters[first]
         elif self._last_left is not None:
             least = self.of(self._last_left)
         else:

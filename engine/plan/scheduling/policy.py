@@ -16,7 +16,8 @@ class SchedulingPolicy:
 
     Keys are total (they end with `arrival`, which breaks every tie) and take no account of the time. Requests
     of one lane never change their order among one another unless they change themselves: that lets the queue
-    keep a heap a lane, which is not sorted again at each step. Lanes may overtake one another at any step.
+    keep a heap a lane, which is not sorted again at each step. Lanes may overtake one another at any step, as
+    what is done to a waiting request's key, but by changing the request, makes it greater.
     A policy holds at most one state, fed by the hooks below; it has one queue. What is not overridden does
     nothing, and all requests share one lane.
     """

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.policy import PolicyKey, SchedulingPolicy
+from engine.plan.scheduling.rising_heap import RisingHeap
 
 
 class _Entry(NamedTuple):
@@ -56,9 +57,10 @@ class _Lane:
 class RequestQueue:
     """Orders waiting requests: those that have run before first, each group by policy.
 
-    Inside a lane of the policy the order is a heap's; the heads of the lanes are compared anew each time, as
-    lanes may overtake one another. Every operation is O(lanes + log n), amortised. When more places of a heap
-    are dead than alive it is built anew. The policy hears of everybody that comes and goes.
+    Inside a lane of the policy the order is a heap's, and so is that of the lanes by their heads, which are
+    looked at again when they come out first, as lanes may overtake one another. Every operation is O(log n),
+    amortised. When more places of a heap are dead than alive it is built anew. The policy hears of everybody
+    that comes and goes.
 
     A request may be *held* until another has computed what both need. It waits like the rest, but `peek` and
     `pop` pass over it until it is let go.
@@ -67,6 +69,7 @@ class RequestQueue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._lanes: dict[str, _Lane] = {}  # those with anybody in them
+        self._order: RisingHeap[PolicyKey] = RisingHeap(self._rank)  # of the lanes
         self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
         self._held: dict[str, str] = {}  # by id, with the id of whom it is held for; these are in no lane
         self._held_for: dict[str, list[str]] = {}  # may name some that are held no more
@@ -98,12 +101,8 @@ class RequestQueue:
 
     def peek(self) -> Request | None:
         """The request that `pop` would return; None when nobody waits who is not held."""
-        lanes = self._lanes
-        if len(lanes) > 1:
-            return min((lane.head() for lane in lanes.values()), key=self._rank).request
-        for lane in lanes.values():
-            return lane.head().request
-        return None
+        name = self._order.least()
+        return None if name is None else self._lanes[name].head().request
 
     def pop(self) -> Request:
         """Take the next request out. Raises IndexError when `peek` gives nobody."""
@@ -159,6 +158,7 @@ class RequestQueue:
         lane.remove(request_id)
         if not lane.live:
             del self._lanes[name]
+            self._order.drop(name)
 
     def _push(self, request: Request) -> None:
         name = self._waiting[request.request_id][1]
@@ -166,11 +166,15 @@ class RequestQueue:
         if lane is None:
             lane = self._lanes[name] = _Lane()
         rank = self._policy.rank_in_lane(request)
-        lane.push(_Entry(_is_new(request), rank, next(self._serials), request))
+        entry = _Entry(_is_new(request), rank, next(self._serials), request)
+        lane.push(entry)
+        if lane.head() is entry:  # else the lane stands no better than before
+            self._order.put(name)
 
-    def _rank(self, entry: _Entry) -> tuple[bool, PolicyKey]:
+    def _rank(self, lane: str) -> PolicyKey:
         """How the head of a lane stands now."""
-        return entry.is_new, self._policy.key(entry.request)
+        entry = self._lanes[lane].head()
+        return entry.is_new, *self._policy.key(entry.request)
 
 
 def _is_new(request: Request) -> bool:
