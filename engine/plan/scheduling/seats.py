@@ -13,6 +13,8 @@ from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.scheduling.step_inputs import BlockMoves
 from engine.plan.step_records import BlockCopy
 
+_FIRST_HASHES = 4  # blocks that are hashed before any is looked for; then twice as many as were found
+
 
 class Seats:
     """The running requests. A seat is a row of block tables, KV blocks, and a row of sampling parameters.
@@ -27,8 +29,12 @@ class Seats:
     never scrubbed, but those of a failed request are published no more, whoever computed them.
 
     A request whose prefix is published begins on those blocks, and one that forks begins on the blocks of its
-    parent's prompt. Both still compute their last prompt token, whose logits they need.
+    parent's prompt. Both still compute their last prompt token, whose logits they need. What a prefix is
+    found by is hashed no further than it can be found, and of the waiting requests only so many in a step
+    (`may_look_at`) that others' steps are not held up.
     """
+
+    HASHES_A_STEP = 4096  # blocks, some milliseconds; once more are hashed the others wait for the next step
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class Seats:
         self._scrub_blocks: list[int] = []
         self._copies: list[BlockCopy] = []  # for forks, in the next step
         self._forked: list[Request] = []  # those that need these copies
+        self._num_hashed = 0  # blocks, in this step
 
     def __len__(self) -> int:
         return len(self._running)
@@ -65,6 +72,16 @@ class Seats:
         return self._running.get(request_id)
 
     # Sitting down.
+
+    def begin_step(self) -> None:
+        """A step is to be planned: as much may be hashed again."""
+        self._num_hashed = 0
+
+    def may_look_at(self, request: Request) -> bool:
+        """False if finding what this waiting request begins with may have to wait for the next step."""
+        if self._num_hashed < self.HASHES_A_STEP:
+            return True
+        return not self._caching or len(request.block_hashes) >= self._num_findable(request)
 
     def can_take(self, request: Request) -> bool:
         """True if a waiting request can be seated now.
@@ -181,8 +198,12 @@ class Seats:
         """The published blocks that this request can begin on."""
         if not self._caching:
             return []
-        limit = self._num_findable(request)
-        return self.kv.prefixes.find(self._hashes(request, limit), limit)
+        limit, hashes = self._num_findable(request), request.block_hashes
+        while True:
+            found = self.kv.prefixes.find(hashes, min(limit, len(hashes)))
+            if len(found) < len(hashes) or len(hashes) >= limit:
+                return found
+            self._hashes(request, min(limit, max(_FIRST_HASHES, 2 * len(hashes))))
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a waiting request that nobody has computed yet, or is computing; at least one."""
@@ -194,6 +215,7 @@ class Seats:
         """The request's block hashes, at least `num_blocks`; each is computed once in its life."""
         hashes = request.block_hashes
         if len(hashes) < num_blocks:
+            self._num_hashed += num_blocks - len(hashes)
             salt = request.cache_salt
             extend_block_hashes(hashes, request.token_ids, self.kv.block_size, num_blocks, salt)
         return hashes
@@ -361,6 +383,7 @@ class Seats:
         """The step did its moves."""
         self.kv.host.settle()
         self._forget_forks()
+        self.begin_step()
 
     def undo_moves(self, moves: BlockMoves) -> tuple[str, ...]:
         """Nobody knows which moves a step did: ask for them again where that is possible.

@@ -66,6 +66,7 @@ class StepPlanner:
     def plan(self, turn: int) -> StepPlan:
         """Plan the next step; `turn` counts steps. Blocks for all of it are there on return."""
         config = self._config
+        self._seats.begin_step()
         budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
         decodes: list[Request] = []
         prefills: list[Request] = []
@@ -123,7 +124,10 @@ class StepPlanner:
 
         Those that could, but had better not, are held on the way.
         """
-        while (request := self._queue.peek()) is not None and self._seats.can_take(request):
+        seats = self._seats
+        while (request := self._queue.peek()) is not None:
+            if not (seats.may_look_at(request) and seats.can_take(request)):
+                return None
             leader = self._leader(request)
             if leader is None:
                 return request

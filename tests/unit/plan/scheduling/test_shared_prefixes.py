@@ -1,9 +1,13 @@
 """What is computed once: published prefixes, prefixes in the making, and prompts of several choices."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.seats import Seats
 from engine.plan.step_records import SampledRows
 from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
 from tests.support.fakes import FakeRunner, expected_output
@@ -326,3 +330,55 @@ def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> Non
     assert seats.num_to_compute(newcomer) == 1, "the prefix is published"
     assert seats.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
     run_all(batcher, runner)
+
+
+# What finding costs a step.
+
+
+def hashed(requests: Sequence[Request]) -> int:
+    return sum(len(request.block_hashes) for request in requests)
+
+
+def test_a_step_hashes_so_much_and_no_more_though_many_wait_with_one_prefix() -> None:
+    num_blocks, prompts = 500, [[*range(2000), 3000 + number] for number in range(100)]
+    batcher, _ = make(num_blocks=2000, max_num_seqs=100, max_model_len=2100, max_num_batched_tokens=2100)
+    requests = [make_request(str(i), prompt, arrival=i, max_tokens=4) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        batcher.add(request)
+    most = most_seated = num_steps = 0
+    while batcher.has_work:
+        before = hashed(requests)
+        decision = batcher.step()
+        assert decision.inputs is not None, "somebody always goes on"
+        most = max(most, hashed(requests) - before)
+        batcher.commit(decision, SampledRows([7] * len(decision.inputs.logits_rows)))
+        most_seated = max(most_seated, batcher.num_running)
+        num_steps += 1
+    assert most <= Seats.HASHES_A_STEP + num_blocks, "of 50 thousand"
+    assert sum(request.num_cached_tokens for request in requests) == 99 * 2000
+    assert most_seated > 20 and num_steps < 60, "they are many a step all the same"
+
+
+def test_a_prefix_is_hashed_no_further_than_it_is_found() -> None:
+    batcher, runner = make(num_blocks=2000, max_model_len=2100, max_num_batched_tokens=64)
+    leader, other = (make_request(name, 2000, max_tokens=1) for name in "ab")
+    other.token_ids[40] = 9999
+    batcher.add(leader)
+    run_step(batcher, runner)
+    batcher.add(other)
+    run_step(batcher, runner)
+    assert other.status is RequestStatus.WAITING
+    assert len(other.block_hashes) <= 4, "the first block is in the making: that is enough to wait for it"
+
+
+def test_a_long_prompt_is_taken_though_it_alone_is_more_than_a_step_hashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Seats, "HASHES_A_STEP", 1)
+    batcher, runner = make(num_blocks=400)
+    a, b = (make_request(name, [*PREFIX, *PREFIX, number], max_tokens=3) for number, name in enumerate("ab"))
+    for request in (a, b):
+        batcher.add(request)
+    run_all(batcher, runner)
+    assert_text_is_right(a, b)
+    assert b.num_cached_tokens == 16
