@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import takewhile
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
-from engine.plan.step_records import StepInputs, StepResult
+from engine.plan.step_records import NO_TOKEN, SampledRows, StepInputs, StepResult
+from engine.plan.structured_output import Grammar
 
 
 class StepPipeline:
@@ -17,11 +20,13 @@ class StepPipeline:
     A runner that is no AheadRunner has its step read before the next is launched. One that is has everything
     done on the one target thread, in order of the calls: nothing is launched while that thread waits for a
     result, so launch what there is to launch before reading.
+
+    What was drawn by a grammar is shown to it on the target thread.
     """
 
     def __init__(self, runner: StepRunner, executor: Executor) -> None:
-        self._runner = runner
         self._executor = executor
+        self._run = _with_foresight(runner.run)
         self._flying: deque[asyncio.Future[StepResult]] = deque()  # of a runner that is no AheadRunner
         self._launcher = _Launcher(runner) if isinstance(runner, AheadRunner) else None
 
@@ -36,7 +41,7 @@ class StepPipeline:
         if self._launcher is not None:
             loop.run_in_executor(self._executor, self._launcher.launch, inputs)
         else:
-            self._flying.append(loop.run_in_executor(self._executor, self._runner.run, inputs))
+            self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
 
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""
@@ -50,21 +55,25 @@ class _Launcher:
 
     def __init__(self, runner: AheadRunner) -> None:
         self._runner = runner
-        self._launched: deque[LaunchedStep] = deque()
+        self._launched: deque[tuple[StepInputs, LaunchedStep]] = deque()
 
     def launch(self, inputs: StepInputs) -> None:
         """Launch one more; never raises. Behind one that could not be, what needs its tokens cannot be."""
-        if self._launched and inputs.previous_rows is not None and isinstance(self._launched[-1], _Failed):
-            self._launched.append(self._launched[-1])
+        last = self._launched[-1][1] if self._launched else None
+        if inputs.previous_rows is not None and isinstance(last, _Failed):
+            self._launched.append((inputs, last))
             return
         try:
-            self._launched.append(self._runner.launch(inputs))
+            self._launched.append((inputs, self._runner.launch(inputs)))
         except Exception as error:
-            self._launched.append(_Failed(error))
+            self._launched.append((inputs, _Failed(error)))
 
     def read(self) -> StepResult:
         """Wait for the oldest."""
-        return self._launched.popleft().wait()
+        inputs, step = self._launched.popleft()
+        result = step.wait()
+        _foresee(inputs, result.rows)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +84,26 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise self.error
+
+
+def _with_foresight(run: Callable[[StepInputs], StepResult]) -> Callable[[StepInputs], StepResult]:
+    def run_and_foresee(inputs: StepInputs) -> StepResult:
+        result = run(inputs)
+        _foresee(inputs, result.rows)
+        return result
+
+    return run_and_foresee
+
+
+def _foresee(inputs: StepInputs, rows: SampledRows) -> None:
+    """Show the grammars what was drawn by them: to commit it costs the loop nothing then."""
+    failed = rows.row_errors or {}
+    drawn: dict[int, tuple[Grammar, list[int]]] = {}
+    for adjustment in inputs.sampling.adjustments:
+        if adjustment.allowed_mask is None:
+            continue
+        grammar, row = adjustment.allowed_mask.grammar, adjustment.row
+        token_id = NO_TOKEN if row in failed else rows.token_ids[row]
+        drawn.setdefault(id(grammar), (grammar, []))[1].append(token_id)
+    for grammar, token_ids in drawn.values():
+        grammar.foresee(list(takewhile(lambda token_id: token_id != NO_TOKEN, token_ids)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan.structured_output import TokenMask
+from engine.plan.structured_output import MaskOf
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -62,14 +62,14 @@ class LogitAdjustment:
     """What one sampled row needs beyond the columns of `SamplingInputs`; built only for rows that need it.
 
     `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` and
-    `allowed_mask`, a grammar's, allow all where they are None. `history` counts the tokens before the one to
-    draw; it is None when no penalty is set.
+    `allowed_mask`, a grammar's, allow all where they are None; the grammar is lent to the target thread for
+    the step. `history` counts the tokens before the one to draw; it is None when no penalty is set.
     """
 
     row: int
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    allowed_mask: TokenMask | None = None
+    allowed_mask: MaskOf | None = None
     banned_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -46,13 +46,23 @@ class StructuredOutput:
 
 
 class Grammar(Protocol):
-    """Where one reply stands in its grammar. It follows the committed tokens; loop thread only."""
+    """Where one reply stands in its grammar. It follows the committed tokens.
+
+    One thread at a time: the target thread's while a step that draws for the reply is in flight, else the
+    loop's.
+    """
+
+    @property
+    def is_dear(self) -> bool:
+        """True while following it takes so long that drafts for the reply would not pay."""
+        ...
 
     def mask(self, path: Sequence[int]) -> TokenMask:
         """The tokens that may follow what is committed and then `path`, which are drafts.
 
         All of them where the drafts break the grammar or end the reply: nothing is drawn there. None of them
-        when the grammar has become too complex to be followed. Never written again.
+        when the grammar has become too complex to be followed. Never written again. Not for the loop's
+        thread, for it may take long. Raises ValueError where the reply has used up the time it may take.
         """
         ...
 
@@ -60,9 +70,31 @@ class Grammar(Protocol):
         """How many of these drafts, from the first on, may follow what is committed."""
         ...
 
-    def accept(self, token_id: int) -> bool:
-        """A token is committed, not one that ends the reply by its id; True if no other may follow it."""
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        """Work out what `accept` will say of these tokens, which were drawn and are going to be committed.
+
+        So that the loop's thread need not, for it may take long. Never raises.
+        """
         ...
+
+    def accept(self, token_id: int) -> bool:
+        """A token is committed, not one that ends the reply by its id; True if no other may follow it.
+
+        O(1) for a token that was foreseen.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOf:
+    """One row's mask, worked out only where the row is drawn: `path` are the drafts before it."""
+
+    grammar: Grammar
+    path: tuple[int, ...] = ()
+
+    def bits(self) -> TokenMask:
+        """See Grammar.mask."""
+        return self.grammar.mask(self.path)
 
 
 class CompiledGrammar(Protocol):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -17,23 +20,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
 
+# Seconds that the matcher may compute for one reply: what it begins with, and what each token adds. Ordinary
+# forms take a tenth of that, the largest less than a half.
+FIRST_S = 0.5
+TOKEN_S = 0.005
+DEAR_S = 0.002  # a token: a draft is a mask more, and seldom saves as much
+
 
 class GrammarState:
     """See Grammar. The matcher stands behind the committed tokens and `_ahead`, drafts it was last shown.
 
     Matchers never see the tokens that end a reply: the vocabulary they know has one end token of its own, at
     `vocab_size`, which stands for them. Every request has its own matcher. One that raises is as one that can
-    be followed no further: from then on nothing is allowed.
+    be followed no further: from then on nothing is allowed. `clock` counts seconds that the calling thread
+    computes.
     """
 
     __slots__ = (
         "_ahead",
+        "_clock",
         "_end_bits",
         "_end_token_ids",
+        "_foreseen",
         "_is_broken",
+        "_masks",
         "_matcher",
-        "_next",
+        "_num_accepted",
         "_on_failure",
+        "_spent_s",
         "_vocab_size",
     )
 
@@ -43,6 +57,7 @@ class GrammarState:
         vocab_size: int,
         end_token_ids: frozenset[int],
         on_failure: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._matcher = matcher
         self._on_failure = on_failure
@@ -51,10 +66,23 @@ class GrammarState:
         self._end_bits = _bits(end_token_ids, vocab_size)
         self._is_broken = False
         self._ahead: list[int] = []
-        self._next: TokenMask | None = None  # the mask after the committed tokens, once it is known
+        self._masks: dict[
+            tuple[int, ...], TokenMask
+        ] = {}  # by drafts after what was accepted, as far as known
+        self._foreseen: deque[tuple[int, bool]] = deque()  # accepted by the matcher, not committed yet
+        self._clock = clock
+        self._num_accepted = 0
+        self._spent_s = 0.0
+
+    @property
+    def is_dear(self) -> bool:
+        """See Grammar."""
+        return self._spent_s > DEAR_S * (self._num_accepted + 1)
 
     def mask(self, path: Sequence[int]) -> TokenMask:
         """See Grammar."""
+        if self._spent_s > FIRST_S + TOKEN_S * self._num_accepted:
+            raise ValueError(f"its grammar takes more than {1000 * TOKEN_S:g} ms a token to be followed")
         mask = self._asked(lambda: self._mask(path))
         return np.zeros_like(self._end_bits) if mask is None else mask
 
@@ -64,12 +92,27 @@ class GrammarState:
 
     def accept(self, token_id: int) -> bool:
         """See Grammar."""
+        if self._foreseen:
+            foreseen, is_last = self._foreseen.popleft()
+            self._is_broken = self._is_broken or foreseen != token_id
+            return is_last
         return self._asked(lambda: self._accept(token_id)) or False
+
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        """See Grammar."""
+        for token_id in token_ids:
+            if token_id in self._end_token_ids:
+                return
+            is_last = self._asked(partial(self._accept, token_id)) or False
+            self._foreseen.append((token_id, is_last))
+            if is_last:
+                return
 
     def _asked(self, question: Callable[[], T]) -> T | None:
         """The answer; None if the matcher raises, or has raised before."""
         if self._is_broken:
             return None
+        began = self._clock()
         try:
             return question()
         except (KeyboardInterrupt, SystemExit):
@@ -79,10 +122,16 @@ class GrammarState:
             self._is_broken = True
             self._on_failure()
             return None
+        finally:
+            self._spent_s += self._clock() - began
 
     def _mask(self, path: Sequence[int]) -> TokenMask:
-        if not path and self._next is not None:
-            return self._next
+        known = self._masks.get(tuple(path))
+        if known is None:
+            known = self._masks[tuple(path)] = self._new_mask(path)
+        return known
+
+    def _new_mask(self, path: Sequence[int]) -> TokenMask:
         if not self._move(path):
             return np.full_like(self._end_bits, 0xFF)
         mask, may_end = self._look()
@@ -90,8 +139,6 @@ class GrammarState:
             if path and not mask.any():  # the reply has ended: nothing is drawn here
                 return np.full_like(self._end_bits, 0xFF)
             mask |= self._end_bits
-        if not path:
-            self._next = mask
         return mask
 
     def _num_valid(self, token_ids: Sequence[int]) -> int:
@@ -101,9 +148,10 @@ class GrammarState:
         return min(valid, next(ends, valid))
 
     def _accept(self, token_id: int) -> bool:
-        self._next = None
+        self._num_accepted += 1
+        self._masks.clear()
         if not self._move((token_id,)):  # the matcher has failed: the masks allow nothing else
-            self._next = self._fail()
+            self._masks[()] = self._fail()
             return False
         self._ahead.clear()
         if not self._matcher.is_accepting():
@@ -111,7 +159,7 @@ class GrammarState:
         mask, may_end = self._look()
         if may_end and not mask.any():
             return True
-        self._next = mask | self._end_bits if may_end else mask
+        self._masks[()] = mask | self._end_bits if may_end else mask
         return False
 
     def _move(self, path: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.plan.step_records import Float32, Int64, LogitAdjustment, TokenCounts
-from engine.plan.structured_output import TokenMask
+from engine.plan.structured_output import MaskOf, TokenMask
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
 # What eight tokens' bits of a mask add to their logits: many times faster than filling by condition.
@@ -32,10 +32,14 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustmen
     row is left as it was. Banned and not allowed is -inf, and stays so under bias and penalties.
     """
     plans: dict[int, RowPlan] = {}
+    masks: dict[int, TokenMask] = {}
     errors: dict[int, str] = {}
     for index, adjustment in enumerate(adjustments):
         try:
-            plans[index] = _plan(adjustment, logits.shape[1])
+            plan = _plan(adjustment, logits.shape[1])
+            if adjustment.allowed_mask is not None:
+                masks[index] = _mask(adjustment.allowed_mask, logits.shape[1])
+            plans[index] = plan
         except Exception as error:  # whatever is wrong with one row's data must not reach the others
             errors[index] = f"bad logit adjustment: {error}"
     flat = logits.view(-1)
@@ -46,7 +50,7 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustmen
         kept = flat[cells[0]]
         logits.index_fill_(0, rows, -torch.inf)
         flat[cells[0]] = kept
-    _forbid(logits, {index: adjustments[index].allowed_mask for index in plans})
+    _forbid(logits, masks)
     if (cells := _cells(plans, "banned", logits)) is not None:
         flat[cells[0]] = -torch.inf
     if (cells := _cells(plans, "repetition", logits)) is not None:
@@ -57,12 +61,11 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustmen
     return errors
 
 
-def _forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask | None]) -> None:
+def _forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask]) -> None:
     """Set to -inf what the masks of some rows do not allow."""
-    rows = [index for index, mask in masks.items() if mask is not None]
-    if not rows:
+    if not masks:
         return
-    packed = np.stack([mask for mask in masks.values() if mask is not None])  # [rows, ceil(vocab / 8)]
+    rows, packed = list(masks), np.stack(list(masks.values()))  # [rows, ceil(vocab / 8)]
     values = torch.from_numpy(_VALUES_OF_BITS).to(logits.device)
     places = torch.from_numpy(packed).to(logits.device).int()
     forbidden = torch.nn.functional.embedding(places, values).flatten(1)[:, : logits.shape[1]]
@@ -91,9 +94,6 @@ def _plan(adjustment: LogitAdjustment, vocab_size: int) -> RowPlan:
         plan["bias"] = _checked(token_ids, vocab_size), _finite(bias)
     if adjustment.allowed_token_ids is not None:
         plan["allowed"] = _with(_checked(adjustment.allowed_token_ids, vocab_size), 0.0)
-    mask = adjustment.allowed_mask
-    if mask is not None and mask.shape != (-(-vocab_size // 8),):
-        raise ValueError(f"a mask of {mask.size} bytes is not for {vocab_size} tokens")
     if adjustment.banned_token_ids:
         plan["banned"] = _with(_checked(adjustment.banned_token_ids, vocab_size), 0.0)
     if adjustment.history is not None:
@@ -113,6 +113,13 @@ def _penalties(adjustment: LogitAdjustment, history: TokenCounts, vocab_size: in
         penalty = adjustment.presence_penalty + adjustment.frequency_penalty * history.in_output[said]
         plan["output"] = seen[said], _finite(penalty)
     return plan
+
+
+def _mask(source: MaskOf, vocab_size: int) -> TokenMask:
+    mask = source.bits()
+    if mask.shape != (-(-vocab_size // 8),):
+        raise ValueError(f"a mask of {mask.size} bytes is not for {vocab_size} tokens")
+    return mask
 
 
 def _checked(token_ids: Sequence[int] | Int64, vocab_size: int) -> Int64:

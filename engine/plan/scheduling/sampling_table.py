@@ -10,7 +10,7 @@ import numpy as np
 from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, TokenCounts
-from engine.plan.structured_output import TokenMask
+from engine.plan.structured_output import MaskOf
 
 
 class SamplingTable:
@@ -126,7 +126,7 @@ def _adjustment(
     index: int, request: Request, history: TokenHistory | None, path: tuple[int, ...]
 ) -> LogitAdjustment | None:
     behind = Behind(request.token_ids, request.num_prompt_tokens, history, path)
-    mask = None if request.grammar is None else request.grammar.mask(path)
+    mask = None if request.grammar is None else MaskOf(request.grammar, path)
     return adjustment_of(index, request.sampling, request.stop_token_ids, behind, mask)
 
 
@@ -135,7 +135,7 @@ def adjustment_of(
     sampling: SamplingParams,
     stop_token_ids: frozenset[int],
     behind: Behind,
-    allowed_mask: TokenMask | None = None,
+    allowed_mask: MaskOf | None = None,
 ) -> LogitAdjustment | None:
     """What the row that draws the token after `behind` needs beyond the columns.
 

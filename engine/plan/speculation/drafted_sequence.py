@@ -100,10 +100,15 @@ class DraftedSequence:
     def _num_allowed(self, num_drafts: int) -> int:
         """How many of the first drafts the request's grammar allows.
 
-        A tree is left whole: whatever of it is not allowed is never accepted.
+        A tree is left whole: whatever of it is not allowed is never accepted. Where the grammar is dear, each
+        draft would cost more than it saves.
         """
         grammar = self.request.grammar
-        if grammar is None or num_drafts < 1 or self.tape.is_tree:
+        if grammar is None or num_drafts < 1:
+            return num_drafts
+        if grammar.is_dear:
+            return 0
+        if self.tape.is_tree:
             return num_drafts
         return grammar.num_valid([draft.token_id for draft in self.tape.drafted[:num_drafts]])
 

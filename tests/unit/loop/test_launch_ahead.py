@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,8 +247,9 @@ async def test_what_follows_a_step_that_could_not_be_launched_is_not_launched_ei
     runner = Refusing()
     executor: Executor = Executors.threads().target
     pipeline = StepPipeline(runner, executor)
-    plain: Any = type("Inputs", (), {"previous_rows": None})
-    following: Any = type("Inputs", (), {"previous_rows": [0]})
+    unadjusted = SimpleNamespace(adjustments=())
+    plain: Any = SimpleNamespace(previous_rows=None, sampling=unadjusted)
+    following: Any = SimpleNamespace(previous_rows=[0], sampling=unadjusted)
     pipeline.launch(plain)
     pipeline.launch(following)
     pipeline.launch(following)

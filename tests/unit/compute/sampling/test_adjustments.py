@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from engine.compute.sampling.adjustments import apply_adjustments
 from engine.plan.step_records import LogitAdjustment
-from engine.plan.structured_output import TokenMask
+from engine.plan.structured_output import MaskOf, TokenMask
 from tests.support.sampling_reference import counted
 
 INF = math.inf
@@ -106,10 +107,33 @@ def test_bad_data_ends_its_own_row_only(fields: dict[str, object], reason: str) 
     assert logits[0].tolist() == logits[2].tolist() == [-INF, -2.0, 0.0, 4.0]
 
 
-def packed(*token_ids: int, vocab_size: int = 4) -> TokenMask:
+class OneMask:
+    """A grammar that allows the same everywhere, or has no time left."""
+
+    is_dear = False
+
+    def __init__(self, bits: TokenMask | None) -> None:
+        self.bits = bits
+
+    def mask(self, path: Sequence[int]) -> TokenMask:
+        if self.bits is None:
+            raise ValueError("it takes too long")
+        return self.bits
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def accept(self, token_id: int) -> bool:
+        raise NotImplementedError
+
+
+def packed(*token_ids: int, vocab_size: int = 4) -> MaskOf:
     bits = np.zeros(vocab_size, np.uint8)
     bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little")
+    return MaskOf(OneMask(np.packbits(bits, bitorder="little")))
 
 
 def test_a_mask_leaves_what_it_allows_and_everything_else_still_counts() -> None:
@@ -144,4 +168,14 @@ def test_a_mask_for_another_vocabulary_is_its_rows_own_error() -> None:
     assert apply_adjustments(logits, adjustments) == {
         0: "bad logit adjustment: a mask of 2 bytes is not for 4 tokens"
     }
+    assert logits.tolist() == [list(LOGITS), [2.0, -INF, -INF, -INF]]
+
+
+def test_a_mask_that_cannot_be_had_is_its_rows_own_error() -> None:
+    logits = torch.tensor([LOGITS, LOGITS])
+    adjustments = [
+        LogitAdjustment(row=0, allowed_mask=MaskOf(OneMask(None))),
+        LogitAdjustment(row=1, allowed_mask=packed(0)),
+    ]
+    assert apply_adjustments(logits, adjustments) == {0: "bad logit adjustment: it takes too long"}
     assert logits.tolist() == [list(LOGITS), [2.0, -INF, -INF, -INF]]

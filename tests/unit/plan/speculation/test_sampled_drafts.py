@@ -64,12 +64,16 @@ class NoTwice:
     """The grammar: where a reply stands in it follows from its last token."""
 
     request: Request
+    is_dear: bool = False
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         tokens = [self.request.token_ids[-1], *token_ids]
         return len(list(takewhile(lambda pair: not FORBIDDEN[pair], pairwise(tokens))))
 
     def mask(self, path: Sequence[int]) -> TokenMask:
+        raise NotImplementedError
+
+    def foresee(self, token_ids: Sequence[int]) -> None:
         raise NotImplementedError
 
     def accept(self, token_id: int) -> bool:
