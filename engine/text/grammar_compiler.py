@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from hashlib import sha256
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import InvalidRequest
 from engine.plan.structured_output import StructuredOutput
@@ -18,7 +20,15 @@ from engine.text.token_bytes import TokenBytes
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 MAX_CACHED = 32
+MAX_REFUSALS = 256  # remembered by a digest, so that sources too dear to follow are not worked on again
+# Items of the parser that one mask may take. A rule of a grammar may be ambiguous, and then an item costs a
+# hundred times what it does of JSON; programming languages take a tenth of these.
+_GRAMMAR_ITEMS = 2000
+_JSON_ITEMS = 20_000
 # Deep sources are compiled by recursion: a long chain of references needs far more than a usual stack, and
 # there is no error for its end. Only what is used becomes memory.
 _STACK_BYTES = 256 << 20
@@ -32,51 +42,71 @@ _stack_size_lock = threading.Lock()
 class FollowableGrammar:
     """A compiled grammar; see CompiledGrammar. Loop thread only."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, clock: Callable[[], float]) -> None:
         self.is_worn = False  # its automaton, which all replies share, has outgrown its limits
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._clock = clock
 
     def start(self, end_token_ids: frozenset[int]) -> GrammarState:
         """See CompiledGrammar; O(1)."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, end_token_ids, self._wear_out)
+        matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._vocab_size, end_token_ids, self._wear_out, self._clock)
 
     def _wear_out(self) -> None:
         self.is_worn = True
 
 
 class GrammarCompiler:
-    """Compiles for one model's tokens, and remembers the last `MAX_CACHED` grammars; one thread at a time.
+    """Compiles for one model's tokens; any thread may do so at any time.
 
-    The grammars are over the very bytes that replies are decoded from. `eos_token_ids` are no text.
+    Remembers the last `MAX_CACHED` grammars, and why the last `MAX_REFUSALS` were refused. They are over the
+    very bytes that replies are decoded from. `eos_token_ids` are no text. `clock` is the GrammarStates'.
     """
 
-    def __init__(self, pieces: TokenBytes, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        pieces: TokenBytes,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._pieces = pieces
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._lock = threading.Lock()  # never held while anything is compiled
         self._cache: OrderedDict[StructuredOutput, FollowableGrammar] = OrderedDict()
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        self._tokenizer_lock = threading.Lock()
 
     def compile(self, structure: StructuredOutput) -> FollowableGrammar:
         """Ready to be followed. Raises InvalidRequest for what is not valid, not supported or too large."""
-        found = self._cache.pop(structure, None)
-        if found is None or found.is_worn:
+        key = _digest(structure)
+        with self._lock:
+            found, refusal = self._cache.get(structure), self._refusals.get(key)
+        if refusal is None and (found is None or found.is_worn):
             try:
-                found = FollowableGrammar(self._compile(structure), self._vocab_size)
+                found = FollowableGrammar(self._compile(structure), self._vocab_size, self._clock)
             except ValueError as error:
-                name = f"'{structure.param}'" if structure.param else "The structured output"
-                message = f"{name} cannot be used: {_shown(str(error))}."
-                raise InvalidRequest(message, structure.param) from None
-        self._cache[structure] = found
-        if len(self._cache) > MAX_CACHED:
-            self._cache.popitem(last=False)
+                refusal = _shown(str(error))
+        with self._lock:
+            if refusal is not None:
+                _remember(self._refusals, key, refusal, MAX_REFUSALS)
+            elif found is not None:
+                _remember(self._cache, structure, found, MAX_CACHED)
+        if found is None or refusal is not None:
+            name = f"'{structure.param}'" if structure.param else "The structured output"
+            raise InvalidRequest(f"{name} cannot be used: {refusal}.", structure.param)
         return found
 
     def _compile(self, structure: StructuredOutput) -> LLMatcher:
         from llguidance import LLMatcher
 
-        text = grammar_text(structure, self._special_tokens)
-        tokenizer, limits = self._tokenizer, _limits()
+        with self._tokenizer_lock:
+            tokenizer, special_tokens = self._tokenizer, self._special_tokens
+        text = grammar_text(structure, special_tokens)
+        limits = _limits(_GRAMMAR_ITEMS if structure.kind == "grammar" else _JSON_ITEMS)
         matcher = _on_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
             raise ValueError(_reason(matcher.get_error()))
@@ -123,11 +153,25 @@ class _Vocabulary:
         return []
 
 
-def _limits() -> LLParserLimits:
+def _digest(structure: StructuredOutput) -> bytes:
+    """Of what a refusal depends on."""
+    described = repr((structure.kind, structure.frame, structure.source))
+    return sha256(described.encode("utf-8", "surrogatepass")).digest()
+
+
+def _remember(cache: OrderedDict[K, V], key: K, value: V, size: int) -> None:
+    """As the newest of `size` entries at most."""
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > size:
+        cache.popitem(last=False)
+
+
+def _limits(num_items: int) -> LLParserLimits:
     from llguidance import LLParserLimits
 
     # A state takes one or two kilobytes. Messages are to hold nothing of the grammar.
-    return LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=25_000, step_max_items=num_items, verbose_errors=False)
 
 
 def _on_deep_stack(call: Callable[[], LLMatcher]) -> LLMatcher:

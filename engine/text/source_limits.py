@@ -13,6 +13,7 @@ MAX_SOURCE_CHARS = 65_536
 MAX_GRAMMAR_CHARS = 32_768
 MAX_RULES = 256
 MAX_OPERATORS = 1000  # of all patterns together
+MAX_INTERSECTIONS = 16  # with complements: each may double the compiler's work, whatever fuel it has
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 1000  # of one object
 
@@ -37,6 +38,8 @@ def check_grammar(source: str) -> None:
     _check("the grammar", len(source), MAX_GRAMMAR_CHARS, "characters")
     _check("the grammar", len(_RULE.findall(source)), MAX_RULES, "rules")
     _check("the grammar", _num_operators(source), MAX_OPERATORS, "repetitions and operators")
+    num_intersections = source.count("&") + source.count("~")
+    _check("the grammar", num_intersections, MAX_INTERSECTIONS, "intersections and complements ('&' and '~')")
 
 
 def check_schema(schema: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.plan.structured_output import Frame, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
-from engine.text.grammar_state import GrammarState
+from engine.text.grammar_state import FIRST_S, TOKEN_S, GrammarState
 from tests.support.engines import text_tokenizer
 from tests.support.structures import SCHEMAS, allowed, compiled
 from tests.support.tiny_models import BOS_ID, EOS_ID, START_ID, VOCAB_SIZE
@@ -202,6 +202,69 @@ def test_a_matcher_that_raises_allows_nothing_any_more_and_raises_nothing(method
     assert not allowed(state.mask(()))
     assert state.num_valid([a]) == 0
     assert failures == [method], "said once"
+
+
+def test_what_was_foreseen_is_what_is_found_without() -> None:
+    tokens = [encode(char)[0] for char in "abce"]
+    plain, foresighted = (compiled("regex", "ab[cd]e").start(EOS) for _ in range(2))
+    foresighted.foresee(tokens[:3])
+    for token_id in tokens[:3]:
+        assert not foresighted.accept(token_id)
+        assert not plain.accept(token_id)
+    np.testing.assert_array_equal(foresighted.mask(()), plain.mask(()))
+    foresighted.foresee(tokens[3:])
+    assert foresighted.accept(tokens[3]) and plain.accept(tokens[3])
+
+
+def test_what_was_foreseen_is_accepted_without_the_matcher() -> None:
+    class Unasked:
+        """Nobody may ask it anything."""
+
+    state = compiled("regex", "[ab]*").start(EOS)
+    a, b = encode("a")[0], encode("b")[0]
+    state.foresee([a, b, a, EOS_ID, 5])
+    state._matcher = Unasked()  # type: ignore[assignment]
+    assert [state.accept(token_id) for token_id in (a, b, a)] == [False] * 3
+
+
+def test_what_is_committed_but_was_not_foreseen_ends_the_reply() -> None:
+    state = compiled("regex", "[ab]*").start(EOS)
+    a, b = encode("a")[0], encode("b")[0]
+    state.foresee([a])
+    state.accept(b)
+    assert not allowed(state.mask(()))
+
+
+def test_a_reply_may_take_some_time_and_a_little_for_each_token() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += slow
+        return now
+
+    slow = 0.0
+    compiler = GrammarCompiler(text_tokenizer().pieces, VOCAB_SIZE, EOS, clock)
+    grammar, (a,) = compiler.compile(StructuredOutput("regex", "[a]{300}")), encode("a")
+    state = grammar.start(EOS)
+    slow = TOKEN_S / 10
+    for _ in range(100):
+        assert allowed(state.mask(())) == {a}
+        assert not state.accept(a)
+    assert not state.is_dear
+    slow = FIRST_S
+    assert allowed(state.mask(())) == {a}
+    slow = 0.0
+    state.accept(a)
+    assert state.is_dear
+    assert allowed(state.mask(())) == {a}, "what a hundred tokens were given is used up first"
+    slow = FIRST_S
+    state.accept(a)
+    with pytest.raises(ValueError, match="its grammar takes more than 5 ms a token"):
+        state.mask(())
+    other = grammar.start(EOS)
+    slow = 0.0
+    assert allowed(other.mask(())) == {a}, "each reply has its own"
 
 
 @st.composite

@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.plan.structured_output import StructuredOutput
-from engine.text.grammar_compiler import MAX_CACHED, GrammarCompiler
+from engine.text.grammar_compiler import MAX_CACHED, MAX_REFUSALS, GrammarCompiler
 from engine.text.source_limits import MAX_OPERATORS, MAX_RULES, MAX_SOURCE_CHARS
 from tests.support.engines import text_tokenizer
 from tests.support.structures import compiled, tiny_compiler
@@ -49,6 +49,7 @@ def rules(body: str, count: int) -> str:
     return "\n".join(["start: A0", *lines, f'A{count}: "x"'])
 
 
+AMBIGUOUS = "start: x\nx: " + "|".join("x " * i for i in range(2, 40)) + '| /[a-z ]/ | ""'
 BOMBS = {
     "deep": schema(**nested(60)),
     "very deep": StructuredOutput("json_schema", "[" * 30_000),
@@ -86,6 +87,11 @@ BOMBS = {
     "many rules": grammar(rules("next", 4000)),
     "intersections": grammar("start: A\nA: " + "&".join(f"~/.*{i}/" for i in range(330))),
     "nested repetition": grammar('start: x{1,1000}\nx: y{1,1000}\ny: z{1,1000}\nz: "a"'),
+    "intersections within the limit": grammar(
+        "start: A\nA: " + "&".join(f"/(.*[a-{chr(98 + i)}]){{{i + 2}}}.*/" for i in range(16))
+    ),
+    "ambiguity of many kinds": grammar(AMBIGUOUS),
+    "ambiguity of empty rules": grammar('start: x\nx: x x x x | x x | /[a-z ]/ | ""'),
     "ambiguity": grammar('start: start start | "a"'),
     "alternatives": grammar("start: " + "|".join(f'"{i}"' for i in range(4000))),
     "lark parentheses": grammar("start: " + "(" * 15_000 + '"a"' + ")" * 15_000),
@@ -122,6 +128,8 @@ def test_bombs_cost_little_to_compile_and_to_follow(name: str) -> None:
         (regex("a?" * (MAX_OPERATORS + 1)), f"the limit is {MAX_OPERATORS}"),
         (schema(type="string", pattern="a?" * (MAX_OPERATORS + 1)), f"the limit is {MAX_OPERATORS}"),
         (grammar(rules("next", MAX_RULES)), f"rules; the limit is {MAX_RULES}"),
+        (grammar("start: A\nA: " + "&".join(["/a/"] * 18)), "('&' and '~'); the limit is 16"),
+        (grammar(AMBIGUOUS), "it is too complex"),
         (schema(type="array", uniqueItems=True), '"uniqueItems"'),
         (schema(**{"if": {}, "then": {}}), '"if", "then"'),
         (schema(**{"not": {}}), '"not"'),
@@ -192,3 +200,24 @@ def test_a_grammar_that_has_outgrown_its_limits_is_compiled_anew() -> None:
     assert not state.mask(()).any()
     assert (not state.accept(5) and not state.mask((5, 6)).any()) or True
     assert compiled("regex", "(.{0,400}a){30}") is not first
+
+
+def test_a_refusal_is_remembered_and_nothing_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(text_tokenizer().pieces, VOCAB_SIZE, frozenset({EOS_ID}))
+    with pytest.raises(InvalidRequest) as first:
+        compiler.compile(grammar(AMBIGUOUS))
+    monkeypatch.setattr(compiler, "_compile", lambda _: pytest.fail("compiled again"))
+    with pytest.raises(InvalidRequest) as again:
+        compiler.compile(StructuredOutput("grammar", AMBIGUOUS, param="another"))
+    assert str(again.value) == str(first.value).replace("The structured output", "'another'")
+    assert again.value.param == "another"
+
+
+def test_refusals_leave_grammars_in_their_places_and_are_forgotten_in_their_turn() -> None:
+    compiler = GrammarCompiler(text_tokenizer().pieces, VOCAB_SIZE, frozenset({EOS_ID}))
+    first = compiler.compile(regex("a0"))
+    for i in range(MAX_REFUSALS + 5):
+        with pytest.raises(InvalidRequest):
+            compiler.compile(regex(f"({i}"))
+    assert compiler.compile(regex("a0")) is first
+    assert len(compiler._refusals) == MAX_REFUSALS
