@@ -1,7 +1,8 @@
-"""DaemonExecutor: one thread whose work may hang without keeping the process from ending."""
+"""DaemonExecutor: threads whose work may hang without keeping the process from ending."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
@@ -15,26 +16,26 @@ _JOIN_S = 0.5  # what is left running then is lost with the process
 
 
 class DaemonExecutor(Executor):
-    """Runs calls one after another in a daemon thread, started with the first.
+    """Begins calls one after another in daemon threads, one by default, started with the first call.
 
     A ThreadPoolExecutor's threads are joined when the interpreter exits, however long that takes. `submit`
     and `shutdown` are for one thread, the owner's.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._names = [name] if num_threads == 1 else [f"{name}_{i}" for i in range(num_threads)]
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._threads: list[Thread] = []
         self._is_closed = False
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """The future of the call. RuntimeError after `shutdown`, or if there can be no thread."""
         if self._is_closed:
             raise RuntimeError("this executor takes no more work")
-        if self._thread is None:
-            thread = Thread(target=self._work, name=self._name, daemon=True)
+        while len(self._threads) < len(self._names):
+            thread = Thread(target=self._work, name=self._names[len(self._threads)], daemon=True)
             thread.start()
-            self._thread = thread
+            self._threads.append(thread)
         future: Future[T] = Future()
         self._calls.put(_Call(future, lambda: call(*args, **kwargs)))
         return future
@@ -47,14 +48,16 @@ class DaemonExecutor(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work; what is queued still runs, unless it is cancelled. See Executor.
 
-        `wait` joins the thread for a moment only.
+        `wait` joins the threads for a moment only.
         """
         self._is_closed = True
         if cancel_futures:
             self._cancel_queued()
-        self._calls.put(None)
-        if wait and self._thread is not None:
-            self._thread.join(_JOIN_S)
+        for _ in self._names:
+            self._calls.put(None)
+        ends = time.monotonic() + _JOIN_S
+        for thread in self._threads if wait else ():
+            thread.join(max(0.0, ends - time.monotonic()))
 
     def _cancel_queued(self) -> None:
         try:

@@ -62,7 +62,7 @@ class Engine:
         self.state = EngineState.LOADING
         self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
-        self._text = TextThread(self._executors.text, self.metrics)
+        self._text = TextThread(self._executors.text, self.metrics, self._executors.num_text_threads)
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
         self._requests = OpenRequests(self.metrics, clock, self._time_limits)
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
@@ -113,6 +113,7 @@ class Engine:
             await self._wait_for_end(self._task)
         if self.metrics.busy_s:
             log.info(self.metrics.format_report(self._clock()))
+        self._text.close()
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def _wait_for_end(self, task: asyncio.Task[None]) -> None:
@@ -202,12 +203,14 @@ class Engine:
             speculation_speedup=decoder.speedup,
         )
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize off the loop. Text too long for any prompt is refused before it costs anything."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
+    ) -> list[int]:
+        """Tokenize off the loop, in `tenant`'s turn. Text too long for any prompt is refused unread."""
         tokenizer = self._loaded.tokenizer
         self._check_length(len(text), param="prompt")
         return await self._text.run(
-            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer"
+            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer", tenant
         )
 
     async def render_chat(
@@ -216,8 +219,9 @@ class Engine:
         tools: Sequence[dict[str, object]] = (),
         *,
         add_special_tokens: bool = False,
+        tenant: str | None = None,
     ) -> list[int]:
-        """Apply the chat template and tokenize, off the loop. Raises InvalidRequest.
+        """Apply the chat template and tokenize, off the loop, in `tenant`'s turn. Raises InvalidRequest.
 
         All text that the template is given counts for the length that is refused before it costs anything.
 
@@ -233,22 +237,30 @@ class Engine:
             self._check_length(len(text), "messages")  # a template may show a text more than once
             return tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
-        return await self._text.run(render, "tokenizer")
+        return await self._text.run(render, "tokenizer", tenant)
 
     @property
     def tool_template(self) -> str | None:
         """The chat template that shows tools to the model; None if none does. Raises Overloaded (loading)."""
         return self._loaded.tokenizer.tool_template
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of a whole token list, off the loop."""
+    async def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str | None = None
+    ) -> str:
+        """Text of a whole token list, off the loop, in `tenant`'s turn."""
         tokenizer = self._loaded.tokenizer
         return await self._text.run(
-            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens), "detokenizer"
+            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            "detokenizer",
+            tenant,
         )
 
-    async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
-        """What a reply must be, made ready for `GenerationRequest.grammar`, off the loop; cached.
+    async def compile_grammar(
+        self, structure: StructuredOutput, *, tenant: str | None = None
+    ) -> CompiledGrammar:
+        """What a reply must be, made ready for `GenerationRequest.grammar`; cached, and so are refusals.
+
+        Off the loop, in `tenant`'s turn.
 
         Raises InvalidRequest for what is not valid, not supported or too large.
         """
@@ -257,7 +269,7 @@ class Engine:
             pieces = parts.tokenizer.pieces
             self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
         compiler = self._grammars
-        return await self._text.run(lambda: compiler.compile(structure), "grammar")
+        return await self._text.run(lambda: compiler.compile(structure), "grammar", tenant)
 
     def token_text(self, token_id: int) -> str:
         """The text of a single token, as logprobs show it."""

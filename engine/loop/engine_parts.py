@@ -11,8 +11,11 @@ from typing import Protocol, runtime_checkable
 from engine.loop.daemon_executor import DaemonExecutor
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import StepInputs, StepResult
+from engine.startup.cpu_limit import usable_cores
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
+
+MAX_TEXT_THREADS = 4  # more would only take cores from the model
 
 
 class EngineState(Enum):
@@ -108,19 +111,29 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class Executors:
-    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each."""
+    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each.
+
+    `text` runs `num_text_threads` calls at a time.
+    """
 
     target: Executor
     draft: Executor
     text: Executor
+    num_text_threads: int = 1
 
     @classmethod
     def threads(cls) -> Executors:
-        """One named thread each, started when first used."""
+        """Named threads, started when first used.
+
+        Two at least for text, so that one tenant's never has to wait for another's to end: tokenizers and the
+        grammars' compiler let go of the interpreter.
+        """
+        num_text_threads = min(MAX_TEXT_THREADS, max(2, usable_cores()))
         return cls(
             target=ThreadPoolExecutor(1, thread_name_prefix="target"),
             draft=DaemonExecutor("draft"),
-            text=DaemonExecutor("text"),
+            text=DaemonExecutor("text", num_text_threads),
+            num_text_threads=num_text_threads,
         )
 
     def shutdown(self, *, wait: bool) -> None:

@@ -259,6 +259,7 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
     On return the order's body has forgotten all that may be large.
     """
     body, engine, lease = order.body, context.engine, order.lease
+    tenant, grammar = order.exchange.tenant, None
     check_limits(body, context.settings.server)
     structure = order.structure or read_structure(body)
     num_requests = order.num_prompts * body.num_choices
@@ -269,9 +270,10 @@ async def open_generation(context: ServerContext, order: Order) -> Generation:
             limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
             async with in_time(limit_s, order.exchange.age_s, engine.metrics):
                 prompts = await order.prepare(engine)
-                speculation = replace(speculation, prediction=await read_prediction(body, engine))
-                bad_words = await read_bad_words(body.bad_words or (), engine)
-                grammar = None if structure is None else await engine.compile_grammar(structure)
+                speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))
+                bad_words = await read_bad_words(body.bad_words or (), engine, tenant)
+                if structure is not None:
+                    grammar = await engine.compile_grammar(structure, tenant=tenant)
             wanted = Wanted(prompts, speculation, bad_words, grammar)
             requests = _make_requests(order, wanted, context)
             size = reply_size(body, _reply_parts(wanted.prompts, requests, body.num_choices))

@@ -27,13 +27,16 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
     return SpeculationOptions(enabled=asked.enabled is not False, method=method, num_tokens=asked.num_tokens)
 
 
-async def read_prediction(body: GenerationBody, engine: Engine) -> tuple[int, ...]:
-    """The predicted text's tokens, made off the loop; none without one. Raises ApiError for too many."""
+async def read_prediction(body: GenerationBody, engine: Engine, tenant: str | None = None) -> tuple[int, ...]:
+    """The predicted text's tokens, made off the loop in `tenant`'s turn; none without one.
+
+    Raises ApiError for too many.
+    """
     if body.prediction is None or not body.prediction.content:
         return ()
     limit = engine.info.max_model_len
     try:
-        token_ids = await engine.encode(body.prediction.content, add_special_tokens=False)
+        token_ids = await engine.encode(body.prediction.content, add_special_tokens=False, tenant=tenant)
     except ContextLengthExceeded:
         raise _too_long(limit) from None
     if len(token_ids) > limit:

@@ -54,7 +54,7 @@ async def test_leaving_while_the_prompt_is_read_submits_nothing() -> None:
     engine = FakeEngine()
     reached, gone = asyncio.Event(), asyncio.Event()
 
-    async def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(text: str, *, add_special_tokens: bool = True, tenant: str | None = None) -> list[int]:
         reached.set()
         try:
             await asyncio.get_running_loop().create_future()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -180,6 +181,32 @@ async def test_keys_guard_all_but_the_open_paths(tmp_path_factory: pytest.TempPa
     tenants = {request.tenant for request in engine.requests}
     assert len(tenants) == 3
     assert not tenants & {"first", "second", "third", None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_calls"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "truncate_prompt_tokens": 1}, 2),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "truncate_prompt_tokens": 1}, 2),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["b"]}, 3),
+        ("/v1/completions", {"prompt": "a", "prediction": {"type": "content", "content": "b"}}, 2),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "b"}}, 2),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 1),
+        ("/tokenize", {"prompt": "a"}, 1),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, 1),
+        ("/detokenize", {"tokens": [65]}, 1),
+    ],
+)
+async def test_work_on_text_is_done_in_the_turn_of_the_key_that_asks(
+    path: str, body: dict[str, Any], num_calls: int
+) -> None:
+    engine = FakeEngine()
+    async with server_url(engine, api_key=("k",)) as url:
+        reply = await ask(url, "POST", path, body, {"authorization": "Bearer k"})
+        assert reply.status == 200, reply.body
+    assert len(engine.tenants) == num_calls
+    assert len(set(engine.tenants)) == 1
+    assert None not in engine.tenants
 
 
 @pytest.mark.parametrize("host", ["x/health?", "x#", "a@b", "localhost/health"])

@@ -116,7 +116,9 @@ async def test_nor_by_an_engine_with_a_model(log: CapturedLog, directory: Path) 
 class Clumsy(FakeEngine):
     """Says what it was given when something breaks, as libraries do."""
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
+    ) -> list[int]:
         try:
             return [int(text)]
         except ValueError as error:

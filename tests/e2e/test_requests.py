@@ -205,7 +205,7 @@ async def test_a_deadline_while_the_prompt_is_read_is_504_then_and_not_later(
     engine = FakeEngine()
     gone = asyncio.Event()
 
-    async def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(text: str, *, add_special_tokens: bool = True, tenant: str | None = None) -> list[int]:
         try:
             await asyncio.get_running_loop().create_future()
         finally:

@@ -81,6 +81,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_encoded: int = 0
+    tenants: list[str | None] = field(default_factory=list)  # for whom text was worked on, call by call
     messages: list[dict[str, object]] = field(default_factory=list)
     tools: Sequence[dict[str, object]] = ()
     tool_template: str | None = None
@@ -128,7 +129,10 @@ class FakeEngine:
     def admit_text(self) -> AbstractContextManager[object]:
         return self.admit(1)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
+    ) -> list[int]:
+        self.tenants.append(tenant)
         self.num_encoded += 1
         if len(text) > self.char_limit:
             raise ContextLengthExceeded(
@@ -143,19 +147,26 @@ class FakeEngine:
         tools: Sequence[dict[str, object]] = (),
         *,
         add_special_tokens: bool = False,
+        tenant: str | None = None,
     ) -> list[int]:
         self.messages, self.tools = messages, tools
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
         text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
-        return await self.encode(text, add_special_tokens=add_special_tokens)
+        return await self.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
 
-    async def compile_grammar(self, structure: StructuredOutput) -> CompiledGrammar:
+    async def compile_grammar(
+        self, structure: StructuredOutput, *, tenant: str | None = None
+    ) -> CompiledGrammar:
+        self.tenants.append(tenant)
         if "refuse me" in structure.source:
             raise InvalidRequest(f"'{structure.param}' cannot be used: no.", structure.param)
         return FakeGrammar(structure)
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    async def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str | None = None
+    ) -> str:
+        self.tenants.append(tenant)
         return "".join(map(chr, token_ids))
 
     def token_text(self, token_id: int) -> str:

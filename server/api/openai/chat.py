@@ -52,11 +52,14 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
+    exchange = exchange_of(request.scope)
+
     async def prepare(engine: Engine) -> list[Prompt]:
         token_ids = await engine.render_chat(
             messages,
             () if tools is None else tools.for_template,
             add_special_tokens=bool(body.add_special_tokens),
+            tenant=exchange.tenant,
         )
         return [Prompt(truncated(body, token_ids, engine.info))]
 
@@ -68,7 +71,7 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
         body=body,
         num_prompts=1,
         prepare=prepare,
-        exchange=exchange_of(request.scope),
+        exchange=exchange,
         lease=lease,
         structure=structure,
         held_bytes=0 if tools is None else lease.num_bytes,

@@ -49,26 +49,30 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
     body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
     check_model(context, body.model)
     shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
+    exchange = exchange_of(request.scope)
     order = Order(
         reply_id=fresh_id(shape),
         body=body,
         num_prompts=len(body.prompt),
-        prepare=lambda engine: read_prompts(body, engine),
-        exchange=exchange_of(request.scope),
+        prepare=lambda engine: read_prompts(body, engine, exchange.tenant),
+        exchange=exchange,
         lease=lease_of(request.scope),
     )
     reply = Reply(context, body, shape, order.reply_id)
     return reply, await open_generation(context, order)
 
 
-async def read_prompts(body: CompletionRequest, engine: Engine) -> list[Prompt]:
-    """The prompts as the model reads them, with their text when it is to be echoed."""
-    return [await _read_prompt(body, item, engine) for item in body.prompt]
+async def read_prompts(body: CompletionRequest, engine: Engine, tenant: str | None) -> list[Prompt]:
+    """The prompts as the model reads them, with their text when it is to be echoed; in `tenant`'s turns."""
+    return [await _read_prompt(body, item, engine, tenant) for item in body.prompt]
 
 
-async def _read_prompt(body: CompletionRequest, item: PromptItem, engine: Engine) -> Prompt:
+async def _read_prompt(
+    body: CompletionRequest, item: PromptItem, engine: Engine, tenant: str | None
+) -> Prompt:
     if isinstance(item, str):
-        all_ids = await engine.encode(item, add_special_tokens=body.add_special_tokens is not False)
+        with_special = body.add_special_tokens is not False
+        all_ids = await engine.encode(item, add_special_tokens=with_special, tenant=tenant)
     else:
         all_ids = item
         check_token_ids("prompt", all_ids, engine.info.vocab_size)
@@ -78,7 +82,7 @@ async def _read_prompt(body: CompletionRequest, item: PromptItem, engine: Engine
     if isinstance(item, str) and len(token_ids) == len(all_ids):
         return Prompt(token_ids, item)
     skip = body.skip_special_tokens is not False
-    return Prompt(token_ids, await engine.decode(token_ids, skip_special_tokens=skip))
+    return Prompt(token_ids, await engine.decode(token_ids, skip_special_tokens=skip, tenant=tenant))
 
 
 @dataclass(frozen=True, slots=True)

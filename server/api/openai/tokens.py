@@ -19,7 +19,7 @@ from server.api.openapi import json_body
 from server.api.sampling import check_token_ids
 from server.api.tools.history import Conversation, messages_for_template, tool_template
 from server.http.body_room import lease_of
-from server.http.context import ServerContext, context_of
+from server.http.context import ServerContext, context_of, exchange_of
 from server.http.errors import invalid
 from server.http.json_pieces import LargeJson
 from server.http.json_reply import json_response
@@ -38,7 +38,7 @@ async def tokenize(request: Request) -> Response:
     with engine.admit_text():
         body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
         check_model(context, body.model)
-        token_ids = await read_token_ids(body, engine)
+        token_ids = await read_token_ids(body, engine, exchange_of(request.scope).tenant)
     names = LongList(lambda: map(engine.token_name, token_ids))
     reply = {
         "count": len(token_ids),
@@ -54,28 +54,31 @@ def _response(context: ServerContext, reply: Mapping[str, object], num_values: i
     return json_response(reply) if num_values <= _MANY_VALUES else LargeJson(reply, context.large_replies)
 
 
-async def read_token_ids(body: TokenizeRequest, engine: Engine) -> list[int]:
+async def read_token_ids(body: TokenizeRequest, engine: Engine, tenant: str | None) -> list[int]:
     """Special tokens are added to a text unless refused, to a conversation only when asked for."""
     if body.prompt is not None and body.messages is None:
-        return await engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        with_special = body.add_special_tokens is not False
+        return await engine.encode(body.prompt, add_special_tokens=with_special, tenant=tenant)
     if body.messages is None or body.prompt is not None:
         raise invalid("Give either 'prompt' or 'messages'.", "prompt")
     conversation = Conversation(body.messages, body.tools)
     messages = messages_for_template(body.messages, tool_template(conversation, engine))
     tools = [tool.for_template() for tool in body.tools or ()]
-    return await engine.render_chat(messages, tools, add_special_tokens=bool(body.add_special_tokens))
+    return await engine.render_chat(
+        messages, tools, add_special_tokens=bool(body.add_special_tokens), tenant=tenant
+    )
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens spelled out."""
     context, lease = context_of(request), lease_of(request.scope)
-    engine = context.engine
+    engine, tenant = context.engine, exchange_of(request.scope).tenant
     with engine.admit_text():
         body = await read_fields(request, DetokenizeRequest, {})
         check_model(context, body.model)
         check_token_ids("tokens", body.tokens, engine.info.vocab_size)
-        text = await engine.decode(body.tokens, skip_special_tokens=False)
+        text = await engine.decode(body.tokens, skip_special_tokens=False, tenant=tenant)
     lease.hold(getsizeof(text))
     return _response(context, {"prompt": text}, len(text) // _CHARS_A_VALUE)
 

@@ -29,7 +29,7 @@ class Encoder:
     class info:
         vocab_size = 50
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
         assert not add_special_tokens
         if text.strip() == "bad":
             raise InvalidRequest("no", param="prompt")
