@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
 from engine.errors import InvalidRequest, StartRefused
-from engine.text import template_sandbox
+from engine.text import template_costs, template_sandbox
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_sandbox import MAX_TEMPLATE_CHARS, TemplateSandbox, TemplateTooCostly
 from tests.support import tool_templates
@@ -126,6 +127,108 @@ def test_a_bomb_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TemplateTooCostly):
         render(BOMBS[name])
     assert time.monotonic() - started < 5
+
+
+# Each makes some two million characters or more of 4000; `x` is a text, `l` a list, `d` holds both.
+AMPLIFIERS = {
+    "*": "{{ (x * 600) | length }}",
+    "* from the left": "{{ (600 * x) | length }}",
+    "* of a list": "{{ (l * 60000) | length }}",
+    "+": GROWING.replace("'ab'", "x").replace("GROWTH", "ns.x + ns.x"),
+    "+ of lists": GROWING.replace("'ab'", "l").replace("GROWTH", "ns.x + ns.x"),
+    "~": "{{ (" + "x ~ " * 600 + "x) | length }}",
+    "~ of a list": "{{ (600 * [x]) ~ '' }}",
+    "%": "{{ (('%s' * 600) % ((x,) * 600)) | length }}",
+    "% of one name": "{{ ('%(x)s' * 600 % d) | length }}",
+    "% of a width": "{{ ('%9999d' * 300 % ((1,) * 300)) | length }}",
+    "format": "{{ ('%(x)s' * 600) | format(x=x) | length }}",
+    "format of values": "{{ ('%s' * 600) | format(*([x] * 600)) | length }}",
+    ".format": "{{ ('{0}' * 600).format(x) | length }}",
+    ".format by name": "{{ ('{x}' * 600).format(x=x) | length }}",
+    ".format of a part": "{{ ('{d[x]}' * 600).format(d=d) | length }}",
+    ".format_map": "{{ ('{x}' * 600).format_map(d) | length }}",
+    "join": "{{ ([x] * 600) | join | length }}",
+    "join with": "{{ ('a' * 600) | join(x) | length }}",
+    "join of an attribute": "{{ ([d] * 600) | join(attribute='x') | length }}",
+    "join of a map": "{{ range(600) | map('replace', '', x) | join | length }}",
+    "join of what is given": "{{ range(600) | map(attribute='a', default=x) | join | length }}",
+    ".join": "{{ x.join(['a'] * 600) | length }}",
+    ".join of texts": "{{ ''.join([x] * 600) | length }}",
+    ".join of a map": "{{ ''.join(([x] * 600) | map('trim')) | length }}",
+    "replace": "{{ ('a' * 600) | replace('a', x) | length }}",
+    "replace nothing": "{{ ('b' * 600) | replace('', x) | length }}",
+    ".replace": "{{ ('a' * 600).replace('a', x) | length }}",
+    "indent": "{{ ('\n' * 600) | indent(4000, blank=true) | length }}",
+    "indent by a text": "{{ ('\r' * 600) | indent(x, blank=true) | length }}",
+    "tojson with an indent": "{{ ([1] * 600) | tojson(indent=4000) | length }}",
+    "tojson with separators": "{{ ([1] * 600) | tojson(separators=(x, x)) | length }}",
+    "tojson of the same": "{{ ([x] * 600) | tojson | length }}",
+    "center": "{{ 'x' | center(2000000) | length }}",
+    ".center": "{{ 'x'.center(1000000) | length }}",
+    ".ljust": "{{ 'x'.ljust(1000000) | length }}",
+    ".rjust": "{{ 'x'.rjust(1000000) | length }}",
+    ".zfill": "{{ 'x'.zfill(1000000) | length }}",
+    ".expandtabs": "{{ ('\t' * 600).expandtabs(4000) | length }}",
+    ".translate": "{{ ('a' * 600).translate({97: x}) | length }}",
+    ".split": "{{ (' a' * 4000).split(' ') | length }}",
+    ".splitlines": "{{ ('\n' * 4000).splitlines() | length }}",
+    "list of characters": "{{ ('\u2603' * 4000) | list | length }}",
+    "batch": "{{ [1] | batch(900000, 0) | list | length }}",
+    "slice": "{{ [1] | slice(900000) | list | length }}",
+    "wordwrap": "{{ ('a' * 600) | wordwrap(1, wrapstring=x) | length }}",
+    "sum of lists": "{{ ([l] * 600) | sum(start=[]) | length }}",
+    "string": "{{ ([x] * 600) | string | length }}",
+    "upper": "{{ ([x] * 600) | upper | length }}",
+    "trim": "{{ ([x] * 600) | trim | length }}",
+    "escape": "{{ ('<' * 4000) | escape | length }}",
+    "urlencode": "{{ ('\u2603' * 4000) | urlencode | length }}",
+    "pprint": "{{ ([x] * 600) | pprint | length }}",
+    "writing": "{{ [x] * 600 }}",
+    "writing a namespace": "{% set ns = namespace(x=[x] * 600) %}{{ ns }}",
+    "writing what a dictionary has": "{{ dict(a=[x] * 600).values() }}",
+    "nested lists": GROWING.replace("'ab'", "[1]").replace("GROWTH", "[ns.x, ns.x]") + "{{ ns.x }}",
+    "sort": "{% set y = 'a' * 4001 %}{{ ([x ~ 'b', y ~ 'b'] * 300) | sort | length }}",
+    "comparing": "{{ ([x ~ 'b'] * 600) == ([x ~ 'b'] * 600) }}",
+    "looking for": "{{ (x ~ 'b') in ([x ~ 'c'] * 600) }}",
+    "selecting": "{{ [1] | select('in', [x ~ 'c'] * 600) | list }}",
+    "slices": "{% set ns = namespace(x=[]) %}"
+    "{% for i in range(9999) %}{% set ns.x = ns.x + [x[1:]] %}{% endfor %}",
+    "keeping": "{% set ns = namespace(x=[]) %}"
+    "{% for i in range(9999) %}{% set ns.x = ns.x + [x ~ i] %}{% endfor %}",
+    "a large number": "{{ ('f' * 4000) | int(base=16) }}",
+    "rounding": "{{ 1.5 | round(1000000, 'ceil') }}",
+}
+
+
+@pytest.mark.parametrize("name", AMPLIFIERS)
+def test_what_is_too_much_is_refused_before_it_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (template_sandbox, template_costs):
+        monkeypatch.setattr(module, "MAX_CHARS", 20_000)
+    monkeypatch.setattr(template_sandbox, "MAX_MADE_CHARS", 500_000)
+    monkeypatch.setattr(template_sandbox, "MAX_ITEMS", 2_000)
+    sandbox = TemplateSandbox()
+    compiled = sandbox.compiled(AMPLIFIERS[name])
+    x = "a" * 4000
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateTooCostly):
+            sandbox.render(compiled, {"x": x, "l": list(range(40)), "d": {"x": x}})
+        assert tracemalloc.get_traced_memory()[1] < 1_500_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_conversations_are_far_from_any_limit() -> None:
+    talk = [TALK[0] | {"content": "word " * 100} for _ in range(2000)]
+    gathering = (
+        "{% set ns = namespace(all=[], text='') %}{% for message in messages %}"
+        "{% set ns.all = ns.all + [message] %}{% if message not in messages[:3] %}{% endif %}"
+        "{% if loop.index < 200 %}{% set ns.text = ns.text ~ message.content %}{% endif %}{% endfor %}"
+        "{{ ns.text }}{{ ns.all | length }}{{ messages | tojson(indent=2) | length > 1000000 }}"
+        "{{ messages | map(attribute='content') | join('\n') | upper | replace('W', 'ww') | indent(4) }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    )
+    assert render(gathering, messages=talk).endswith("2000")
 
 
 @pytest.mark.parametrize(
