@@ -144,6 +144,9 @@ class CacheSettings(Section):
     )
     swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")
+    share_prefix_cache: bool = Field(
+        False, description="keys find each other's prefixes, and so what others have asked"
+    )
 
 
 class SchedulerSettings(Section):

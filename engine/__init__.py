@@ -23,6 +23,7 @@ from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
 from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.loop.thread_stacks import thread_stacks
+from engine.plan.kv.prefix_cache import owned_salt
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import (
@@ -133,6 +134,7 @@ __all__ = [
     "diagnose",
     "frames_of",
     "freeze_heap",
+    "owned_salt",
     "prepare_process",
     "thread_stacks",
     "train_medusa_heads",

@@ -395,9 +395,12 @@ class Engine:
         """Each tenant's share of the tokens of late, a bounded number of them by name."""
         return self._requests.shares.shares()
 
-    def reset_prefix_cache(self) -> int:
-        """Forget every cached block that no request uses; how many they were. Raises Overloaded (loading)."""
-        return self._loaded.batcher.reset_prefix_cache()
+    def reset_prefix_cache(self, owner: str | None = None) -> int:
+        """Forget every cached block of `owner` (None: anybody's) that no request uses; how many they were.
+
+        Raises Overloaded (loading).
+        """
+        return self._loaded.batcher.reset_prefix_cache(owner)
 
     def _check_open(self) -> None:
         if self.fault is not None:

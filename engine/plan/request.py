@@ -96,7 +96,8 @@ class GenerationRequest:
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
     None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
-    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
+    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes;
+    `engine.owned_salt` makes one that no other tenant has.
     `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
     `grammar` is what the output must follow; None for any output.
     """

@@ -24,6 +24,7 @@ from engine import (
     SamplingParams,
     SpeculationOptions,
     StructuredOutput,
+    owned_salt,
 )
 from server.api.bad_words import read_bad_words
 from server.api.live_replies import LiveReply
@@ -43,7 +44,7 @@ from server.api.speculation import read_prediction, speculation_options
 from server.api.structure import read_structure
 from server.api.time_limit import allowed_s, in_time
 from server.http.body_room import Lease
-from server.http.context import Exchange, ServerContext
+from server.http.context import Exchange, ServerContext, cache_owner
 from server.http.errors import invalid
 
 
@@ -353,7 +354,7 @@ def _make_requests(
                 group=order.reply_id,
                 tenant=order.exchange.tenant,
                 deadline_s=None if limit_s is None else limit_s - order.exchange.age_s,
-                cache_salt=body.cache_salt,
+                cache_salt=owned_salt(cache_owner(context, order.exchange), body.cache_salt),
                 fork_of=first_id if j else None,
                 speculation=wanted.speculation,
                 grammar=wanted.grammar,

@@ -16,7 +16,7 @@ from server.api.live_replies import LiveReply
 from server.api.openai.protocol import RequestPatch
 from server.api.openapi import json_body
 from server.api.time_limit import allowed_s
-from server.http.context import context_of, exchange_of
+from server.http.context import cache_owner, context_of, exchange_of
 from server.http.errors import invalid, request_not_found
 from server.http.json_reply import json_response
 
@@ -67,8 +67,10 @@ async def explain_request(request: Request, request_id: str) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget every cached block that no request uses."""
-    return json_response({"num_freed_blocks": context_of(request).engine.reset_prefix_cache()})
+    """Forget every cached block that no request uses, of the caller's where each key has its own."""
+    context = context_of(request)
+    owner = cache_owner(context, exchange_of(request.scope))
+    return json_response({"num_freed_blocks": context.engine.reset_prefix_cache(owner)})
 
 
 def find_reply(request: Request, name: str) -> LiveReply:

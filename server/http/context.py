@@ -90,6 +90,11 @@ class Exchange:
         ]
 
 
+def cache_owner(context: ServerContext, exchange: Exchange) -> str | None:
+    """Who alone finds the prefixes that this request caches; None where all find each other's."""
+    return None if context.settings.cache.share_prefix_cache else exchange.tenant
+
+
 def context_of(request: Request) -> ServerContext:
     """The context of the application that serves `request`."""
     return cast(ServerContext, request.app.state.slipstream)

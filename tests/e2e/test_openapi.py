@@ -47,7 +47,7 @@ MANY, BROKEN, FEW = 40, 12, 2  # examples of a route
 class ForgetfulEngine(FakeEngine):
     """Has a prefix cache with nothing in it."""
 
-    def reset_prefix_cache(self) -> int:
+    def reset_prefix_cache(self, owner: str | None = None) -> int:
         return 0
 
 

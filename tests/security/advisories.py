@@ -268,6 +268,7 @@ SUPPLY = (
         f"{UNIT}/plan/kv/test_prefix_cache.py::test_a_block_is_named_by_its_parent_and_its_tokens",
         f"{UNIT}/plan/kv/test_prefix_cache.py::test_a_salt_separates",
         f"{HERE}/test_clients.py::test_nobody_learns_from_the_cache_what_was_asked_under_another_salt",
+        f"{HERE}/test_clients.py::test_a_tenant_finds_only_its_own_prefixes_unless_they_are_shared",
     ),
     _row(
         "CVE-2026-3108",

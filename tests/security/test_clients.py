@@ -14,8 +14,9 @@ import pytest_asyncio
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from config.schema import CacheSettings
 from server.app import build_app
-from tests.e2e.http_server import make_settings, server_url
+from tests.e2e.http_server import make_settings, served, server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask
 from tests.support.engines import EngineShape, running_engine
@@ -180,6 +181,37 @@ async def test_nobody_learns_from_the_cache_what_was_asked_under_another_salt() 
         assert await cached(FIRST) == 0
         for salt in ("B", "a", "A ", "+A", "AA", "None"):
             assert await cached(SECOND, cache_salt=salt) == 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_tenant_finds_only_its_own_prefixes_unless_they_are_shared(is_shared: bool) -> None:
+    """Without any salt, and with the same one; nor does a tenant flush what another has cached."""
+    settings = make_settings(api_key=("one", "two")).model_copy(
+        update={"cache": CacheSettings(share_prefix_cache=is_shared)}
+    )
+    shape = EngineShape(prefix_caching=True)
+    async with running_engine(shape) as harness, served(settings, harness.engine) as url:
+
+        async def cached(headers: dict[str, str], **fields: Any) -> bool:
+            body = {"prompt": SECRET, "max_tokens": 2, "temperature": 0, **fields}
+            usage = (await ask(url, "POST", COMPLETIONS, body, headers)).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"]) > 0
+
+        async def reset(headers: dict[str, str]) -> bool:
+            return bool(
+                (await ask(url, "POST", "/reset_prefix_cache", None, headers)).json()["num_freed_blocks"]
+            )
+
+        for salt in ({}, {"cache_salt": "A"}):
+            assert not await cached(FIRST, **salt)
+            assert await cached(FIRST, **salt)
+            assert await cached(SECOND, **salt) is is_shared
+        assert await reset(SECOND)
+        assert await cached(FIRST) is not is_shared
+        assert await cached(FIRST, cache_salt="A") is not is_shared
+        assert not await cached(SECOND) or is_shared
+        assert await reset(FIRST)
+        assert not await cached(FIRST)
 
 
 async def test_two_tenants_with_the_same_prefix_get_what_each_gets_alone() -> None:

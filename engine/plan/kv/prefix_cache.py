@@ -8,19 +8,34 @@ from collections.abc import Sequence
 
 from engine.plan.kv.block_pool import BlockPool
 
+_OWNER_END = "\0"
+_TAG_BYTES = 8
+
+
+def owned_salt(owner: str | None, salt: str | None) -> str | None:
+    """The salt of blocks that only `owner` (a text without NUL) finds, divided by `salt`; None: no owner."""
+    return salt if owner is None else f"{owner}{_OWNER_END}{salt or ''}"
+
 
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str | None
 ) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` up to `num_blocks`.
 
-    A block's hash is sha256 over its parent's and its tokens; the first one's parent is that of the salt.
+    A block's hash is sha256 over its parent's and its tokens; the first one's parent is that of the salt. In
+    front of it stands the owner's tag, where the salt has an owner.
     """
+    owner, is_owned, _ = ("" if salt is None else salt).partition(_OWNER_END)
+    tag = _tag_of(owner) if is_owned else b""
     parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"+" + salt.encode()).digest()
     for index in range(len(hashes), num_blocks):
         tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
-        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        parent = tag + hashlib.sha256(parent + tokens.tobytes()).digest()
         hashes.append(parent)
+
+
+def _tag_of(owner: str) -> bytes:
+    return hashlib.sha256(owner.encode()).digest()[:_TAG_BYTES]
 
 
 class PrefixCache:
@@ -76,9 +91,11 @@ class PrefixCache:
                 if block_hash is not None:
                     del self._block_of[block_hash]
 
-    def reset(self) -> int:
-        """Withdraw every block that nobody references; how many they were."""
-        block_ids = self._pool.free_kept_block_ids()
+    def reset(self, owner: str | None = None) -> int:
+        """Withdraw every block of `owner` (None: anybody's) that nobody references; how many they were."""
+        tag = b"" if owner is None else _tag_of(owner)
+        kept = self._pool.free_kept_block_ids()
+        block_ids = [block_id for block_id in kept if self._hash_of[block_id].startswith(tag)]
         for block_id in block_ids:
             self.withdraw(block_id)
         return len(block_ids)

@@ -150,9 +150,9 @@ class ContinuousBatcher:
             self._queue.reprioritize(request_id)
         return True
 
-    def reset_prefix_cache(self) -> int:
-        """Forget the contents of all blocks that nobody uses; how many they were."""
-        return self.kv.prefixes.reset()
+    def reset_prefix_cache(self, owner: str | None = None) -> int:
+        """Forget the contents of blocks of `owner` (None: of all) that nobody uses; how many that were."""
+        return self.kv.prefixes.reset(owner)
 
     # What is to be expected.
 

@@ -14,6 +14,7 @@ from config import load_settings
         "--swap-space=2GiB",
         "--prefix-caching",
         "--no-prefix-caching",
+        "--share-prefix-cache",
         *(f"--scheduling-policy={name}" for name in ("fcfs", "sjf", "priority", "deadline", "orca", "fair")),
         *(f"--preemption={name}" for name in ("auto", "recompute", "swap")),
         *(f"--speculative-method={name}" for name in ("none", "ngram", "suffix", "auto")),

@@ -28,6 +28,7 @@ CONTRACT = {
         "gpu-memory-utilization": "0.9",
         "swap-space": "1GiB",
         "prefix-caching": "on",
+        "share-prefix-cache": "off",
     },
     "scheduler": {
         "max-num-seqs": "64",

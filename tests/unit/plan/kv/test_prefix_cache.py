@@ -4,7 +4,7 @@ import pytest
 
 from engine.plan.kv.block_pool import BlockPool
 from engine.plan.kv.paged_kv_manager import PagedKvManager
-from engine.plan.kv.prefix_cache import PrefixCache, extend_block_hashes
+from engine.plan.kv.prefix_cache import PrefixCache, extend_block_hashes, owned_salt
 from tests.support.factories import make_kv
 
 HASHES = [bytes([i]) * 32 for i in range(8)]
@@ -41,6 +41,34 @@ def test_hashes_are_extended_not_computed_again() -> None:
 def test_a_salt_separates() -> None:
     names = {hashes_of([1, 2], salt)[0] for salt in (None, "", "a", "b")}
     assert len(names) == 4
+
+
+def test_an_owner_separates_whatever_the_salts() -> None:
+    owned = [owned_salt(owner, salt) for owner in ("a", "b", "+a") for salt in (None, "a", "b", "a\0b")]
+    salts = [None, "a", "b", "+a", *owned]
+    assert len({hashes_of([1, 2], salt)[0] for salt in salts}) == len(salts)
+    assert owned_salt(None, "a") == "a" and owned_salt(None, None) is None
+
+
+def test_a_reset_withdraws_what_is_the_owners() -> None:
+    pool, cache = make_cache(6)
+    salts = (
+        None,
+        "a",
+        owned_salt("a", None),
+        owned_salt("a", "x"),
+        owned_salt("b", None),
+        owned_salt("ab", None),
+    )
+    names = [hashes_of([1, 2, 3, 4], salt)[1] for salt in salts]
+    for block_id, name in enumerate(names):
+        cache.publish(block_id, name)
+    pool.release(range(6))
+    assert cache.reset("a") == 2
+    assert [bool(cache.find([name], 1)) for name in names] == [True, True, False, False, True, True]
+    assert cache.reset("nobody") == 0
+    assert cache.reset() == 4
+    cache.check_integrity()
 
 
 def test_the_longest_published_run_is_found() -> None:
