@@ -82,7 +82,7 @@ class RunAhead:
                     ("off", "sync", "async") if can_run_ahead else ("off", "sync")
                 )
         config = decoder.config
-        self._law_size = None if config.verification == "match" else config.vocab_size
+        self._num_probabilities = None if config.verification == "match" else config.vocab_size
         self._flight: _Flight | None = None
         self._patience_s = _PATIENCE_S
         self._has_read = False  # drafters that are behind have had their turn before this step
@@ -178,7 +178,7 @@ class RunAhead:
             self._take(index, [], self._call(index, closed, []))
 
     def _call(self, index: int, closed: Sequence[str], jobs: Sequence[DraftJob]) -> DraftResult | Exception:
-        return _micro_step(self._decoder.drafters[index], closed, jobs, self._law_size)
+        return _micro_step(self._decoder.drafters[index], closed, jobs, self._num_probabilities)
 
     # In the draft thread.
 
@@ -283,20 +283,20 @@ class RunAhead:
 
 
 def _micro_step(
-    drafter: Drafter, closed: Sequence[str], jobs: Sequence[DraftJob], law_size: int | None
+    drafter: Drafter, closed: Sequence[str], jobs: Sequence[DraftJob], num_probabilities: int | None
 ) -> DraftResult | Exception:
     """What the drafter answers, or raises: some exceptions no future can hold.
 
-    `law_size` is how many probabilities a draft comes with; None if nobody asks for them.
+    `num_probabilities` is the length of the distribution that each draft comes with; None without any.
     """
     try:
         if closed:
             drafter.close(closed)
         result = drafter.draft(jobs) if jobs else _NOTHING
-        if law_size is not None:
-            from engine.compute.drafters.draft_laws import check_laws  # torch, which nobody else here needs
+        if num_probabilities is not None:
+            from engine.compute.drafters.draft_probabilities import check_probabilities  # torch
 
-            check_laws(result, law_size)
+            check_probabilities(result, num_probabilities)
     except Exception as error:
         return error
     return result

@@ -87,17 +87,17 @@ class _Turn(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """The tokens of a turn that draws; `probs` has the float32 [vocab] laws they come from, if needed."""
+    """The tokens of a turn that draws; `probs` has the float32 [vocab] rows they came from, if needed."""
 
     token_ids: tuple[int, ...]
     probs: tuple[torch.Tensor, ...] = ()
 
 
 class DraftModelDrafter:
-    """One call is one forward pass: whoever has known tokens left to read reads, whoever has none draws one.
+    """One call is one forward pass: sequences with known tokens left to read read them, others draw one.
 
-    With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their law is needed
-    or the next depends on all that were drafted; the host waits once, and in a stream of its own.
+    With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their probabilities
+    are needed or the next depends on all that were drafted; the host waits once, and in a stream of its own.
 
     Drafts go through the whole pipeline of the target's rows: the request's own parameters, with the tokens
     drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
@@ -313,7 +313,7 @@ class DraftModelDrafter:
             return [None if row in errors else _Drawn((token,)) for row, token in enumerate(rows.token_ids)]
         committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
         drafts = self._sampler.sample_with_probs(logits, inputs, committed)
-        if drafts.probs.is_cuda:  # the target reads the laws, in another stream, after we let go of them
+        if drafts.probs.is_cuda:  # the target reads them in its own stream, after they are freed here
             drafts.probs.record_stream(torch.cuda.default_stream(drafts.probs.device))
         return [
             None if row in drafts.row_errors else _Drawn((token,), (drafts.probs[row],))
