@@ -157,7 +157,7 @@ class SpeculationMachine(RuleBasedStateMachine):
             tokens = self.verify(request, self.trim(drafted, cut))
             ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_num_tokens
             request.num_computed_tokens = len(request.token_ids) - 1
-            self.decoder.settle(request, self.trim(drafted, cut), len(tokens))
+            self.decoder.commit(request, self.trim(drafted, cut), len(tokens))
             if ends:
                 self.close(request)
 

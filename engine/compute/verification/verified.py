@@ -60,7 +60,7 @@ def without_logprobs(sampling: SamplingInputs) -> SamplingInputs:
     return replace(sampling, num_logprobs=np.full_like(sampling.num_logprobs, -1))
 
 
-def settle(
+def commit_rows(
     logits: torch.Tensor | None, sampling: SamplingInputs, drafts: DraftRows, draws: Draws, last: Int64
 ) -> Verified:
     """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.

@@ -23,7 +23,7 @@ from engine.compute.verification.rejection_rules import (
     block_rule,
     token_rule,
 )
-from engine.compute.verification.verified import Draws, Verified, settle, without_logprobs
+from engine.compute.verification.verified import Draws, Verified, commit_rows, without_logprobs
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, SamplingInputs
 
@@ -68,7 +68,7 @@ class MatchVerifier:
             return Verified(self._sampler.sample(logits, sampling))
         rows = DraftRows.of(drafts)
         draws = Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
-        return settle(logits, sampling, rows, draws, rows.follow(draws.token_ids))
+        return commit_rows(logits, sampling, rows, draws, rows.follow(draws.token_ids))
 
 
 class RejectionVerifier:
@@ -96,7 +96,7 @@ class RejectionVerifier:
         draft_probs = DraftProbabilities(drafts.probs, logits.shape[1], logits.device)
         for group in _groups(rows, ruled, logits.shape[1]):
             last[group] = self._judge(logits, sampling, rows, draft_probs, group, draws)
-        return settle(logits, sampling, rows, draws, last)
+        return commit_rows(logits, sampling, rows, draws, last)
 
     def _draw_others(self, logits: torch.Tensor, sampling: SamplingInputs, ruled: Int64) -> Draws:
         """Plain draws for the rows that no rule decides, NO_TOKEN in the others."""

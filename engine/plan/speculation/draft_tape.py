@@ -102,10 +102,11 @@ class DraftTape:
 
     # What the target says.
 
-    def settle(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
-        """The target has drawn these tokens, at least one; the outcome, and how many of them the tape had.
+    def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
+        """Move past the tokens, at least one, that the target has drawn.
 
-        A tree never goes on after them, and no one drafts after it.
+        Returns the outcome and how many of the tokens the tape had. A tree is dropped whole: nothing is
+        drafted after a tree.
         """
         self.first += len(committed)
         if self.is_tree:

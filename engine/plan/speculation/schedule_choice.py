@@ -7,7 +7,7 @@ from math import sqrt
 
 _WINDOW = 12  # steps that an arm is tried for at a time, with those that do not count
 _RETRIAL = 8  # of them in a later trial
-_SETTLING = 2  # steps after a change of arm that do not count: they carry what the other left
+_CARRY_OVER = 2  # steps after a change of arm that do not count: they carry what the other left
 _MOST_WINDOWS = 6  # for each arm in one trial
 _RETRY_EVERY = 450  # steps between two trials: they take 8 of them when the arm has not become better
 _MOST_PATIENCE = 4  # times that many steps, after arms that were far behind
@@ -151,7 +151,7 @@ class ScheduleChooser:
         self._size = 0  # the batch's, as a bit length
         self._num_elsewhere = 0
         self._running = -1
-        self._num_settled = 0
+        self._num_unchanged = 0
 
     def arm(self, num_seqs: int) -> str:
         """The arm for the step that comes next; to be asked once for each."""
@@ -163,13 +163,13 @@ class ScheduleChooser:
         if contest is None:
             contest = self._contests[self._size] = _Contest(len(self._arms))
         contest.step()
-        self._num_settled = self._num_settled + 1 if contest.running == self._running else 0
+        self._num_unchanged = self._num_unchanged + 1 if contest.running == self._running else 0
         self._running = contest.running
         return self._arms[contest.running]
 
     def observe(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """What the step that `arm` was last asked for came to. Steps with prefill are not to be told."""
-        if self._num_settled < _SETTLING or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
+        if self._num_unchanged < _CARRY_OVER or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
             return
         contest = self._contests[self._size]
         contest.arms[self._running].observe(num_committed / num_seqs, seconds)

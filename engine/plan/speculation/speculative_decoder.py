@@ -40,7 +40,7 @@ _HARDLY_S = 1e-9  # that one more draft of a request adds to a micro-step
 
 
 class SpeculativeDecoder:
-    """Drafts come in by `jobs` and `put`, go out by `choose`, and are judged by `settle`.
+    """Drafts come in by `jobs` and `put`, go out by `choose`, and are judged by `commit`.
 
     A request takes part from `open` to `close`, except while it is preempted (`pause`). Drafters are only
     asked for their names and ways: whoever runs them asks for `jobs`, by their place in `sources`, the most
@@ -225,8 +225,8 @@ class SpeculativeDecoder:
         found = (self._active.get(request.request_id) for request in requests) if self._active else ()
         return any(sequence is not None and sequence.expects_drafts(self.awaited) for sequence in found)
 
-    def settle(self, request: Request, drafted: Sequence[DraftedToken], num_tokens: int) -> None:
-        """A step that verified these drafts has committed so many tokens; before the request ends by it."""
+    def commit(self, request: Request, drafted: Sequence[DraftedToken], num_tokens: int) -> None:
+        """A step that verified `drafted` has committed `num_tokens`; call it before the request is closed."""
         sequence = self._active.get(request.request_id)
         if sequence is None or num_tokens == 0:
             return
@@ -235,7 +235,7 @@ class SpeculativeDecoder:
             sequence.num_flying = len(drafted)  # there may not have been room for all that were chosen
             if drafted:
                 self._judge(sequence, drafted, tokens)
-            self._settle_tape(sequence, tokens)
+            self._commit_tape(sequence, tokens)
         else:
             sequence.tape.first += num_tokens
         for index, view in sequence.views.items():
@@ -258,10 +258,10 @@ class SpeculativeDecoder:
         for stats in (self.stats, request.spec_stats):
             stats.observe_round(sequence.tape.method, len(drafted), len(accepted), len(tokens))
 
-    def _settle_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
+    def _commit_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
         tape, first = sequence.tape, sequence.tape.first
         num_ahead = len(tape) - sequence.num_flying
-        outcome, num_right = tape.settle(tokens)
+        outcome, num_right = tape.commit(tokens)
         sequence.num_flying = 0
         if outcome is TapeOutcome.MISS:
             for view in sequence.views.values():

@@ -87,7 +87,7 @@ class Stage:
                 count += 1
             request.token_ids += right[:count]
             request.num_computed_tokens = len(request.token_ids) - 1
-            self.decoder.settle(request, drafted, count)
+            self.decoder.commit(request, drafted, count)
             num_accepted += count - 1
         self.run_ahead.after_step(len(requests), num_accepted + len(requests), 0.02)
         await settle()

@@ -25,7 +25,7 @@ from engine.compute.verification.rejection_rules import (
     block_rule,
     token_rule,
 )
-from engine.compute.verification.verified import Draws, settle
+from engine.compute.verification.verified import Draws, commit_rows
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64
 from tests.support.sampling_reference import Row, inputs_of
 
@@ -277,7 +277,9 @@ def matched(plan: Plan) -> list[Outcome]:
     drafts = drafts_of([plan] * len(drawn))
     draws = Draws(drawn.ravel(), {})
     sampling = inputs_of([Row()] * drawn.size)
-    result = settle(torch.zeros(drawn.size, VOCAB), sampling, drafts, draws, drafts.follow(drawn.ravel()))
+    result = commit_rows(
+        torch.zeros(drawn.size, VOCAB), sampling, drafts, draws, drafts.follow(drawn.ravel())
+    )
     found = []
     for weight, tokens in zip(weights, np.reshape(result.rows.token_ids, drawn.shape).tolist(), strict=True):
         committed = tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens

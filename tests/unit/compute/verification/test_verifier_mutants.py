@@ -23,7 +23,7 @@ from engine.compute.verification.rejection_rules import (
     block_rule,
     token_rule,
 )
-from engine.compute.verification.verified import Draws, Verified, settle
+from engine.compute.verification.verified import Draws, Verified, commit_rows
 from engine.compute.verification.verifier import MatchVerifier, RejectionVerifier, Verifier, make_verifier
 from engine.plan.step_records import DraftInputs, Int64, SamplingInputs
 from tests.support.sampling_reference import CPU, Row, adjusted
@@ -151,7 +151,7 @@ def test_rejects_drafts_that_pass_if_they_are_the_likeliest() -> None:
             if drafts is None:
                 return super().draw(logits, sampling, drafts)
             rows, draws = DraftRows.of(drafts), Draws.of(SAMPLER.sample(logits, sampling))
-            return settle(logits, sampling, rows, draws, rows.follow(logits.argmax(dim=1).numpy()))
+            return commit_rows(logits, sampling, rows, draws, rows.follow(logits.argmax(dim=1).numpy()))
 
     assert p_of(Likeliest(SAMPLER), CERTAIN) < 1e-6
 

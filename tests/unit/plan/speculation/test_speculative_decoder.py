@@ -80,7 +80,7 @@ class World:
     def commit(self, request: Request, *token_ids: int, drafted: Sequence[DraftedToken] = ()) -> None:
         request.token_ids += token_ids
         request.num_computed_tokens = len(request.token_ids) - 1
-        self.decoder.settle(request, drafted, len(token_ids))
+        self.decoder.commit(request, drafted, len(token_ids))
 
 
 def told(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
