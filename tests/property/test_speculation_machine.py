@@ -307,8 +307,8 @@ class SpeculationMachine(RuleBasedStateMachine):
                 drafted = self.flying[name]
                 assert tuple(tape.drafted[: len(drafted)]) == drafted, "what flies stays where it is"
             for view in sequence.views.values():
-                assert 0 <= view.told <= sequence.num_known
-                assert name in self.seated or view.told == 0
+                assert 0 <= view.num_synced <= sequence.num_known
+                assert name in self.seated or view.num_synced == 0
             if name in self.paused:
                 assert not tape.drafted
 

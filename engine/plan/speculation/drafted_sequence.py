@@ -14,25 +14,25 @@ _KEEP = 0.98  # of an entry's weight, with each entry after it
 
 @dataclass(slots=True)
 class DraftView:
-    """What one drafter has to do with one sequence.
+    """The state of one drafter for one sequence.
 
-    `told` is how many leading tokens it knows to be as they are, drafts included; 0 if it holds nothing of
-    the sequence, or is about to forget it. `silent_at` is how many were known when it last had nothing to
-    say. `max_tokens` is the longest draft it may make, and `limit` how long a draft is worth having. It
-    `is_behind` while it has known tokens to read, and has said so, without drafts, `num_turns` times.
+    The drafter holds the first `num_synced` tokens as they are, drafts included; 0 if it holds none, or is
+    about to close the sequence. It last answered without a draft when `no_draft_at` tokens were known.
+    `max_tokens` is the longest draft it may make, `limit` the length worth having. It `is_behind` while it
+    has known tokens left to read; it has answered so, without drafts, `num_turns` times in a row.
     """
 
     acceptance: Acceptance
     max_tokens: int
     limit: int
-    told: int = 0
-    silent_at: int = -1
+    num_synced: int = 0
+    no_draft_at: int = -1
     is_behind: bool = False
     num_turns: int = 0
 
     def forget(self) -> None:
-        """The drafter will know nothing of the sequence."""
-        self.told, self.silent_at, self.is_behind, self.num_turns = 0, -1, False, 0
+        """The drafter holds nothing of the sequence from now on."""
+        self.num_synced, self.no_draft_at, self.is_behind, self.num_turns = 0, -1, False, 0
 
 
 @dataclass(slots=True)

@@ -46,8 +46,8 @@ class SpeculativeDecoder:
     asked for their names and ways: whoever runs them asks for `jobs`, by their place in `sources`, the most
     trusted first. `can_rewind` False drafts nothing and counts the steps that might have had drafts.
 
-    Beside each sequence's tokens it knows what each drafter was told of them, so that a job tells only what
-    is new. All that is wrong with an answer costs that answer, and at most what its drafter remembers.
+    It counts the tokens of each sequence that are synced to each drafter, so that a job sends only new ones.
+    A wrong answer costs that answer, and at most what its drafter holds of the sequence.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SpeculativeDecoder:
     def _forget(self, index: int, request_id: str) -> None:
         """Have a drafter forget what it knows of a request, if it knows anything."""
         found = self._clients[index].get(request_id)
-        if found is not None and found[1].told:
+        if found is not None and found[1].num_synced:
             self._closed[index].append(request_id)
             found[1].forget()
 
@@ -265,7 +265,7 @@ class SpeculativeDecoder:
         sequence.num_flying = 0
         if outcome is TapeOutcome.MISS:
             for view in sequence.views.values():
-                view.told = min(view.told, first + num_right)
+                view.num_synced = min(view.num_synced, first + num_right)
         if num_ahead > 0:
             hit = outcome is TapeOutcome.HIT
             self.stats.run_ahead["hit" if hit else "miss"] += 1
@@ -281,10 +281,10 @@ class SpeculativeDecoder:
     # For whoever runs the drafters.
 
     def jobs(self, index: int, *, ahead: bool, may_read: bool = True) -> list[DraftJob]:
-        """What this drafter is to do now, and from now on counts as told of; none if it has done enough.
+        """The jobs of this drafter's next micro-step, empty if it has none; their tokens count as synced.
 
-        `ahead` is beside the target's pass: past what is being verified and the token drawn after it. None
-        either if `may_read` is False and it could not draft, having more to read of every sequence.
+        `ahead` drafts past what the target's pass is verifying and the token drawn after it. With `may_read`
+        False there are no jobs either while the drafter is behind with every sequence.
         """
         wanted = [
             (sequence, view, count)
@@ -322,7 +322,7 @@ class SpeculativeDecoder:
         """How many more drafts; those that need none are found out first, since they are most."""
         request, drafted = sequence.request, sequence.tape.drafted
         num_committed = len(request.token_ids)
-        if view.silent_at == num_committed + len(drafted):
+        if view.no_draft_at == num_committed + len(drafted):
             return 0
         if not ahead and num_committed - request.num_computed_tokens != 1:
             return 0  # it will not decode in the next step
@@ -336,9 +336,9 @@ class SpeculativeDecoder:
     def _job(self, sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:
         token_ids, tape = sequence.request.token_ids, sequence.tape
         num_committed = len(token_ids)
-        first = min(view.told, sequence.num_known)
+        first = min(view.num_synced, sequence.num_known)
         drafts = tape.drafted[max(0, first - num_committed) :]
-        view.told = sequence.num_known
+        view.num_synced = sequence.num_known
         return DraftJob(
             request=sequence.about,
             epoch=tape.epoch,
@@ -371,13 +371,13 @@ class SpeculativeDecoder:
             method = draft.method or self.drafters[index].method
             outcome = tape.put(draft, sequence.request.token_ids, method)
         if outcome is not PutOutcome.TAKEN:
-            view.told = min(view.told, draft.first)
+            view.num_synced = min(view.num_synced, draft.first)
             self._drop_stale(len(draft.token_ids))
             return
         if was_empty:
             sequence.author = view
         if draft.parents is None:
-            view.told = job.next_position + len(draft.token_ids)
+            view.num_synced = job.next_position + len(draft.token_ids)
         self.stats.num_late += tape.num_late > num_late
         self.stats.dropped["late"] += tape.num_late - num_late
 
@@ -392,7 +392,7 @@ class SpeculativeDecoder:
             or view.num_turns <= sum(sequence.num_known for sequence, _ in self._clients[index].values())
         )
         if not is_reading:
-            view.silent_at, view.is_behind = job.next_position, False
+            view.no_draft_at, view.is_behind = job.next_position, False
 
     def _drop_stale(self, num_tokens: int) -> None:
         self.stats.num_stale += 1
@@ -408,7 +408,7 @@ class SpeculativeDecoder:
             found = self._clients[index].get(request_id)
             if found is not None:  # else it is about to be forgotten anyway
                 self._forget(index, request_id)
-                found[1].silent_at = found[0].num_known
+                found[1].no_draft_at = found[0].num_known
 
     def is_reading(self, index: int, jobs: Iterable[DraftJob]) -> bool:
         """True if the drafter has more to read of any of these before it can draft for it."""

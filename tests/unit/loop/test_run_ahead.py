@@ -332,7 +332,7 @@ async def test_idle_drafters_forget_all_that_has_ended(schedule: Schedule) -> No
             drafter.known.update({request.request_id: [] for request in requests})
         for sequence in stage.decoder._active.values():
             for view in sequence.views.values():
-                view.told = 1
+                view.num_synced = 1
         stage.run_ahead.beside_step()
         for request in requests:
             stage.decoder.close(request.request_id)

@@ -83,7 +83,7 @@ class World:
         self.decoder.commit(request, drafted, len(token_ids))
 
 
-def told(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
+def synced(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
     return job.first, job.token_ids, job.num_committed, job.num_wanted
 
 
@@ -91,22 +91,22 @@ def ids(drafted: Sequence[DraftedToken]) -> list[int]:
     return [draft.token_id for draft in drafted]
 
 
-# What a drafter is told.
+# What is synced to a drafter.
 
 
 def test_a_first_job_tells_all_and_later_ones_what_is_new() -> None:
     world = World()
     a = world.open()
     job = world.job()
-    assert told(job) == (0, (0, 1, 2), 3, 4)
+    assert synced(job) == (0, (0, 1, 2), 3, 4)
     world.answer(job, 7)
     job = world.job()
-    assert told(job) == (4, (), 3, 3), "its own draft is no news to it"
+    assert synced(job) == (4, (), 3, 3), "its own draft is no news to it"
     world.answer(job, 8)
     drafted = world.verify(a)
     assert ids(drafted) == [7, 8]
     world.commit(a, 7, 8, 9, drafted=drafted)
-    assert told(world.job()) == (5, (9,), 6, 4)
+    assert synced(world.job()) == (5, (9,), 6, 4)
 
 
 def test_after_a_miss_only_what_was_wrong_is_told_again_in_a_new_epoch() -> None:
@@ -117,7 +117,7 @@ def test_after_a_miss_only_what_was_wrong_is_told_again_in_a_new_epoch() -> None
     drafted = world.verify(a)
     world.commit(a, 7, 5, drafted=drafted)
     job = world.job()
-    assert told(job) == (4, (5,), 5, 4)
+    assert synced(job) == (4, (5,), 5, 4)
     assert job.epoch == first.epoch + 1
 
 
@@ -162,7 +162,7 @@ def test_who_had_nothing_to_say_is_asked_again_when_more_is_known() -> None:
     world.answer(world.job())
     assert world.decoder.jobs(0, ahead=False) == world.decoder.jobs(0, ahead=True) == []
     world.commit(a, 5)
-    assert told(world.job()) == (3, (5,), 4, 4)
+    assert synced(world.job()) == (3, (5,), 4, 4)
 
 
 def test_who_is_behind_is_asked_again_at_once() -> None:
@@ -173,7 +173,7 @@ def test_who_is_behind_is_asked_again_at_once() -> None:
     assert world.decoder.is_reading(0, [job])
     assert world.decoder.jobs(0, ahead=False, may_read=False) == []
     job = world.job()
-    assert told(job) == (3, (), 3, 4), "a job that was not handed out counts as not told"
+    assert synced(job) == (3, (), 3, 4), "a job that was not handed out counts as not synced"
     world.answer(job, 7)
     assert not world.decoder.is_reading(0, [job])
 
@@ -224,7 +224,7 @@ def test_a_late_answer_that_disagrees_is_told_better() -> None:
     world.answer(job, 6, 8)
     assert world.verify(a) == ()
     assert world.decoder.stats.dropped["stale"] == 2
-    assert told(world.job()) == (3, (7,), 4, 4)
+    assert synced(world.job()) == (3, (7,), 4, 4)
 
 
 def test_an_answer_of_an_older_epoch_is_dropped() -> None:
@@ -237,7 +237,7 @@ def test_an_answer_of_an_older_epoch_is_dropped() -> None:
     world.answer(job, 9)
     assert world.verify(a) == ()
     assert world.decoder.stats.num_stale == 1
-    assert told(world.job()) == (3, (6,), 4, 4)
+    assert synced(world.job()) == (3, (6,), 4, 4)
 
 
 def test_an_answer_for_one_who_is_gone_is_dropped() -> None:
@@ -262,8 +262,8 @@ def test_of_two_drafters_the_first_to_speak_goes_on() -> None:
     drafted = world.verify(a)
     assert ids(drafted) == [7, 8]
     world.commit(a, 7, 8, 9, drafted=drafted)
-    assert told(world.job(0)) == (3, (7, 8, 9), 6, 4)
-    assert told(world.job(1)) == (5, (9,), 6, 4)
+    assert synced(world.job(0)) == (3, (7, 8, 9), 6, 4)
+    assert synced(world.job(1)) == (5, (9,), 6, 4)
     assert world.decoder.stats.proposed == {"medusa": 2}
 
 
@@ -272,8 +272,8 @@ def test_one_drafter_s_miss_is_told_to_the_other_too() -> None:
     a = world.open()
     world.answer(world.job(0), 7)
     world.commit(a, 5, drafted=world.verify(a))
-    assert told(world.job(0)) == (3, (5,), 4, 4)
-    assert told(world.job(1)) == (0, (0, 1, 2, 5), 4, 4)
+    assert synced(world.job(0)) == (3, (5,), 4, 4)
+    assert synced(world.job(1)) == (0, (0, 1, 2, 5), 4, 4)
 
 
 def test_a_tree_is_verified_once_and_nobody_drafts_behind_it() -> None:
@@ -286,7 +286,7 @@ def test_a_tree_is_verified_once_and_nobody_drafts_behind_it() -> None:
     world.commit(a, 8, 9, 4, drafted=drafted)
     stats = world.decoder.stats
     assert (stats.num_proposed, stats.num_accepted, stats.num_bonus) == (3, 2, 0)
-    assert told(world.job()) == (3, (8, 9, 4), 6, 4), "a tree counts as nothing told"
+    assert synced(world.job()) == (3, (8, 9, 4), 6, 4), "a tree counts as nothing synced"
 
 
 def test_features_are_used_for_the_newest_token_only() -> None:
@@ -412,7 +412,7 @@ def test_a_paused_request_is_forgotten_and_told_anew() -> None:
     assert world.decoder.take_closed(0) == ["a"]
     assert world.verify(a) == ()
     job = world.job()
-    assert told(job) == (0, (0, 1, 2), 3, 4)
+    assert synced(job) == (0, (0, 1, 2), 3, 4)
     assert job.epoch > first.epoch
 
 
@@ -435,7 +435,7 @@ def test_a_lost_micro_step_is_forgotten_and_asked_for_again_with_news() -> None:
     assert world.decoder.take_closed(0) == ["a"]
     assert world.decoder.jobs(0, ahead=True) == []
     world.commit(a, 5)
-    assert told(world.job()) == (0, (0, 1, 2, 5), 4, 4)
+    assert synced(world.job()) == (0, (0, 1, 2, 5), 4, 4)
     world.decoder.close("a")
     world.decoder.lose(0, [job])
     assert world.decoder.take_closed(0) == ["a"]
