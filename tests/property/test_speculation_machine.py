@@ -25,9 +25,9 @@ from engine.plan.speculation.controller import StepLoad, make_length_policy
 from engine.plan.speculation.draft_answers import read_answers
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, expected_output
@@ -61,7 +61,7 @@ class SpeculationMachine(RuleBasedStateMachine):
     @initialize(longest=st.sampled_from([1, 2, 5]), policy=st.sampled_from(["fixed", "threshold", "goodput"]))
     def start(self, longest: int, policy: LengthPolicyName) -> None:
         config = SpeculationConfig(VOCAB_SIZE, longest, length_policy=policy, min_acceptance_rate=0.0)
-        costs = StepCosts()
+        costs = PassCosts()
         sources = [DraftSource(FakeDrafter(method=method), longest) for method in METHODS]
         self.decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
 

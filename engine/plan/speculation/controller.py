@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.speculation.acceptance import Acceptance
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
-from engine.plan.speculation.step_costs import StepCosts
 
 _WARM_UP_LENGTH = 4  # drafts of a request in a step while costs are unknown
 _JUDGED_PROPOSALS, _JUDGED_ROUNDS = 32, 8  # before these nobody is turned off
@@ -94,7 +94,7 @@ class LengthPolicy(Protocol):
         ...
 
 
-def make_length_policy(config: SpeculationConfig, costs: StepCosts) -> LengthPolicy:
+def make_length_policy(config: SpeculationConfig, costs: PassCosts) -> LengthPolicy:
     """The policy that the configuration names. `costs` is read, and fed by whoever runs the steps."""
     if config.length_policy == "fixed":
         return FixedPolicy(config)
@@ -234,7 +234,7 @@ class GoodputPolicy:
     draft, the best k of all are leading drafts of each, and only k is to be found.
     """
 
-    def __init__(self, config: SpeculationConfig, costs: StepCosts) -> None:
+    def __init__(self, config: SpeculationConfig, costs: PassCosts) -> None:
         self._length = config.max_draft_tokens
         self._brake = _Brake(config.min_acceptance_rate)
         self._costs = costs

@@ -21,9 +21,9 @@ from engine.plan.speculation.draft_tape import (
 )
 from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView, RecentRatio
 from engine.plan.speculation.drafter import Draft, Drafter, DraftJob, DraftRequest, TargetFeatures
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig
-from engine.plan.speculation.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class SpeculativeDecoder:
         config: SpeculationConfig,
         sources: Sequence[DraftSource],
         policy: LengthPolicy,
-        costs: StepCosts,
+        costs: PassCosts,
         *,
         can_rewind: bool = True,
     ) -> None:
@@ -63,7 +63,7 @@ class SpeculativeDecoder:
         self.costs = costs
         self.stats = SpecStats()
         self.waited_s = 0.0  # for drafts, before the step that comes next
-        self.waits = [StepCosts() for _ in sources]  # by drafter: micro-steps that were waited for
+        self.waits = [PassCosts() for _ in sources]  # by drafter: micro-steps that were waited for
         self.awaited: frozenset[int] = frozenset()  # the drafters that the next step waits for
         self.drafters = tuple(source.drafter for source in sources)
         self._sources = tuple(sources)
@@ -83,7 +83,7 @@ class SpeculativeDecoder:
     def without_drafters(cls) -> SpeculativeDecoder:
         """One that does nothing, at next to no cost."""
         config = SpeculationConfig(vocab_size=0, max_draft_tokens=0)
-        costs = StepCosts()
+        costs = PassCosts()
         return cls(config, (), make_length_policy(config, costs), costs)
 
     @property

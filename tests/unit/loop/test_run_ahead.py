@@ -18,9 +18,9 @@ from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
 from engine.plan.speculation.controller import StepLoad, make_length_policy
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import Schedule, SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.engines import InlineExecutor
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
@@ -43,7 +43,7 @@ class Stage:
         verification: Verification = "match",
     ) -> None:
         config = SpeculationConfig(VOCAB_SIZE, LONGEST, schedule, verification, "fixed", 0.0)
-        costs = StepCosts()
+        costs = PassCosts()
         sources = [DraftSource(drafter, LONGEST) for drafter in drafters]
         self.decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
         self.metrics = BatchMetrics()

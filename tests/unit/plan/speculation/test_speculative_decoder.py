@@ -11,9 +11,9 @@ from engine.plan.request import Request, SpeculationOptions
 from engine.plan.speculation.controller import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE
@@ -52,7 +52,7 @@ class World:
         sources = [
             DraftSource(FakeDrafter(method=method, **ways), longest) for method in methods or ("draft_model",)
         ]
-        self.decoder = SpeculativeDecoder(config, sources, self.policy, StepCosts(), can_rewind=can_rewind)
+        self.decoder = SpeculativeDecoder(config, sources, self.policy, PassCosts(), can_rewind=can_rewind)
         self.num_requests = 0
 
     def open(self, name: str = "a", prompt: int = 3, **options: Any) -> Request:

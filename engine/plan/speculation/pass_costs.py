@@ -1,7 +1,7 @@
-"""StepCosts: how long a step takes, by its sequences and its tokens, learnt from the steps that ran.
+"""PassCosts: the seconds of a pass by its sequences and tokens, learnt from the passes that ran.
 
-Kept apart from the scheduler's CostModel, which is linear: what a draft costs is a matter of where the
-machine's own steps in the curve are. Loop thread only.
+The scheduler's rates are linear; the price of a draft is not, because it depends on where the machine's curve
+has its steps. Loop thread only.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class _Curve:
         return float(np.interp(num_tokens, [n for n, _ in points], [s for _, s in points]))
 
 
-class StepCosts:
-    """Seconds of a step as a piecewise linear function that never sinks with more tokens.
+class PassCosts:
+    """Seconds of a pass as a piecewise linear function that never sinks with more tokens.
 
-    Steps of one token a sequence have a curve of their own, since a machine may have a faster way for them;
-    those with drafts have one for each doubling of the sequences. What was never seen is guessed low, and
-    what was not seen for long is forgotten: one step shows better.
+    Passes of one token a sequence have their own curve, since a machine may run them faster; passes with
+    drafts have one for each doubling of the sequences. A size never seen is guessed low, and one not seen for
+    long is forgotten, because trying it costs one step and shows the truth.
     """
 
     def __init__(self) -> None:
