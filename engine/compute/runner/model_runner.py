@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.compute.attention.draft_tree import accepted_moves
 from engine.compute.attention.swap_tensors import SwapTensors
+from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
 from engine.compute.runner.isolated_draw import draw_isolated
