@@ -21,7 +21,7 @@ from engine.compute.attention import (
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.tree_mask import accepted_moves, tree_masks
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import NO_TOKEN, StepInputs
 from tests.support.packed import load_tiny, packed_forward, plain_logits, random_kv, random_tokens
 from tests.support.tiny_models import FAMILIES, WINDOW

@@ -14,7 +14,7 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.paged_rows import RowAttention
 from engine.compute.attention.reference import ReferenceAttention
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 
 log = logging.getLogger("slipstream.model")
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.scheduling.sampling_table import adjustment_of, as_int64
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult

@@ -11,10 +11,10 @@ from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.prompt_scorer import PromptScorer
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.errors import UnsupportedModel
 from engine.plan.step_records import StepInputs
 

@@ -14,8 +14,8 @@ from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory, fill
 from engine.compute.cuda.graphs.graph_shapes import GraphShape
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.triton_tables import Bucket, StepTables
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import Int64, StepInputs
 
 

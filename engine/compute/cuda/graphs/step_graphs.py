@@ -31,8 +31,8 @@ from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import HeadShape, Workforce
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import Int64, StepInputs
 
 log = logging.getLogger("slipstream.model")

@@ -16,7 +16,7 @@ from engine.compute.attention.tree_mask import (
     last_accepted_rows,
     tree_masks,
 )
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import NO_TOKEN, StepInputs
 
 # Drafts 0 and 1 follow the newest token, 2 and 3 follow draft 1, 4 follows draft 3.

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates, state_bytes
 from engine.compute.recurrent.state_space import convolve, selective_scan, structured_scan
-from engine.compute.runner.rehearsal import Part
+from engine.compute.runner.dummy_steps import Part
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import DraftInputs, StepInputs
 from tests.support.recurrent import pack_seats
