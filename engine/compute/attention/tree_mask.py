@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, StepInputs
+from engine.plan.step_records import DraftInputs, Int32, Int64, StepInputs
 
 UNSEEN = np.iinfo(np.int32).max
 
@@ -83,35 +83,6 @@ def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64,
                     sources.append(first_draft + draft)
                     targets.append(first_draft + depth)
     return inputs.slot_mapping[sources], inputs.slot_mapping[targets]
-
-
-def last_accepted_rows(inputs: StepInputs, token_ids: Sequence[int]) -> Int64:
-    """Of each sampled sequence the row of its last token that was known or accepted, in packed order.
-
-    It is the row that gave the last token of those committed. `token_ids` are as in SampledRows, [R].
-    """
-    rows = np.arange(len(inputs.logits_rows))
-    drafts = inputs.drafts
-    if drafts is None:
-        return rows
-    is_first = np.ones(len(rows), dtype=np.bool_)
-    trees = {}
-    if drafts.parents is not None:
-        trees = {
-            index: (parents, proposed) for index, parents, proposed in _branching(drafts, drafts.parents)
-        }
-    for index, (first, count) in enumerate(
-        zip(drafts.first_row.tolist(), drafts.num_drafts.tolist(), strict=True)
-    ):
-        is_first[first + 1 : first + 1 + count] = False
-        accepted = [token for token in token_ids[first : first + 1 + count] if token != NO_TOKEN][:-1]
-        if index in trees:
-            parents, proposed = trees[index]
-            path = _path(parents.tolist(), proposed.tolist(), accepted)
-            rows[first] += path[-1] + 1 if path else 0
-        else:
-            rows[first] += len(accepted)
-    return rows[is_first]
 
 
 def _branching(drafts: DraftInputs, parents: Int32) -> list[tuple[int, Int32, Int64]]:

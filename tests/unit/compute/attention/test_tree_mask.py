@@ -13,7 +13,6 @@ from engine.compute.attention.tree_mask import (
     UNSEEN,
     TreeMask,
     accepted_moves,
-    last_accepted_rows,
     tree_masks,
 )
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -141,17 +140,3 @@ def test_chains_never_move() -> None:
     assert inputs.drafts is not None
     assert moves(replace(inputs, drafts=replace(inputs.drafts, parents=None)), [10, 11, 12, 3, 4]) == []
     assert moves(make_step([]), [4]) == []
-
-
-def test_the_row_of_the_last_accepted_token() -> None:
-    inputs = make_step([], CHAIN, PARENTS, [-1, -1])  # rows 0, 1 to 4, 5 to 10, 11 to 13
-    n = NO_TOKEN
-    cases = [
-        ([7, 10, 11, 3, n, 11, 13, 14, 3, n, n, 11, 4, n], [0, 3, 10, 13]),
-        ([7, 10, 11, 12, 3, 11, 3, n, n, n, n, 3, n, n], [0, 4, 7, 11]),
-        ([7, 3, n, n, n, 10, 3, n, n, n, n, 10, 4, n], [0, 1, 6, 12]),
-        ([n] * 14, [0, 1, 5, 11]),
-    ]
-    for token_ids, expected in cases:
-        assert last_accepted_rows(inputs, token_ids).tolist() == expected
-    assert last_accepted_rows(make_step([], []), [4, 5]).tolist() == [0, 1]
