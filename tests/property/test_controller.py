@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import Candidate, StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.length_policy import Candidate, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import Candidate, LengthPolicy, StepLoad
+from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.theoretical_speedup import expected_tokens
 

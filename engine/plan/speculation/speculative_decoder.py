@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import Candidate, LengthPolicy, StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.draft_tape import (
     DraftedToken,
     DraftTape,
@@ -21,6 +21,7 @@ from engine.plan.speculation.draft_tape import (
 )
 from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView, RecentRatio
 from engine.plan.speculation.drafter import Draft, Drafter, DraftJob, DraftRequest, TargetFeatures
+from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig

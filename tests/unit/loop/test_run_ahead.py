@@ -16,8 +16,9 @@ from engine.loop.daemon_executor import DaemonExecutor
 from engine.loop.run_ahead import RunAhead
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
-from engine.plan.speculation.controller import StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import Schedule, SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder

@@ -6,14 +6,13 @@ from random import Random
 import pytest
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import (
+from engine.plan.speculation.controller import GoodputPolicy, make_length_policy
+from engine.plan.speculation.length_policy import (
     Candidate,
     FixedPolicy,
-    GoodputPolicy,
     LengthPolicy,
     StepLoad,
     ThresholdPolicy,
-    make_length_policy,
 )
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
@@ -192,13 +191,6 @@ def test_the_likelier_drafts_are_taken_first() -> None:
     assert chosen[1] >= 4 > chosen[0]
     tight = policy.lengths([Candidate(poor, 8), Candidate(good, 8)], load_of(2, room=3))
     assert tight == [0, 3]
-
-
-def test_weight_makes_a_token_worth_more() -> None:
-    costs = make_costs(0.002, 0.002, num_seqs=2)
-    candidates = [Candidate(learnt(0.5), 8, weight=weight) for weight in (1.0, 4.0)]
-    chosen = make_policy("goodput", costs=costs).lengths(candidates, load_of(2))
-    assert chosen[1] > chosen[0]
 
 
 def test_beside_a_prefill_drafts_are_held_against_decodes_alone() -> None:

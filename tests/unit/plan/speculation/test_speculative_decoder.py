@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.plan.request import Request, SpeculationOptions
-from engine.plan.speculation.controller import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
