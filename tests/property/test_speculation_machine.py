@@ -191,8 +191,8 @@ class SpeculationMachine(RuleBasedStateMachine):
         model = self.models[index]
         if model.out:
             return
-        jobs = self.decoder.jobs(index, ahead=ahead, may_read=may_read)
-        for name in self.decoder.take_closed(index):
+        jobs = self.decoder.links[index].jobs(ahead=ahead, may_read=may_read)
+        for name in self.decoder.links[index].take_closed():
             model.memory.pop(name, None)
         for job in jobs:
             name = job.request.request_id
@@ -229,8 +229,8 @@ class SpeculationMachine(RuleBasedStateMachine):
                 drafts.append(draft)
         answers = read_answers(jobs, DraftResult(tuple(drafts), 0.0), VOCAB_SIZE)
         for job, draft in answers.fitting:
-            self.decoder.put(index, job, draft)
-        self.decoder.lose(index, answers.unfit)
+            self.decoder.links[index].put(job, draft)
+        self.decoder.links[index].lose(answers.unfit)
 
     def draft(self, job: DraftJob, model: Model, kind: str, length: int) -> Draft | None:
         name, first = job.request.request_id, job.next_position
@@ -260,7 +260,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         jobs, model.out = model.out, []
         for job in jobs[::2]:
             model.memory[job.request.request_id] = [-1] * 50
-        self.decoder.lose(index, jobs)
+        self.decoder.links[index].lose(jobs)
 
     # Much of it in a row, or what is rare would hardly be seen.
 
@@ -318,7 +318,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         if not hasattr(self, "decoder"):
             return
         for index, model in enumerate(self.models):
-            clients, closed = self.decoder._clients[index], self.decoder._closed[index]
+            clients, closed = self.decoder.links[index]._clients, self.decoder.links[index]._closed
             assert not self.ended & clients.keys()
             assert clients.keys() <= self.seated.keys()
             left = {name for name in model.memory if name in self.ended}
@@ -334,11 +334,11 @@ class SpeculationMachine(RuleBasedStateMachine):
         for request in list((self.seated | self.paused).values()):
             self.close(request)
         for index, model in enumerate(self.models):
-            self.decoder.lose(index, model.out)
-            for name in self.decoder.take_closed(index):
+            self.decoder.links[index].lose(model.out)
+            for name in self.decoder.links[index].take_closed():
                 model.memory.pop(name, None)
             assert not model.memory
-            assert self.decoder.jobs(index, ahead=True) == []
+            assert self.decoder.links[index].jobs(ahead=True) == []
 
 
 def test_speculation() -> None:

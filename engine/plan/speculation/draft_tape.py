@@ -69,9 +69,10 @@ class DraftTape:
         """True while it holds a tree."""
         return bool(self.drafted) and self.drafted[0].parent is not None
 
-    def clear(self) -> None:
-        """Forget the drafts; what is being drafted after them stays welcome."""
+    def discard(self) -> None:
+        """Drop the drafts, and start a new epoch: answers to earlier jobs are stale."""
         self.drafted.clear()
+        self.epoch += 1
 
     # What drafters say.
 
@@ -102,6 +103,10 @@ class DraftTape:
 
     # What the target says.
 
+    def advance(self, num_tokens: int) -> None:
+        """The target has drawn so many tokens, for which the tape had no drafts."""
+        self.first += num_tokens
+
     def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
         """Move past the tokens, at least one, that the target has drawn.
 
@@ -110,14 +115,14 @@ class DraftTape:
         """
         self.first += len(committed)
         if self.is_tree:
-            self.clear()
+            self.drafted.clear()
             return TapeOutcome.LATE, 0
         num_equal = _num_equal(self.drafted, committed)
         if num_equal == len(committed):
             del self.drafted[:num_equal]
             return TapeOutcome.HIT, num_equal
         outcome = TapeOutcome.LATE if num_equal == len(self.drafted) else TapeOutcome.MISS
-        self.clear()
+        self.drafted.clear()
         self.epoch += outcome is TapeOutcome.MISS
         return outcome, num_equal
 

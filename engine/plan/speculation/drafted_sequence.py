@@ -1,15 +1,14 @@
-"""DraftedSequence: one request that drafts are made for, and how each drafter stands to it."""
+"""DraftedSequence: one request that drafts are made for, and the state of each drafter for it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.draft_tape import DraftTape
 from engine.plan.speculation.drafter import DraftRequest, TargetFeatures
-
-_KEEP = 0.98  # of an entry's weight, with each entry after it
 
 
 @dataclass(slots=True)
@@ -34,20 +33,25 @@ class DraftView:
         """The drafter holds nothing of the sequence from now on."""
         self.num_synced, self.no_draft_at, self.is_behind, self.num_turns = 0, -1, False, 0
 
+    def unsync(self, position: int) -> None:
+        """The drafter's tokens from `position` on are not those of the sequence."""
+        self.num_synced = min(self.num_synced, position)
+
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """One request, and its tape, of which `num_flying` drafts are being verified.
+    """One request that drafts are made for, and its tape.
 
-    `views` has the drafters that may draft for it, by their places. The `author` is the view whose drafts the
-    tape holds, or held last.
+    The first `num_in_flight` drafts of the tape are being verified. `views` are those of the drafters that
+    may draft for it, by the place of their links. `author` is the view whose drafts the tape holds, or held
+    last. `features` are None where no drafter reads them.
     """
 
     request: Request
     about: DraftRequest
     tape: DraftTape
     views: dict[int, DraftView]
-    num_flying: int = 0
+    num_in_flight: int = 0
     features: TargetFeatures | None = None
     author: DraftView | None = None
 
@@ -58,41 +62,22 @@ class DraftedSequence:
 
     @property
     def has_new_features(self) -> bool:
-        """True if it has what the target left for its newest token, and nothing is drafted after that yet."""
+        """True if it has the features of its newest token, and no drafts after that token yet."""
         features = self.features
         is_new = features is not None and features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
 
-    def expects_drafts(self, awaited: frozenset[int]) -> bool:
-        """True if it has drafts, or the next step waits for those of a drafter that is worth asking."""
+    def expects_drafts(self, awaited: Collection[int]) -> bool:
+        """True if it has drafts, or one of the awaited drafters is worth asking for some."""
         views = self.views.items()
         return bool(self.tape.drafted) or any(view.limit > 0 and index in awaited for index, view in views)
 
     def num_allowed(self, num_drafts: int) -> int:
-        """How many of the first drafts the request's grammar allows: others would cost a pass for nothing.
+        """How many of the first drafts the request's grammar allows; the others need not be verified.
 
-        A tree is left whole: whatever of it is not allowed is never accepted.
+        A tree is left whole, because what the grammar forbids is never accepted anyway.
         """
         grammar = self.request.grammar
         if grammar is None or num_drafts < 1 or self.tape.is_tree:
             return num_drafts
         return grammar.num_valid([draft.token_id for draft in self.tape.drafted[:num_drafts]])
-
-
-class RecentRatio:
-    """A ratio of sums, in which an entry counts less the longer ago it was; 0 before the first."""
-
-    __slots__ = ("_part", "_whole")
-
-    def __init__(self) -> None:
-        self._part = self._whole = 0.0
-
-    def observe(self, part: float, whole: float) -> None:
-        """Add to both sums."""
-        self._part = _KEEP * self._part + part
-        self._whole = _KEEP * self._whole + whole
-
-    @property
-    def ratio(self) -> float:
-        """Part over whole."""
-        return self._part / self._whole if self._whole else 0.0

@@ -6,9 +6,10 @@ One for each request and one for the server, written on the loop thread. Knows n
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 _RECENT = 0.5 ** (1 / 32)  # half of a round's weight in the recent acceptance is gone 32 rounds later
+_KEEP = 0.98  # of the weight of an entry in a RecentRatio, with each entry after it
 
 
 @dataclass(slots=True)
@@ -57,6 +58,10 @@ class SpecStats:
         self.recent_proposed = _RECENT * self.recent_proposed + num_proposed
         self.recent_accepted = _RECENT * self.recent_accepted + num_accepted
 
+    def note_dropped(self, reason: str, num_tokens: int) -> None:
+        """Count drafted tokens that were never verified."""
+        self.dropped[reason] += num_tokens
+
     @property
     def num_proposed(self) -> int:
         """Drafts that were verified, by all methods."""
@@ -94,31 +99,15 @@ class SpecStats:
 
     def add(self, other: SpecStats) -> None:
         """Count all of `other` here too. `other` is left as it is."""
-        for counter, more in (
-            (self.proposed, other.proposed),
-            (self.accepted, other.accepted),
-            (self.dropped, other.dropped),
-            (self.run_ahead, other.run_ahead),
-        ):
-            counter.update(more)
-        for counts, further in (
-            (self.accepted_per_position, other.accepted_per_position),
-            (self.acceptance_histogram, other.acceptance_histogram),
-        ):
-            _lengthen(counts, len(further))
-            for i, count in enumerate(further):
-                counts[i] += count
-        self.num_rounds += other.num_rounds
-        self.num_committed += other.num_committed
-        self.num_bonus += other.num_bonus
-        self.num_recovered += other.num_recovered
-        self.num_fallbacks += other.num_fallbacks
-        self.num_late += other.num_late
-        self.num_stale += other.num_stale
-        self.draft_s += other.draft_s
-        self.verify_s += other.verify_s
-        self.recent_proposed += other.recent_proposed
-        self.recent_accepted += other.recent_accepted
+        for name in (entry.name for entry in fields(self)):
+            mine, more = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Counter):
+                mine.update(more)
+            elif isinstance(mine, list):
+                _lengthen(mine, len(more))
+                mine[: len(more)] = [a + b for a, b in zip(mine, more, strict=False)]
+            else:
+                setattr(self, name, mine + more)
 
     def format_report(self) -> str:
         """Several lines for a person to read, without a newline at the end."""
@@ -171,3 +160,22 @@ def _ratio(part: float, whole: float) -> float:
 
 def _lengthen(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
+
+
+class RecentRatio:
+    """A ratio of sums, in which an entry counts less the longer ago it was; 0 before the first."""
+
+    __slots__ = ("_part", "_whole")
+
+    def __init__(self) -> None:
+        self._part = self._whole = 0.0
+
+    def observe(self, part: float, whole: float) -> None:
+        """Add to both sums."""
+        self._part = _KEEP * self._part + part
+        self._whole = _KEEP * self._whole + whole
+
+    @property
+    def ratio(self) -> float:
+        """Part over whole."""
+        return self._part / self._whole if self._whole else 0.0

@@ -241,11 +241,11 @@ def test_what_waiting_takes_is_learnt_and_holds_only_while_waiting() -> None:
         for _ in range(20):
             await stage.step(*requests)
         stage.run_ahead.choose_arm(1)
-        assert stage.decoder.awaited == {0}
-        assert stage.decoder.waits[0].seconds(10, 10) == pytest.approx(0.1, rel=0.05)
+        assert stage.decoder.links[0].is_awaited
+        assert stage.decoder.links[0]._waits.seconds(10, 10) == pytest.approx(0.1, rel=0.05)
         stage.run_ahead._arm = "async"
         stage.run_ahead.choose_arm(1)
-        assert not stage.decoder.awaited
+        assert not stage.decoder.links[0].is_awaited
 
     run_in_virtual_time(main())
 
