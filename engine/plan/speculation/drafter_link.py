@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from engine.plan.speculation.acceptance import MethodPrior
 from engine.plan.speculation.draft_answers import DraftAnswers
-from engine.plan.speculation.draft_tape import PutOutcome
 from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView
 from engine.plan.speculation.drafter import Draft, Drafter, DraftJob
 from engine.plan.speculation.length_policy import LengthPolicy
@@ -133,11 +132,9 @@ class DrafterLink:
             return
         view.num_turns = 0
         was_empty, num_late = not tape.drafted, tape.num_late
-        outcome = PutOutcome.WRONG  # if another drafter was faster
-        if was_empty or sequence.author is view:
-            method = draft.method or self.drafter.method
-            outcome = tape.put(draft, sequence.request.token_ids, method)
-        if outcome is not PutOutcome.TAKEN:
+        method = draft.method or self.drafter.method
+        is_author = was_empty or sequence.author is view  # else another drafter was faster
+        if not (is_author and tape.put(draft, sequence.request.token_ids, method)):
             view.unsync(draft.first)
             self._drop_stale(draft)
             return
