@@ -145,12 +145,10 @@ def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
 
 def _num_equal(drafted: Sequence[DraftedToken], committed: Sequence[int]) -> int:
     """How many leading tokens of both are the same."""
-    count = 0
-    for draft, token_id in zip(drafted, committed, strict=False):
+    for count, (draft, token_id) in enumerate(zip(drafted, committed, strict=False)):
         if draft.token_id != token_id:
-            break
-        count += 1
-    return count
+            return count
+    return min(len(drafted), len(committed))
 
 
 def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedToken] | None:

@@ -150,8 +150,6 @@ def _lengthen(counts: list[int], length: int) -> None:
 class RecentRatio:
     """A ratio of sums that forgets exponentially; 0 before the first entry."""
 
-    __slots__ = ("_part", "_whole")
-
     def __init__(self) -> None:
         self._part = self._whole = 0.0
 
