@@ -18,7 +18,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 
 log = logging.getLogger("slipstream.model")
 
-_LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and copies that nobody waits for
+_LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and asynchronous copies
 
 
 def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:

@@ -26,7 +26,7 @@ from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, Draft
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, StepInputs
 
-# Small enough that those who only wait for their next token are not held up for long by somebody's prompt.
+# Small enough that reading a prompt does not delay the other sequences' next tokens for long.
 DEFAULT_READ_TOKENS = 512
 # The most drafts of one go: a request that ends meanwhile keeps its blocks for so many steps at most.
 MAX_CHAIN = 8
@@ -262,21 +262,21 @@ class DraftModelDrafter:
                 logits = self._forward(inputs, self._kv.tensors)  # [drawing, draft vocab]
                 drawn = self._draw(drawing, fit_vocabulary(logits, self._sizes.vocab_size)) if drawing else []
         except Exception:
-            for turn in turns:  # nobody knows what was written
-                self._kv.distrust(turn.job.request.request_id)
+            for turn in turns:  # it is unknown what was written
+                self._kv.drop_suspect(turn.job.request.request_id)
             raise
         for turn in turns:
-            self._kv.advance(turn.job.request.request_id, turn.stop, is_proven=turn.draws)
+            self._kv.advance(turn.job.request.request_id, turn.stop, is_kv_good=turn.draws)
         found: dict[str, _Drawn] = {}
         for turn, result in zip(drawing, drawn, strict=True):
             request_id = turn.job.request.request_id
             if result is None:
                 turn.known.is_broken = True
-                self._kv.distrust(request_id)
+                self._kv.drop_suspect(request_id)
             else:
                 turn.known.token_ids += result.token_ids
                 # All but the newest were computed to draw it; drafts past an end were dropped again.
-                self._kv.advance(request_id, len(turn.known.token_ids) - 1, is_proven=True)
+                self._kv.advance(request_id, len(turn.known.token_ids) - 1, is_kv_good=True)
                 found[request_id] = result
         return found
 

@@ -90,7 +90,7 @@ def compile_into(target: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether this is what `compile_into` wrote: a library that was cut short would kill whoever loads it."""
+    """Whether `compile_into` wrote all of it: loading a library that was cut short would kill the process."""
     try:
         content = file.read_bytes()
     except OSError:

@@ -70,7 +70,9 @@ class ModelRunner:
         num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
         device = self.kv.device
         with out_of_memory_named():
-            self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
+            self.swap.reserve(
+                copy.target for copy in inputs.swap_out
+            )  # once, so its time is no part of the swap rate
             start = mark(device)
             self.move_blocks(inputs)
             begin = mark(device) if num_swapped else start

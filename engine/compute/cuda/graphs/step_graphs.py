@@ -58,11 +58,11 @@ class TabledAttention(Protocol):
     """An AttentionBackend whose steps read their tables when they are carried out, not when they are made."""
 
     def workforce(self, kv: KvTensors) -> Workforce:
-        """Whom the work is to be cut for."""
+        """The processors that the work is divided among."""
         ...
 
     def step(self, tables: StepTables, kv: KvTensors) -> StepAttention:
-        """A step over tables that somebody else fills."""
+        """A step over tables that the caller fills."""
         ...
 
 
