@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.plan.speculation.isotonic import never_decreasing
+
 _KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
 _METHOD_KEEP = 0.5 ** (1 / 1024)
 _ROUND_KEEP = 0.5 ** (1 / 8)
@@ -177,7 +179,8 @@ class Acceptance:
         if len(self._survival) < count:
             if self._is_tree:
                 beliefs = self._prior.rates(count)
-                self._survival = _evened([self._tree.rate(node, beliefs[node]) for node in range(count)])
+                chances = (self._tree.rate(node, beliefs[node]) for node in range(count))
+                self._survival = [-negated for negated in never_decreasing((-c, 1.0) for c in chances)]
             else:
                 self._extend_chain(count)
         return self._survival[:count]
@@ -202,15 +205,3 @@ class Acceptance:
             rate = self._chain.rate(place, belief)
             survival.append(survival[-1] * rate if place else rate)
         self._last_rate = rate
-
-
-def _evened(chances: Sequence[float]) -> list[float]:
-    """The nearest values that never increase, by pooling neighbours (Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []  # sum, length
-    for chance in chances:
-        total, length = chance, 1
-        while pools and pools[-1][0] * length < total * pools[-1][1]:
-            before, more = pools.pop()
-            total, length = total + before, length + more
-        pools.append((total, length))
-    return [total / length for total, length in pools for _ in range(length)]

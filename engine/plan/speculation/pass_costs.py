@@ -13,6 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.plan.speculation.isotonic import never_decreasing
+
 _MOST_WEIGHT = 16.0  # observations that an average goes over
 _MAX_SURPRISE = 1.3  # times the average, that an observation counts at most: a stall is no cost
 _MAX_FIRST_SURPRISE = 1.5  # times the next smaller size, that a first one counts at most
@@ -205,23 +207,15 @@ def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _increasing(knots: Sequence[_Knot], floor_s: float | None) -> list[tuple[float, float]]:
-    """Tokens and seconds, of which none lies below the one before, by pooling neighbours by weight.
+    """Tokens and seconds, of which none lies below the one before.
 
-    `floor_s` is what a smaller step takes, None when unknown.
+    `floor_s` is what a smaller pass takes, None when unknown.
     """
-    pools: list[list[float]] = []  # weighted seconds, weight, first and one past the last knot
-    for i, knot in enumerate(knots):
+    weighted: list[tuple[float, float]] = []
+    for knot in knots:
         seconds = knot.seconds
         if knot.is_lone and floor_s is not None:
             seconds = min(seconds, _MAX_FIRST_SURPRISE * floor_s)
         floor_s = seconds if floor_s is None else max(floor_s, seconds)
-        pool = [seconds * knot.weight, knot.weight, i, i + 1]
-        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
-            before = pools.pop()
-            pool = [before[0] + pool[0], before[1] + pool[1], before[2], pool[3]]
-        pools.append(pool)
-    return [
-        (knots[i].num_tokens, total / weight)
-        for total, weight, first, end in pools
-        for i in range(int(first), int(end))
-    ]
+        weighted.append((seconds, knot.weight))
+    return [(knot.num_tokens, s) for knot, s in zip(knots, never_decreasing(weighted), strict=True)]
