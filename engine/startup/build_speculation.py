@@ -1,4 +1,4 @@
-"""Who drafts and who judges, put together from settings: the half of `build` for speculation."""
+"""The draft sources and the decoder, made from settings: the half of `build` for speculation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_sources(
 def make_decoder(
     settings: Settings, sources: tuple[DraftSource, ...], vocab_size: int, kv: Rewindable
 ) -> SpeculativeDecoder | None:
-    """Who judges; None without anyone to judge."""
+    """The decoder over these sources; None without any."""
     if not sources:
         return None
     speculation = settings.speculation
