@@ -41,17 +41,17 @@ class DraftTape:
     """Drafts for the positions from `first` on, where the known tokens end.
 
     `epoch` rises whenever drafts turn out wrong. A tape holds one chain, which may grow, or one tree, which
-    may not. `method` made its first draft. `num_late` counts drafts that were right, but came too late.
+    may not. `method` made its first draft. `num_late_tokens` counts right drafts that came too late.
     """
 
-    __slots__ = ("drafted", "epoch", "first", "method", "num_late")
+    __slots__ = ("drafted", "epoch", "first", "method", "num_late_tokens")
 
     def __init__(self, first: int) -> None:
         self.epoch = 0
         self.first = first
         self.method = ""
         self.drafted: list[DraftedToken] = []
-        self.num_late = 0
+        self.num_late_tokens = 0
 
     def __len__(self) -> int:
         return len(self.drafted)
@@ -81,7 +81,7 @@ class DraftTape:
             if rest is None:
                 self.epoch += 1
                 return False
-            self.num_late += num_known
+            self.num_late_tokens += num_known
             drafted = rest
         elif draft.first != self.first + len(self.drafted):
             return False

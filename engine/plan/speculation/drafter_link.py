@@ -131,7 +131,7 @@ class DrafterLink:
             self._note_no_draft(view, job)
             return
         view.num_turns = 0
-        was_empty, num_late = not tape.drafted, tape.num_late
+        was_empty, num_late = not tape.drafted, tape.num_late_tokens
         method = draft.method or self.drafter.method
         is_author = was_empty or sequence.author is view  # else another drafter was faster
         if not (is_author and tape.put(draft, sequence.request.token_ids, method)):
@@ -142,8 +142,8 @@ class DrafterLink:
             sequence.author = view
         if draft.parents is None:
             view.num_synced = job.next_position + len(draft.token_ids)
-        self._stats.num_late += tape.num_late > num_late
-        self._stats.note_dropped("late", tape.num_late - num_late)
+        self._stats.num_late += tape.num_late_tokens > num_late
+        self._stats.note_dropped("late", tape.num_late_tokens - num_late)
 
     def _drop_stale(self, draft: Draft) -> None:
         self._stats.num_stale += 1

@@ -68,9 +68,9 @@ def test_late_drafts_that_agree_are_confirmed_and_go_on() -> None:
     tape.commit([4, 5])
     known = [*KNOWN, 4, 5]
     assert tape.put(draft(3, 4), known, "ngram")
-    assert (tokens(tape), tape.num_late, tape.epoch) == ([], 1, 0)
+    assert (tokens(tape), tape.num_late_tokens, tape.epoch) == ([], 1, 0)
     assert tape.put(draft(4, 5, 6, 7), known, "ngram")
-    assert (tokens(tape), tape.num_late, tape.epoch) == ([6, 7], 2, 0)
+    assert (tokens(tape), tape.num_late_tokens, tape.epoch) == ([6, 7], 2, 0)
 
 
 def test_late_drafts_that_disagree_begin_an_epoch() -> None:
