@@ -226,3 +226,7 @@ class Request:
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH
         return None
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop the committed tokens after the first `num_tokens`: they follow a stop string."""
+        del self.token_ids[num_tokens:]

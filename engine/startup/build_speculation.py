@@ -1,4 +1,4 @@
-"""Who drafts and who judges, put together from settings: the half of `build` for speculation."""
+"""The draft sources and the decoder, made from settings: the half of `build` for speculation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.kv.rewindable import Rewindable
 from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 
 # The longest draft where the settings leave it open.
 MODEL_FREE_TOKENS, MODEL_TOKENS = 32, 4
@@ -55,7 +55,7 @@ def load_sources(
 def make_decoder(
     settings: Settings, sources: tuple[DraftSource, ...], vocab_size: int, kv: Rewindable
 ) -> SpeculativeDecoder | None:
-    """Who judges; None without anyone to judge."""
+    """The decoder over these sources; None without any."""
     if not sources:
         return None
     speculation = settings.speculation
@@ -67,7 +67,7 @@ def make_decoder(
         length_policy=speculation.draft_length_policy,
         min_acceptance_rate=speculation.min_acceptance_rate,
     )
-    costs = StepCosts()
+    costs = PassCosts()
     policy = make_length_policy(config, costs)
     return SpeculativeDecoder(config, sources, policy, costs, can_rewind=kv.can_rewind)
 

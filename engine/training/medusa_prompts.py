@@ -85,7 +85,7 @@ _NUM_OTHER = 600
 
 
 def builtin_prompts(seed: int) -> list[list[Message]]:
-    """About two thousand conversations of one question each, in an order that `seed` settles."""
+    """About two thousand conversations of one question each, in an order that `seed` decides."""
     rng = random.Random(seed)
     texts = [ask.format(subject) for ask in _lines(_ASK_ABOUT) for subject in _parts(_SUBJECTS)]
     texts += [ask.format(task) for ask in _lines(_ASK_FOR_CODE) for task in _parts(_CODE_TASKS)]

@@ -21,7 +21,7 @@ HOLD_OUT_EVERY = 10  # one prompt in so many is kept for the evaluation
 class Sample:
     """One generation: `hidden[i]` [hidden] drew `token_ids[i]` at `first_position` + i.
 
-    `number` is its place in the run, and settles all that is random about it. Temperature 0 is greedy.
+    `number` is its place in the run and decides all that is random about it. Temperature 0 is greedy.
     """
 
     number: int

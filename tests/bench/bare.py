@@ -15,8 +15,8 @@ import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.loop.engine_parts import StepRunner
 from engine.plan.step_records import StepInputs
 

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from config import load_settings
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import SamplingInputs
 from engine.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.native.install import with_kernels
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import StepInputs
 from engine.startup.build import use_compute_threads
 from tests.bench.bare import fill_kv

@@ -15,7 +15,7 @@ import uvloop
 
 from engine.loop.engine import Engine
 from engine.plan.request import GenerationRequest, SamplingParams, SpeculationOptions
-from engine.plan.speculation.controller import Candidate, LengthPolicy, StepLoad
+from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from tests.bench.context import BenchContext

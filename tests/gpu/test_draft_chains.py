@@ -12,7 +12,7 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest
 from engine.plan.step_records import BlockCopy

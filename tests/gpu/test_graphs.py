@@ -24,8 +24,8 @@ from engine.compute.cuda.device_draw import (
 from engine.compute.cuda.draw_choice import choose_draw
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import LogitAdjustment, StepInputs
 from tests.support.packed import as_loaded, random_tokens

@@ -14,7 +14,7 @@ from engine.compute.attention import AttentionContext, CpuAttention, LayerCall, 
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.query_groups import group_sequences
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs
 from tests.support.packed import random_kv
 

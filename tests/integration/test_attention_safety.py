@@ -23,8 +23,8 @@ from engine.compute.attention import (
 from engine.compute.attention.hf_interface import paged_attention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.errors import UnsupportedModel
 from engine.plan.step_records import BlockCopy
 from tests.support.packed import load_tiny, packed_forward, plain_logits, random_tokens

@@ -15,8 +15,8 @@ from config import PlannedFault
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
 from engine.faults.fault_counter import FaultCounter

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from tests.support.ahead_runner import AheadOnHost

@@ -12,8 +12,8 @@ import torch
 from engine.compute.attention import ATTENTION_NAME, AttentionContext, LayerCall
 from engine.compute.attention.query_groups import QueryGroup
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step, plain_sampling
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import OutOfDeviceMemory, UnsupportedModel

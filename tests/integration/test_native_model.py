@@ -21,8 +21,8 @@ from engine.compute.native import compiler, install
 from engine.compute.native.compiler import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.errors import StartRefused
 from engine.plan.step_records import BlockCopy
 from tests.support.native import compiled_home, compiled_kernels

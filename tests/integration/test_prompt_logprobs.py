@@ -17,8 +17,8 @@ from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, TokenLogprobs, build_engine
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner import prompt_scorer
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.logprobs import known_logprobs
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import RequestFailed

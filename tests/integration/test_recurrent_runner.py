@@ -16,7 +16,7 @@ from engine.compute.loading.loader import load_model
 from engine.compute.recurrent import slot_mixers
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
-from engine.compute.runner.rehearsal import Part, plain_sampling
+from engine.compute.runner.dummy_steps import Part, plain_sampling
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
 from engine.plan.step_records import BlockCopy, DraftInputs
 from tests.support.packed import random_schedule, random_tokens

@@ -18,10 +18,10 @@ from engine.compute.attention import (
     LayerCall,
     ReferenceAttention,
 )
-from engine.compute.attention.draft_tree import accepted_moves, draft_trees
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.attention.tree_mask import accepted_moves, tree_masks
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import NO_TOKEN, StepInputs
 from tests.support.packed import load_tiny, packed_forward, plain_logits, random_kv, random_tokens
 from tests.support.tiny_models import FAMILIES, WINDOW
@@ -241,4 +241,4 @@ def test_siblings_share_no_key() -> None:
 def test_chains_by_their_parents_are_laid_out_as_chains() -> None:
     inputs, _ = make_step([(5, [-1, 0, 1]), (7, [-1]), (3, [])], 4)
     assert inputs.drafts is not None and inputs.drafts.parents is not None
-    assert draft_trees(inputs) == {}
+    assert tree_masks(inputs) == {}

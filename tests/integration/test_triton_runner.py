@@ -11,8 +11,8 @@ import torch
 from engine.compute.attention import ReferenceAttention
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import StepInputs
 from tests.support.packed import load_tiny, random_tokens

@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import Candidate, StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.length_policy import Candidate, StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
-from engine.plan.speculation.step_costs import StepCosts
 
 POLICIES: st.SearchStrategy[LengthPolicyName] = st.sampled_from(["fixed", "threshold", "goodput"])
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -26,7 +27,7 @@ STEPS: st.SearchStrategy[list[Step]] = st.lists(
 def test_lengths_are_within_all_limits(
     name: LengthPolicyName, max_drafts: int, min_rate: float, are_trees: bool, steps: list[Step]
 ) -> None:
-    costs, prior = StepCosts(), MethodPrior()
+    costs, prior = PassCosts(), MethodPrior()
     config = SpeculationConfig(1000, max_drafts, length_policy=name, min_acceptance_rate=min_rate)
     policy = make_length_policy(config, costs)
     requests = [Acceptance(prior) for _ in range(6)]
@@ -76,7 +77,7 @@ def test_survival_never_increases_and_is_a_chance(rounds: list[tuple[int, int]],
     st.integers(1, 64),
 )
 def test_costs_never_sink_with_more_tokens(seen: list[tuple[int, int, float]], num_seqs: int) -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for seqs, more, seconds in seen:
         costs.observe(seqs, seqs + more, seconds)
     run = costs.run(num_seqs, num_seqs, 400)

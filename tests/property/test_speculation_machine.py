@@ -21,13 +21,14 @@ from hypothesis.stateful import (
 )
 
 from engine.plan.request import Request, SpeculationOptions
-from engine.plan.speculation.controller import StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.draft_answers import read_answers
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.length_policy import StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, expected_output
@@ -61,7 +62,7 @@ class SpeculationMachine(RuleBasedStateMachine):
     @initialize(longest=st.sampled_from([1, 2, 5]), policy=st.sampled_from(["fixed", "threshold", "goodput"]))
     def start(self, longest: int, policy: LengthPolicyName) -> None:
         config = SpeculationConfig(VOCAB_SIZE, longest, length_policy=policy, min_acceptance_rate=0.0)
-        costs = StepCosts()
+        costs = PassCosts()
         sources = [DraftSource(FakeDrafter(method=method), longest) for method in METHODS]
         self.decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
 
@@ -157,7 +158,7 @@ class SpeculationMachine(RuleBasedStateMachine):
             tokens = self.verify(request, self.trim(drafted, cut))
             ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_num_tokens
             request.num_computed_tokens = len(request.token_ids) - 1
-            self.decoder.settle(request, self.trim(drafted, cut), len(tokens))
+            self.decoder.commit(request, self.trim(drafted, cut), len(tokens))
             if ends:
                 self.close(request)
 
@@ -190,8 +191,8 @@ class SpeculationMachine(RuleBasedStateMachine):
         model = self.models[index]
         if model.out:
             return
-        jobs = self.decoder.jobs(index, ahead=ahead, may_read=may_read)
-        for name in self.decoder.take_closed(index):
+        jobs = self.decoder.links[index].jobs(ahead=ahead, may_read=may_read)
+        for name in self.decoder.links[index].take_closed():
             model.memory.pop(name, None)
         for job in jobs:
             name = job.request.request_id
@@ -228,8 +229,8 @@ class SpeculationMachine(RuleBasedStateMachine):
                 drafts.append(draft)
         answers = read_answers(jobs, DraftResult(tuple(drafts), 0.0), VOCAB_SIZE)
         for job, draft in answers.fitting:
-            self.decoder.put(index, job, draft)
-        self.decoder.lose(index, answers.unfit)
+            self.decoder.links[index].put(job, draft)
+        self.decoder.links[index].lose(answers.unfit)
 
     def draft(self, job: DraftJob, model: Model, kind: str, length: int) -> Draft | None:
         name, first = job.request.request_id, job.next_position
@@ -259,7 +260,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         jobs, model.out = model.out, []
         for job in jobs[::2]:
             model.memory[job.request.request_id] = [-1] * 50
-        self.decoder.lose(index, jobs)
+        self.decoder.links[index].lose(jobs)
 
     # Much of it in a row, or what is rare would hardly be seen.
 
@@ -307,8 +308,8 @@ class SpeculationMachine(RuleBasedStateMachine):
                 drafted = self.flying[name]
                 assert tuple(tape.drafted[: len(drafted)]) == drafted, "what flies stays where it is"
             for view in sequence.views.values():
-                assert 0 <= view.told <= sequence.num_known
-                assert name in self.seated or view.told == 0
+                assert 0 <= view.num_synced <= sequence.num_known
+                assert name in self.seated or view.num_synced == 0
             if name in self.paused:
                 assert not tape.drafted
 
@@ -317,7 +318,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         if not hasattr(self, "decoder"):
             return
         for index, model in enumerate(self.models):
-            clients, closed = self.decoder._clients[index], self.decoder._closed[index]
+            clients, closed = self.decoder.links[index]._clients, self.decoder.links[index]._closed
             assert not self.ended & clients.keys()
             assert clients.keys() <= self.seated.keys()
             left = {name for name in model.memory if name in self.ended}
@@ -333,11 +334,11 @@ class SpeculationMachine(RuleBasedStateMachine):
         for request in list((self.seated | self.paused).values()):
             self.close(request)
         for index, model in enumerate(self.models):
-            self.decoder.lose(index, model.out)
-            for name in self.decoder.take_closed(index):
+            self.decoder.links[index].lose(model.out)
+            for name in self.decoder.links[index].take_closed():
                 model.memory.pop(name, None)
             assert not model.memory
-            assert self.decoder.jobs(index, ahead=True) == []
+            assert self.decoder.links[index].jobs(ahead=True) == []
 
 
 def test_speculation() -> None:

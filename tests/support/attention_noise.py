@@ -11,7 +11,7 @@ import torch
 from engine.compute.attention import AttentionBackend, AttentionContext, LayerCall
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs
 
 

@@ -23,9 +23,9 @@ from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.drafter import Drafter
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, Schedule, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from engine.plan.step_records import StepInputs
 from engine.text.tokenizer import Tokenizer
 from tests.support.fakes import VOCAB_SIZE, FakeRunner
@@ -83,7 +83,7 @@ def make_decoder(
         length_policy=shape.length_policy,
         min_acceptance_rate=shape.min_acceptance_rate,
     )
-    costs = StepCosts()
+    costs = PassCosts()
     sources = [DraftSource(drafter, shape.max_draft_tokens) for drafter in drafters]
     return SpeculativeDecoder(
         config, sources, make_length_policy(config, costs), costs, can_rewind=can_rewind

@@ -13,8 +13,8 @@ from engine.compute.attention import AttentionBackend
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from tests.support.tiny_models import EOS_ID, MAX_POSITIONS, VOCAB_SIZE, tiny_model
 
 # A step of a schedule: (sequence, number of its tokens) in packed order.

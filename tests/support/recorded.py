@@ -13,7 +13,7 @@ from engine.compute.attention import LayerCall, ReferenceAttention, StepAttentio
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import HeadShape, Workforce
-from engine.compute.runner.rehearsal import plain_sampling
+from engine.compute.runner.dummy_steps import plain_sampling
 from engine.plan.step_records import Int32, StepInputs
 
 

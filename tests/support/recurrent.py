@@ -14,7 +14,7 @@ from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import RecurrentForward, SequenceMemory
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher

@@ -115,7 +115,7 @@ async def assert_quiet(engine: Engine) -> None:
     assert metrics.requests_started == sum(metrics.requests_finished.values())
     batcher = engine._loaded.batcher
     batcher.kv.check_integrity()
-    for drafter in batcher.decoder.drafters:
+    for drafter in [link.drafter for link in batcher.decoder.links]:
         if drafter.method == "draft_model":
             async with asyncio.timeout(5):
                 while drafter.num_used_blocks:  # type: ignore[attr-defined]  # noqa: ASYNC110

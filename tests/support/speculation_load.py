@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import Candidate, LengthPolicy, StepLoad
-from engine.plan.speculation.step_costs import StepCosts
+from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.theoretical_speedup import expected_tokens
 
 Cost = Callable[[int, int], float]  # seconds of a step by sequences and tokens
@@ -42,7 +42,7 @@ class Cell:
         return tokens / (step_s * num_steps)
 
 
-def run_policy(policy: LengthPolicy, costs: StepCosts, cell: Cell, num_steps: int, seed: int = 0) -> float:
+def run_policy(policy: LengthPolicy, costs: PassCosts, cell: Cell, num_steps: int, seed: int = 0) -> float:
     """Expected tokens per second of what it chose.
 
     It is told of accepted drafts drawn by chance, and of step times with 5 % of noise, of which one in a

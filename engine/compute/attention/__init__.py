@@ -1,6 +1,6 @@
 """Paged attention under transformers' attention interface: one context a step, one backend a device.
 
-`AttentionContext.attend` is the single way in: whoever wants attention's share of a step times that method.
+`AttentionContext.attend` is the only entry, so timing it gives attention's share of a step.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.paged_rows import RowAttention
 from engine.compute.attention.reference import ReferenceAttention
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 
 log = logging.getLogger("slipstream.model")
 
-_LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and copies that nobody waits for
+_LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and asynchronous copies
 
 
 def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:

@@ -38,9 +38,9 @@ class AttentionContext:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Where the step's keys and values belong, for who writes them past `attend`: int64 [num_tokens]."""
+        """Where the step's keys and values belong, to write them without `attend`: int64 [num_tokens]."""
         return torch.tensor(self._inputs.slot_mapping, device=self.kv.device)
 
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """As `attend`, for who has put keys and values into the `slots` of their pages already."""
+        """As `attend`, for keys and values that are in the `slots` of their pages already."""
         return self._step.attend(query, call)

@@ -56,7 +56,7 @@ def _fill(tensors: Sequence[torch.Tensor]) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)  # through ctypes: it lets other threads run
     if madvise is None:
         return
-    with suppress(OSError, AttributeError):  # only when nobody computes, where the system knows such threads
+    with suppress(OSError, AttributeError):  # run only on an idle CPU, where the system can do so
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for first, stop in _in_order_of_use(tensors):

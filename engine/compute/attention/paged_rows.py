@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.compute.attention.backend import LayerCall
-from engine.compute.attention.draft_tree import draft_trees
+from engine.compute.attention.tree_mask import tree_masks
 from engine.plan.step_records import StepInputs
 
 
@@ -17,7 +17,7 @@ from engine.plan.step_records import StepInputs
 class PagedRows:
     """`counts` tokens of each sequence in packed order, the newest of its `lengths`: int32 [sequences] each.
 
-    `tables` is int32 [sequences, max_blocks]. Where drafts form trees, `gaps` holds each DraftTree's, int32,
+    `tables` is int32 [sequences, max_blocks]. Where drafts form trees, `gaps` holds each TreeMask's, int32,
     one behind the other, and `trees` where those of a sequence begin, -1 for none: int32 [sequences].
     """
 
@@ -32,7 +32,7 @@ class PagedRows:
         """All tokens of a step."""
         own = (inputs.query_lens, inputs.kv_lens, inputs.block_tables)
         counts, lengths, tables = (torch.tensor(array, dtype=torch.int32) for array in own)
-        trees = draft_trees(inputs)
+        trees = tree_masks(inputs)
         if not trees:
             return cls(counts, lengths, tables, None, None)
         gaps = [tree.gaps().ravel() for tree in trees.values()]

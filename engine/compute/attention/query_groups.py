@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.compute.attention.draft_tree import DraftTree, draft_trees
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.plan.step_records import StepInputs
 
 Indices = NDArray[np.intp]
@@ -69,7 +69,7 @@ class QueryGroup:
         kv: KvTensors,
         members: Indices,
         starts: Indices,
-        trees: Mapping[int, DraftTree],
+        trees: Mapping[int, TreeMask],
     ) -> None:
         self.num_sequences = len(members)
         self._query_lens = inputs.query_lens[members].astype(np.int64)
@@ -141,7 +141,7 @@ def group_sequences(inputs: StepInputs, kv: KvTensors) -> list[QueryGroup]:
     """Every sequence in exactly one group; padding is bounded by what another group would cost."""
     everyone = np.arange(len(inputs.query_lens))
     starts = np.cumsum(inputs.query_lens, dtype=np.intp) - inputs.query_lens
-    trees = draft_trees(inputs)
+    trees = tree_masks(inputs)
     layer = kv.layers[0]
     token_bytes = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * kv.dtype.itemsize
     groups = []

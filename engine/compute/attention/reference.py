@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.compute.attention.backend import LayerCall
-from engine.compute.attention.draft_tree import DraftTree, draft_trees
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.kv_writer import KvWriter
+from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.plan.step_records import StepInputs
 
 
@@ -21,7 +21,7 @@ class ReferenceAttention:
     def plan(self, inputs: StepInputs, kv: KvTensors) -> ReferenceStep:
         """The sequences with their block tables on the device."""
         sequences, start = [], 0
-        trees = draft_trees(inputs)
+        trees = tree_masks(inputs)
         tables = torch.tensor(inputs.block_tables, device=kv.device, dtype=torch.long)
         for row, (query_len, kv_len) in enumerate(
             zip(inputs.query_lens.tolist(), inputs.kv_lens.tolist(), strict=True)
@@ -40,7 +40,7 @@ class _Sequence:
     query_len: int
     kv_len: int
     blocks: torch.Tensor  # [num_blocks]
-    tree: DraftTree | None  # what the tokens are, if they are no chain
+    tree: TreeMask | None  # what the tokens are, if they are no chain
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window
 
     def mask(self, window: int | None) -> torch.Tensor:

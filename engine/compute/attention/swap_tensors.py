@@ -21,7 +21,7 @@ class SwapTensors:
     """Room in host memory for `num_blocks` blocks of `kv`: one row a block, all its layers side by side.
 
     So a block is moved in one transfer, and successive host blocks in one together. Memory is taken when a
-    block of its segment is first reserved, so room that nobody uses costs nothing. On CUDA it is pinned, and
+    block of its segment is first reserved, so unused room costs nothing. On CUDA it is pinned, and
     the first segment is there from the start: few servers ever need a second.
 
     Transfers are queued on the current stream, in the order of the calls, and not waited for.

@@ -22,8 +22,8 @@ from engine.compute.cuda.graphs.launched import DrawnTokens, Launched, StepMarks
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.runner.device import mark, out_of_memory_named
+from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner, last_rows
-from engine.compute.runner.rehearsal import plain_sampling
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified
 from engine.plan.step_records import Int32, Int64, StepInputs, StepResult

@@ -14,7 +14,7 @@ _ALIGNED = 32  # integers: each array begins where a vector load may
 
 
 class DeviceInts:
-    """Named int32 arrays of fixed shapes that are written together, in one copy that nobody waits for.
+    """Named int32 arrays of fixed shapes that are written together, in one asynchronous copy.
 
     Their addresses stay, so work that was recorded on the device finds what was put last. Made for one step
     or for many, then in shapes that hold the largest. Of the array called `tail`, the last one and flat, only

@@ -51,11 +51,11 @@ class TritonAttention:
         return self.step(tables, kv)
 
     def workforce(self, kv: KvTensors) -> Workforce:
-        """Whom the work over `kv` is to be cut for."""
+        """The processors that the work over `kv` is divided among."""
         return Workforce.of(self._gpu.processors, kv.dtype.itemsize)
 
     def step(self, tables: StepTables, kv: KvTensors) -> TritonStep:
-        """A step over tables that are filled by somebody else, and may be refilled once it was recorded."""
+        """A step over tables that the caller fills, and may refill once the step was recorded."""
         return TritonStep(self._gpu, tables, kv)
 
 

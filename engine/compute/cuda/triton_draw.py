@@ -1,7 +1,7 @@
 """The plain draw of `device_draw` in one sweep over the logits, in Triton.
 
 The noise's logarithms are taken in float64 where they are used, so that nothing but the logits is read and
-next to nothing written. Its numbers are those of `noise`: the same hash, the same law.
+next to nothing written. Its numbers are those of `noise`: the same hash, the same distribution.
 """
 
 from __future__ import annotations

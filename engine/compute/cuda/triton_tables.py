@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from engine.compute.attention.draft_tree import DraftTree, draft_trees
+from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.compute.cuda.device_ints import DeviceInts
 from engine.compute.cuda.triton_work import HeadShape, StepLengths, Work, Workforce, cut_work, max_items
 from engine.plan.step_records import Int32, StepInputs
@@ -92,7 +92,7 @@ class StepTables:
 
         Raises ValueError where something is too large.
         """
-        trees = draft_trees(inputs)
+        trees = tree_masks(inputs)
         arrays = {**others, **_arrays(inputs, trees)}
         has_tree = np.zeros(len(inputs.query_lens), dtype=np.bool_)
         has_tree[list(trees)] = True
@@ -157,7 +157,7 @@ def _bucket_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int32]:
+def _arrays(inputs: StepInputs, trees: Mapping[int, TreeMask]) -> dict[str, Int32]:
     tree_rows = np.full(len(inputs.query_lens), -1, dtype=np.int32)
     first_rows: dict[int, int] = {}  # by tree: sequences with drafts of one shape share it
     bits = []
@@ -185,7 +185,7 @@ def _arrays(inputs: StepInputs, trees: Mapping[int, DraftTree]) -> dict[str, Int
     }
 
 
-def _tree_bits(tree: DraftTree, num_places: int) -> Int32:
+def _tree_bits(tree: TreeMask, num_places: int) -> Int32:
     """Bit p % 32 of word p // 32 says whether a token sees place p: [places, words]."""
     places = np.arange(num_places)
     seen = np.zeros((num_places, -(-num_places // 32) * 32), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""DraftKv: the blocks and tensors of the sequences that a draft model follows, and who gives way."""
+"""DraftKv: the blocks and tensors of the sequences that a draft model follows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class _Held:
     """How much of a sequence's KV is valid, and whether a good row was drawn from all of it."""
 
     num_computed: int = 0
-    is_proven: bool = True
+    is_kv_good: bool = True
 
 
 class DraftKv:
-    """Room for as many sequences as fit; who was drafted for longest ago gives way to those drafted for now.
+    """Room for as many sequences as fit; the least recently used ones give way to those drafted for now.
 
-    Dropped KV costs its sequence another reading and nothing else. Blocks that may hold non-finite values are
-    scrubbed before anybody else gets them. Used by one thread at a time.
+    A sequence whose KV was dropped is read again, which costs time only. Blocks that may hold non-finite
+    values are scrubbed before another sequence gets them. Used by one thread at a time.
     """
 
     def __init__(self, tensors: KvTensors, max_num_seqs: int, max_model_len: int) -> None:
@@ -42,7 +42,7 @@ class DraftKv:
     def make_room(self, request_id: str, num_tokens: int, current: Collection[str]) -> bool:
         """Get room for `num_tokens` in total, from sequences that are not `current` if need be.
 
-        False if that is not enough. The sequence then loses what it holds: those that can go on get it.
+        False if that is not enough. The sequence then loses its blocks to those that can go on.
         """
         held = self._held.pop(request_id, None)
         self._held[request_id] = held or _Held()  # now the most recently used
@@ -52,7 +52,7 @@ class DraftKv:
         return False
 
     def extend(self, request_id: str, num_tokens: int, current: Collection[str]) -> bool:
-        """The same, but that a sequence for which there is not enough room keeps what it has."""
+        """As `make_room`, but without enough room the sequence keeps what it has."""
         while not self.manager.allocate(request_id, num_tokens):
             others = (other for other in self._held if other not in current and other in self.manager)
             victim = next(others, None)
@@ -61,13 +61,13 @@ class DraftKv:
             self.drop(victim)
         return True
 
-    def advance(self, request_id: str, num_tokens: int, *, is_proven: bool) -> None:
-        """The first `num_tokens` tokens are computed; proven if a good row was drawn from them."""
+    def advance(self, request_id: str, num_tokens: int, *, is_kv_good: bool) -> None:
+        """The first `num_tokens` tokens are computed; their KV is good if a finite row was drawn from it."""
         held = self._held[request_id]
-        held.num_computed, held.is_proven = num_tokens, is_proven
+        held.num_computed, held.is_kv_good = num_tokens, is_kv_good
 
     def cut(self, request_id: str, num_tokens: int) -> None:
-        """Nothing behind the first `num_tokens` tokens is valid any more."""
+        """Drop the KV after the first `num_tokens` tokens."""
         held = self._held.get(request_id)
         if held is None:
             return
@@ -75,7 +75,7 @@ class DraftKv:
         kept = self.manager.blocks_for(held.num_computed)
         released = self.manager.block_ids(request_id)[kept:]
         self.manager.rewind(request_id, held.num_computed)
-        if not held.is_proven:
+        if not held.is_kv_good:
             self.tensors.scrub_blocks(released)
 
     def drop(self, request_id: str) -> None:
@@ -83,12 +83,12 @@ class DraftKv:
         held = self._held.pop(request_id, None)
         if held is None or request_id not in self.manager:
             return
-        if not held.is_proven:
+        if not held.is_kv_good:
             self.tensors.scrub_blocks(self.manager.block_ids(request_id))
         self.manager.free(request_id)
 
-    def distrust(self, request_id: str) -> None:
-        """What the sequence holds may be non-finite: free and scrub it."""
+    def drop_suspect(self, request_id: str) -> None:
+        """Free and scrub all that the sequence holds, because it may be non-finite."""
         if request_id in self._held:
-            self._held[request_id].is_proven = False
+            self._held[request_id].is_kv_good = False
             self.drop(request_id)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.scheduling.sampling_table import Behind, adjustment_of, as_int64, history_of
 from engine.plan.scheduling.token_history import TokenHistory
@@ -27,7 +27,7 @@ from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, Draft
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, StepInputs
 
-# Small enough that those who only wait for their next token are not held up for long by somebody's prompt.
+# Small enough that reading a prompt does not delay the other sequences' next tokens for long.
 DEFAULT_READ_TOKENS = 512
 # The most drafts of one go: a request that ends meanwhile keeps its blocks for so many steps at most.
 MAX_CHAIN = 8
@@ -89,17 +89,17 @@ class _Turn(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """The tokens of a turn that draws; `probs` has the float32 [vocab] laws they come from, if needed."""
+    """The tokens of a turn that draws; `probs` has the float32 [vocab] rows they came from, if needed."""
 
     token_ids: tuple[int, ...]
     probs: tuple[torch.Tensor, ...] = ()
 
 
 class DraftModelDrafter:
-    """One call is one forward pass: whoever has known tokens left to read reads, whoever has none draws one.
+    """One call is one forward pass: sequences with known tokens left to read read them, others draw one.
 
-    With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their law is needed
-    or the next depends on all that were drafted; the host waits once, and in a stream of its own.
+    With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their probabilities
+    are needed or the next depends on all that were drafted; the host waits once, and in a stream of its own.
 
     Drafts go through the whole pipeline of the target's rows: the request's own parameters, with the tokens
     drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
@@ -267,21 +267,21 @@ class DraftModelDrafter:
                 logits = self._forward(inputs, self._kv.tensors)  # [drawing, draft vocab]
                 drawn = self._draw(drawing, fit_vocabulary(logits, self._sizes.vocab_size)) if drawing else []
         except Exception:
-            for turn in turns:  # nobody knows what was written
-                self._kv.distrust(turn.job.request.request_id)
+            for turn in turns:  # it is unknown what was written
+                self._kv.drop_suspect(turn.job.request.request_id)
             raise
         for turn in turns:
-            self._kv.advance(turn.job.request.request_id, turn.stop, is_proven=turn.draws)
+            self._kv.advance(turn.job.request.request_id, turn.stop, is_kv_good=turn.draws)
         found: dict[str, _Drawn] = {}
         for turn, result in zip(drawing, drawn, strict=True):
             request_id = turn.job.request.request_id
             if result is None:
                 turn.known.is_broken = True
-                self._kv.distrust(request_id)
+                self._kv.drop_suspect(request_id)
             else:
                 turn.known.token_ids += result.token_ids
                 # All but the newest were computed to draw it; drafts past an end were dropped again.
-                self._kv.advance(request_id, len(turn.known.token_ids) - 1, is_proven=True)
+                self._kv.advance(request_id, len(turn.known.token_ids) - 1, is_kv_good=True)
                 found[request_id] = result
         return found
 
@@ -318,7 +318,7 @@ class DraftModelDrafter:
             return [None if row in errors else _Drawn((token,)) for row, token in enumerate(rows.token_ids)]
         committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
         drafts = self._sampler.sample_with_probs(logits, inputs, committed)
-        if drafts.probs.is_cuda:  # the target reads the laws, in another stream, after we let go of them
+        if drafts.probs.is_cuda:  # the target reads them in its own stream, after they are freed here
             drafts.probs.record_stream(torch.cuda.default_stream(drafts.probs.device))
         return [
             None if row in drafts.row_errors else _Drawn((token,), (drafts.probs[row],))

@@ -1,4 +1,4 @@
-"""KnownTokens: one sequence as jobs have told it, packed, for drafters that read it."""
+"""KnownTokens: the tokens of one sequence that jobs have synced, packed, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _FIRST_CAPACITY = 256
 class KnownTokens:
     """The tokens of one sequence, 4 bytes each: the committed ones, then drafts.
 
-    `revision` rises when committed tokens turn out otherwise than they were told, which only a sequence that
-    begins anew does: what was derived from them is worthless then.
+    `revision` rises when committed tokens change, which happens only when a sequence begins anew: what was
+    derived from the old ones is worthless then.
     """
 
     __slots__ = ("_tokens", "num_committed", "num_tokens", "revision")
@@ -35,13 +35,13 @@ class KnownTokens:
         """All tokens; valid until the next change."""
         return self._tokens[: self.num_tokens]
 
-    def tell(self, job: DraftJob) -> bool:
-        """Take what a job tells; False, and nothing is taken, if it leaves out tokens that are not known."""
+    def sync(self, job: DraftJob) -> bool:
+        """Take the tokens of a job; False, and nothing changes, if it leaves out unknown tokens."""
         if job.first > self.num_tokens:
             return False
         end = job.next_position
         num_committed = min(job.num_committed, end)
-        if job.first < self.num_committed and not self._is_old_news(job, num_committed):
+        if job.first < self.num_committed and not self._is_unchanged(job, num_committed):
             self.revision += 1
         self.num_tokens = job.first
         if job.token_ids:
@@ -49,15 +49,15 @@ class KnownTokens:
         self.num_committed = num_committed
         return True
 
-    def _is_old_news(self, job: DraftJob, num_committed: int) -> bool:
+    def _is_unchanged(self, job: DraftJob, num_committed: int) -> bool:
         """Whether a job that begins within the committed tokens leaves them as they are."""
         if num_committed < self.num_committed:
             return False
-        told = job.token_ids[: self.num_committed - job.first]
-        return self.committed(job.first, self.num_committed) == list(told)
+        again = job.token_ids[: self.num_committed - job.first]
+        return self.committed(job.first, self.num_committed) == list(again)
 
     def append(self, token_ids: tuple[int, ...] | list[int]) -> None:
-        """Tokens follow, as drafts."""
+        """Add tokens, as drafts."""
         end = self.num_tokens + len(token_ids)
         if end > len(self._tokens):
             grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)

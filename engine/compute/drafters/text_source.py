@@ -30,7 +30,7 @@ class Proposal(NamedTuple):
 class TextSource(Protocol):
     """One sequence's source of drafts. It may remember what is committed, never what is drafted.
 
-    What it proposes depends on the tokens alone, not on the jobs that told them.
+    What it proposes depends on the tokens alone, not on how jobs were cut.
     """
 
     def propose(self, known: KnownTokens, num_wanted: int) -> Proposal:
@@ -58,10 +58,10 @@ class _Sequence:
 
 
 class TextDrafter:
-    """Keeps the sequences that jobs tell of and asks the source of each; the other half of a Drafter.
+    """Keeps the sequences that jobs sync and asks the source of each; the other half of a Drafter.
 
-    A draft ends with the first token that stops its request, and nothing follows one. A job that leaves out
-    tokens that were never told gets no answer.
+    A draft ends with the first token that stops its request. A job that leaves out tokens that are not known
+    gets no answer.
     """
 
     def __init__(self, open_source: Callable[[DraftRequest], TextSource], allowance: ReadAllowance) -> None:
@@ -81,7 +81,7 @@ class TextDrafter:
                     continue
                 sequence = _Sequence(self._open_source(job.request))
                 self._sequences[job.request.request_id] = sequence
-            if sequence.known.tell(job):
+            if sequence.known.sync(job):
                 drafts.append(_answer(job, sequence))
         return DraftResult(tuple(drafts), perf_counter() - start)
 

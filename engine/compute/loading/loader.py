@@ -1,4 +1,4 @@
-"""A model's weights in memory, ready to be run: dtype, device, context length, EOS ids and layers settled."""
+"""A model's weights in memory, ready to be run: dtype, device, context length, EOS ids and layers decided."""
 
 from __future__ import annotations
 

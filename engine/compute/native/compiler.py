@@ -149,7 +149,7 @@ def _is_own(found: os.stat_result, *, or_roots: bool = False) -> bool:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether this is what `compile_into` wrote: a library that was cut short would kill whoever loads it."""
+    """Whether `compile_into` wrote all of it: loading a library that was cut short would kill the process."""
     try:
         content = file.read_bytes()
     except OSError:

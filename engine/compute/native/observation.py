@@ -21,8 +21,8 @@ from engine.compute.attention import (
 )
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import StepInputs
 
 _BLOCK_SIZE = 3

@@ -69,7 +69,7 @@ class RecurrentForward:
             output = self.loaded.model(
                 input_ids=torch.tensor(inputs.token_ids, device=device)[None], use_cache=False, **options
             )
-        memory.states.settle(inputs)
+        memory.states.commit_states(inputs)
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
 

@@ -10,9 +10,9 @@ import torch
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.prompt_scorer import PromptScorer
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import MatchVerifier

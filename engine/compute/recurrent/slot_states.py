@@ -67,7 +67,7 @@ class SlotStates:
     """The states of up to `num_slots` sequences in every recurrent layer; every slot is empty at first.
 
     Used on the model's thread only. A pass changes the slots of its sequences in place, and they count as
-    empty from `begin` to `settle`: nobody continues from a pass that failed half-way.
+    empty from `begin` to `commit_states`, so no sequence continues from a pass that failed half-way.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class SlotStates:
                 tensor.index_fill_(0, fresh, 0.0)
         return self._plan(inputs.query_lens, seats)
 
-    def settle(self, inputs: StepInputs) -> None:
-        """The pass is over: its sequences may be continued."""
+    def commit_states(self, inputs: StepInputs) -> None:
+        """The pass has succeeded: its sequences may be continued from its last tokens."""
         self._lengths[inputs.seats] = inputs.kv_lens
 
     def _check(self, inputs: StepInputs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:

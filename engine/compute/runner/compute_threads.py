@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 
 _TIME_LIMIT_S = 0.3  # after which no other number is tried
 _ROUNDS = 3  # the fastest counts

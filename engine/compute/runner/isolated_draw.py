@@ -20,10 +20,10 @@ log = logging.getLogger("slipstream.engine")
 def draw_isolated(
     verifier: Verifier, logits: torch.Tensor, sampling: SamplingInputs, drafts: DraftInputs | None
 ) -> Verified:
-    """As `verifier.draw`, but one that raises is asked again for each sequence apart.
+    """As `verifier.draw`, but if it raises, each sequence is drawn for apart.
 
-    Those that it raises for then come back as failed rows; the others get what they would have got. Only
-    running out of memory, which is nobody's fault, comes through.
+    Sequences for which it raises again come back as failed rows; the others get what they would have got.
+    Running out of memory is raised, because no sequence is at fault.
     """
     try:
         return verifier.draw(logits, sampling, drafts)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.compute.attention.draft_tree import accepted_moves
 from engine.compute.attention.swap_tensors import SwapTensors
+from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.prompt_scorer import PromptScorer
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
@@ -70,7 +70,9 @@ class ModelRunner:
         num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
         device = self.kv.device
         with out_of_memory_named():
-            self.swap.reserve(copy.target for copy in inputs.swap_out)  # once, so its time is nobody's rate
+            self.swap.reserve(
+                copy.target for copy in inputs.swap_out
+            )  # once, so its time is no part of the swap rate
             start = mark(device)
             self.move_blocks(inputs)
             begin = mark(device) if num_swapped else start

@@ -26,8 +26,8 @@ class PromptScorer:
     """Scores the known tokens of a prompt without ever holding the logits of all of them.
 
     A chunk of 2048 tokens would have 400 MB of logits at a vocabulary of 49 thousand. So a pass keeps its
-    last hidden states, of which there are few, and the rest of the model, its head and whatever it does to
-    logits behind that, is run on groups of them. For the thread that runs the model.
+    last hidden states, which are small, and runs the rest of the model, its head and what follows it, on
+    groups of them. For the thread that runs the model.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:

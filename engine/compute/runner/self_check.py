@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.errors import UnsupportedModel
 from engine.plan.step_records import StepInputs
 
@@ -115,7 +115,7 @@ def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequenc
 def _on_scratch(
     forward: PackedForward | RecurrentForward, num_blocks: int
 ) -> Callable[[StepInputs], torch.Tensor]:
-    """The forward pass over memory that nobody else uses."""
+    """The forward pass over memory of its own."""
     if isinstance(forward, PackedForward):
         kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
         return lambda inputs: forward(inputs, kv)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs, StepResult
 
 _CONTEXT = 64  # tokens before those that are measured
@@ -45,7 +45,7 @@ class ProfileLimits:
 
 
 def profile_steps(run: Callable[[StepInputs], StepResult], limits: ProfileLimits) -> StepProfile:
-    """Run steps made up over K/V that nobody uses yet, the commonest first; on the runner's thread."""
+    """Run dummy steps over K/V that is not in use yet, the commonest first; on the runner's thread."""
     started = time.perf_counter()
     decodes: list[tuple[int, int, float]] = []
     for num_seqs, num_drafts in _sizes(limits):

@@ -30,7 +30,7 @@ def logprob_records(
 
 
 def known_logprobs(logits: torch.Tensor, token_ids: Int64, num_top: Int32) -> list[TokenLogprobs | None]:
-    """A record for each of `token_ids`, which nobody drew; None for a row of `logits` that is not finite.
+    """A record for each of the known `token_ids`; None for a row of `logits` that is not finite.
 
     `logits` is [rows, vocab] in any float type.
     """

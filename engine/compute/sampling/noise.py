@@ -1,6 +1,6 @@
 """The noise behind every draw: a stateless hash of (request seed, position, token id), made Gumbel noise.
 
-Verification that draws drafts by a law of their own needs more numbers that know nothing of each other; they
+Drafting from a distribution, and judging such drafts, need more numbers that are independent of these; they
 come from streams beside the target's, keyed the same way.
 
 Nothing is stored and nothing advances, so a token's noise is the same alone or in a batch, in any row, after

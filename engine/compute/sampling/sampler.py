@@ -38,7 +38,7 @@ _NOTHING_LEFT = "no token is left that all of the grammar, the allowed and the b
 
 @dataclass(frozen=True, slots=True)
 class DrawnDrafts:
-    """One draft a row and the law it was drawn from, as verification by `rejection` and `block` needs it.
+    """One draft a row and the distribution it was drawn from, for verification by `rejection` and `block`.
 
     `token_ids[r]` is NO_TOKEN where `row_errors` has r, and its row of `probs` means nothing then.
     """
@@ -79,7 +79,7 @@ def draw_tokens(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 class RowDraw(Protocol):
-    """A way to draw rows that is faster on some device than tensor operations, by the same law and noise."""
+    """A way to draw rows, from the same probabilities and noise, that is faster than tensor operations."""
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """The first of the greatest of each row of `logits` [n, vocab], int64 [n].
@@ -133,9 +133,9 @@ class Sampler:
 
     @torch.inference_mode()
     def probs(self, logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, dict[int, str]]:
-        """The law of each row's token under all its parameters, float64 [R, vocab], and what failed.
+        """The distribution of each row's token under all its parameters, float64 [R, vocab], and what failed.
 
-        It is exactly the law that `sample` draws by; a greedy row has all on one token. A row with an error
+        It is exactly what `sample` draws from; a greedy row has all on one token. A row with an error
         is zeros. Raises ValueError when the shapes do not fit.
         """
         best = self._best(logits, inputs)
@@ -159,21 +159,21 @@ class Sampler:
     def sample_with_probs(
         self, logits: torch.Tensor, inputs: SamplingInputs, num_committed: Int64
     ) -> DrawnDrafts:
-        """Drafts for verification by `rejection` or `block`: tokens of the DRAFT stream and their law.
+        """Drafts for verification by `rejection` or `block`: tokens of the DRAFT stream, their probabilities.
 
         `num_committed` [R] counts the tokens of each row's sequence that are final where it drafts. `block`
         has looked at drafts that it then drops: drawing one again at the same position needs fresh noise, and
         every round of verification commits at least one token. Raises ValueError when the shapes do not fit.
         """
         probs, errors = self.probs(logits, inputs)
-        law = probs.float()
+        rounded = probs.float()
         keys = row_keys(inputs.seed, num_committed, Stream.DRAFT)
         labels = torch.from_numpy(inputs.position).unsqueeze(1)  # [R, 1]
         uniform = uniforms(keys, labels).squeeze(1).to(self._device)
-        token_ids = draw_tokens(law.double(), uniform).tolist()
+        token_ids = draw_tokens(rounded.double(), uniform).tolist()
         for row in errors:
             token_ids[row] = NO_TOKEN
-        return DrawnDrafts(token_ids, law, errors)
+        return DrawnDrafts(token_ids, rounded, errors)
 
     def _best(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """Where each row's greatest is, the first of equals; NO_TOKEN where it is not finite. [R]"""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64
 
 ROOT = -1  # as a parent: the newest known token
-_PADDING = -2  # as a parent: nobody
+_PADDING = -2  # as a parent: there is no draft here
 
 
 @dataclass(frozen=True, slots=True)

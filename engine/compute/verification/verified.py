@@ -18,7 +18,7 @@ class AcceptedPaths:
 
     A sequence commits one token more than its accepted drafts; its last token was drawn from `last_row`, the
     row of logits that follows the last of them. `drafts` are indices among the sequence's own drafts, in
-    order, sequence by sequence: None means that all were chains, whose first ones they are.
+    order, sequence by sequence; None if all were chains, of which the first drafts are accepted.
     """
 
     num_accepted: Int32  # [V]
@@ -36,9 +36,9 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What was drawn from the rows of logits; a token means nothing where `errors` has its row.
+    """The tokens drawn from the rows of logits; a token is meaningless where `errors` has its row.
 
-    Of the rows that drafts belong to, only those that a walk can reach need one.
+    Of the rows of drafts, only those that accepted drafts lead to need one.
     """
 
     token_ids: Int64  # [R]
@@ -54,18 +54,18 @@ class Draws:
 
 
 def without_logprobs(sampling: SamplingInputs) -> SamplingInputs:
-    """The same draws; their log-probabilities wait until it is known which are committed."""
+    """The same draws without log-probabilities, which are computed for the committed tokens only."""
     if not (sampling.num_logprobs >= 0).any():
         return sampling
     return replace(sampling, num_logprobs=np.full_like(sampling.num_logprobs, -1))
 
 
-def settle(
+def commit_rows(
     logits: torch.Tensor | None, sampling: SamplingInputs, drafts: DraftRows, draws: Draws, last: Int64
 ) -> Verified:
     """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
 
-    Without `logits` nobody may ask for log-probabilities, and every error means that they were not finite.
+    Without `logits` no log-probabilities may be asked for, and every error means logits that are not finite.
     """
     token_ids = draws.token_ids.copy()
     source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
@@ -97,7 +97,7 @@ def settle(
 
 
 def _not_finite(logits: torch.Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Those rows whose logits hold NaN or infinity: others failed for what was asked of them."""
+    """The rows whose logits hold NaN or infinity; others failed because of their parameters."""
     if not rows:
         return ()
     finite = logits[torch.tensor(rows, device=logits.device)].amax(dim=1).isfinite().tolist()

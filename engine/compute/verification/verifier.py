@@ -1,7 +1,7 @@
 """Verifier: holds the drafts of a step against the target's logits and says what each sequence commits.
 
-It owns the truth of speculation: whatever drafters do, and however late, what is committed is what plain
-sampling would have drawn (`match`), or has exactly its law (`rejection`, `block`).
+Whatever drafters do, and however late, the committed tokens are those that plain sampling would have drawn
+(`match`), or have exactly their distribution (`rejection`, `block`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 from engine.compute.sampling.noise import Stream, row_keys, uniforms
 from engine.compute.sampling.sampler import Sampler, draw_tokens, select_rows
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.law_rules import DraftLaws, Round, Rule, block_rule, token_rule
-from engine.compute.verification.verified import Draws, Verified, settle, without_logprobs
+from engine.compute.verification.rejection_rules import (
+    DraftProbabilities,
+    Round,
+    Rule,
+    block_rule,
+    token_rule,
+)
+from engine.compute.verification.verified import Draws, Verified, commit_rows, without_logprobs
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, SamplingInputs
 
@@ -42,7 +48,7 @@ def make_verifier(verification: Verification, sampler: Sampler) -> Verifier:
     """The verifier of that name; `block` judges steps that hold trees as `rejection` does."""
     if verification == "match":
         return MatchVerifier(sampler)
-    return LawVerifier(sampler, block_rule if verification == "block" else token_rule)
+    return RejectionVerifier(sampler, block_rule if verification == "block" else token_rule)
 
 
 class MatchVerifier:
@@ -62,16 +68,16 @@ class MatchVerifier:
             return Verified(self._sampler.sample(logits, sampling))
         rows = DraftRows.of(drafts)
         draws = Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
-        return settle(logits, sampling, rows, draws, rows.follow(draws.token_ids))
+        return commit_rows(logits, sampling, rows, draws, rows.follow(draws.token_ids))
 
 
-class LawVerifier:
-    """Accepts drafts by chance, such that what is committed has the law of plain sampling.
+class RejectionVerifier:
+    """Accepts drafts by chance, such that committed tokens have the distribution of plain sampling.
 
-    Which tokens come depends on how many drafts a round had, so the same seed may give another text. The
-    chances come from the sampler's own probabilities. A round's numbers are keyed by where it begins, and
-    each round begins further on than the last, so that none is ever used twice. Greedy sequences have one
-    text only: they are matched.
+    The tokens depend on how many drafts a round had, so the same seed may give another text. The chances come
+    from the sampler's own probabilities. A round's random numbers are keyed by its first position, and each
+    round begins after the last, so no number is used twice. Greedy sequences have one text only: they are
+    matched.
     """
 
     def __init__(self, sampler: Sampler, rule: Rule) -> None:
@@ -87,10 +93,10 @@ class LawVerifier:
         ruled = np.flatnonzero(sampling.temperature[rows.first_row] > 0)
         draws = self._draw_others(logits, sampling, rows.rows(ruled))
         last = rows.follow(draws.token_ids)
-        laws = DraftLaws(drafts.probs, logits.shape[1], logits.device)
+        draft_probs = DraftProbabilities(drafts.probs, logits.shape[1], logits.device)
         for group in _groups(rows, ruled, logits.shape[1]):
-            last[group] = self._judge(logits, sampling, rows, laws, group, draws)
-        return settle(logits, sampling, rows, draws, last)
+            last[group] = self._judge(logits, sampling, rows, draft_probs, group, draws)
+        return commit_rows(logits, sampling, rows, draws, last)
 
     def _draw_others(self, logits: torch.Tensor, sampling: SamplingInputs, ruled: Int64) -> Draws:
         """Plain draws for the rows that no rule decides, NO_TOKEN in the others."""
@@ -110,7 +116,7 @@ class LawVerifier:
         logits: torch.Tensor,
         sampling: SamplingInputs,
         drafts: DraftRows,
-        laws: DraftLaws,
+        draft_probs: DraftProbabilities,
         group: NDArray[np.intp],
         draws: Draws,
     ) -> Int64:
@@ -127,7 +133,7 @@ class LawVerifier:
         seed, width = inputs.seed[here.first_row], here.token_ids.shape[1]
         uniform = self._accept_numbers(seed, inputs.position[here.first_row], width).to(logits.device)
         rule = self._rule if drafts.are_chains else token_rule
-        last = rule(Round(here, laws, probs, sound, uniform))
+        last = rule(Round(here, draft_probs, probs, sound, uniform))
 
         ends = here.first_row + last + 1
         after = probs[torch.from_numpy(ends).to(logits.device)]  # [group, vocab]

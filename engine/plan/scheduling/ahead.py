@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.plan.scheduling.flights import Flight
 from engine.plan.scheduling.seats import Seats
 from engine.plan.scheduling.step_inputs import Cargo, token_drawn_by
-from engine.plan.speculation.controller import StepLoad
+from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 
 

@@ -280,7 +280,7 @@ class ContinuousBatcher:
             if not has_failed and self._seats.prove(request):
                 self._queue.let_go(request.request_id)
             self._policy.charge(request, 0, num_tokens)
-        self.decoder.settle(request, drafted, num_tokens)
+        self.decoder.commit(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
             self._seats.doubt(request.request_id)
             if reason is None:

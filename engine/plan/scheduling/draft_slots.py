@@ -8,7 +8,7 @@ from engine.plan.request import Request
 from engine.plan.scheduling.seats import Seats
 from engine.plan.scheduling.step_inputs import Cargo
 from engine.plan.scheduling.token_budget import TokenBudget
-from engine.plan.speculation.controller import StepLoad
+from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import ScheduledRequest
 

@@ -1,1 +1,1 @@
-"""Speculation: who drafts, what is on the tape, how much is verified, and what came of it."""
+"""Speculation: what is drafted for which request, how much of it is verified, and what came of it."""

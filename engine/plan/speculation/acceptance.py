@@ -1,61 +1,60 @@
-"""Acceptance: how likely the target is to agree with the drafts of one request, by place in the draft.
+"""Acceptance: how likely the target accepts the drafts of one request, by place in the draft.
 
-Estimates with exponential forgetting, drawn towards what the method did for all requests (a Beta prior).
-Loop thread only.
+Estimates forget exponentially and start from what the method did for all requests (a Beta prior). Loop thread
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine.plan.speculation.isotonic import never_decreasing
 
 _KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
 _METHOD_KEEP = 0.5 ** (1 / 1024)
 _ROUND_KEEP = 0.5 ** (1 / 8)
-_PRIOR_WEIGHT = 4.0  # observations that what is believed beforehand counts for
-_FIRST_GUESS = 0.75  # of a method that nothing is known of: high, since trying it is how it gets known
-_CARRY = 0.7  # of how the place before differs from what was believed of it
-_STRIDE = 4  # places that are looked at together
-_REFRESH = 64  # observations between two looks at a method's rates
+_PRIOR_WEIGHT = 4.0  # observations that the prior counts for
+_FIRST_GUESS = 0.75  # of an unknown method: high, so that it is tried
+_CARRY = 0.7  # of how far the place before differs from its prior
+_STRIDE = 4  # places that `reach` looks at together
+_REFRESH = 64  # observations, after which a method's rates are computed again
 
 
+@dataclass(slots=True)
 class _Tally:
     """Accepted and judged drafts by place, with forgetting."""
 
-    __slots__ = ("accepted", "judged", "keep")
-
-    def __init__(self, keep: float) -> None:
-        self.keep = keep
-        self.accepted: list[float] = []
-        self.judged: list[float] = []
+    keep: float
+    accepted: list[float] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
 
     def add(self, outcomes: Sequence[bool]) -> None:
         """Count one draft at each of the first places."""
         keep, accepted, judged = self.keep, self.accepted, self.judged
-        missing = len(outcomes) - len(judged)
-        if missing > 0:
-            accepted += [0.0] * missing
-            judged += [0.0] * missing
+        missing = [0.0] * (len(outcomes) - len(judged))
+        accepted += missing
+        judged += missing
         for place, is_accepted in enumerate(outcomes):
             judged[place] = keep * judged[place] + 1
             accepted[place] = keep * accepted[place] + is_accepted
 
     def fade(self, first: int) -> None:
-        """Let go of what was seen at the places from `first` on: bad luck there would keep them untried."""
+        """Forget a little of the places from `first` on, or bad luck there would keep them untried."""
         self.judged[first:] = [self.keep * weight for weight in self.judged[first:]]
         self.accepted[first:] = [self.keep * weight for weight in self.accepted[first:]]
 
     def rate(self, place: int, belief: float) -> float:
-        """Accepted over judged, where `belief` counts as a few more observations."""
+        """Accepted over judged, with `belief` as a few more observations."""
         if place >= len(self.judged):
             return belief
         return (self.accepted[place] + _PRIOR_WEIGHT * belief) / (self.judged[place] + _PRIOR_WEIGHT)
 
 
 class MethodPrior:
-    """What one way of drafting did over all requests: where the estimates of a new request start.
+    """What one method did for all requests; the estimates of a new request start from it.
 
-    `is_tree` is what its last drafts were.
+    `is_tree` says whether its last drafts were a tree.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class MethodPrior:
         self._num_unseen = 0  # observations that are not in the rates yet
 
     def observe(self, outcomes: Sequence[bool], *, is_tree: bool) -> None:
-        """Learn which of the first drafts, or nodes, of one round were accepted."""
+        """Learn which of the first drafts, or tree nodes, of one round were accepted."""
         (self._tree if is_tree else self._chain).add(outcomes)
         self._num_unseen += len(outcomes)
         if self._num_unseen >= _REFRESH or is_tree != self.is_tree:
@@ -74,9 +73,9 @@ class MethodPrior:
             self._rates.clear()
 
     def rates(self, count: int) -> list[float]:
-        """The chance of each of the first `count` places, at least: not to be changed.
+        """The chances of at least the first `count` places; the caller must not change the list.
 
-        In a chain, that of a draft all of whose predecessors were accepted; in a tree, that of the node.
+        In a chain it is the chance of a draft after accepted ones, in a tree that of the node.
         """
         rates = self._rates
         if not rates:
@@ -92,15 +91,15 @@ class MethodPrior:
 
 @dataclass(slots=True)
 class Pacing:
-    """What a length policy remembers of one request; nobody else reads or writes it.
+    """What a length policy remembers of one request; only the policies read and write it.
 
-    `num_refused` counts the steps in a row in which no draft was worth verifying, `num_waited` how often
-    the request was told to wait since its last drafts.
+    `num_refused` counts the steps in a row in which no draft was worth verifying, `num_waited` the steps
+    without drafts since the last ones.
     """
 
     length: int = 0
     num_refused: int = 0
-    refused_price: float = 0.0  # of a draft, in tokens, at the last refusal
+    refused_price: float = 0.0  # tokens that a draft had to bring at the last refusal
     num_waited: int = 0
     is_probing: bool = False
     probe_length: int = 1
@@ -109,11 +108,11 @@ class Pacing:
 
 
 class Acceptance:
-    """One request's chances with one way of drafting.
+    """One request's chances with one method.
 
-    `num_rounds` and `num_proposed` count all there was. `rate` is the chance of a draft all of whose
-    predecessors were accepted, whatever its place; `round_rate` the share of proposed drafts that were
-    accepted in the last rounds, which sinks as drafts get longer.
+    `num_rounds` and `num_proposed` never forget. `rate` is the chance of a draft after accepted ones,
+    whatever its place. `round_rate` is the share of the proposed drafts that the last rounds accepted; it
+    sinks as drafts get longer.
     """
 
     def __init__(self, prior: MethodPrior) -> None:
@@ -131,7 +130,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The chance of the next draft, drawn a little towards the method's."""
+        """The chance of the next draft, a little nearer to the method's than observed."""
         belief = self._prior.rates(1)[0]
         return (self._accepted + _PRIOR_WEIGHT * belief) / (self._judged + _PRIOR_WEIGHT)
 
@@ -141,7 +140,7 @@ class Acceptance:
         return self._round_accepted / self._round_proposed if self._round_proposed else 0.0
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
-        """Learn from one verified chain. Drafts behind the first rejected one were not judged."""
+        """Learn from one verified chain. Drafts after the first rejected one were not judged."""
         if num_proposed == 0:
             return
         num_judged = min(num_proposed, num_accepted + 1)
@@ -175,52 +174,34 @@ class Acceptance:
     def survival(self, count: int) -> list[float]:
         """The chance of each of the first `count` drafts to be committed; never increasing.
 
-        Of a tree, the nodes' own chances, evened out where a later one has the better: sums over leading
-        nodes come out right where it matters.
+        A tree's chances are evened out where a later node has the better one, which keeps their sums.
         """
         if len(self._survival) < count:
             if self._is_tree:
                 beliefs = self._prior.rates(count)
-                self._survival = _evened([self._tree.rate(node, beliefs[node]) for node in range(count)])
+                chances = (self._tree.rate(node, beliefs[node]) for node in range(count))
+                self._survival = [-negated for negated in never_decreasing((-c, 1.0) for c in chances)]
             else:
                 self._extend_chain(count)
         return self._survival[:count]
 
     def reach(self, least: float, limit: int) -> int:
-        """How many of the first `limit` drafts have a chance of `least` or more to be committed."""
+        """How many leading drafts, up to `limit`, have a chance of `least` or more to be committed."""
         count = 0
         while count < limit:
-            ahead = min(limit, count + _STRIDE)
-            survival = self.survival(ahead)
-            while count < ahead and survival[count] >= least:
+            for chance in self.survival(min(limit, count + _STRIDE))[count:]:
+                if chance < least:
+                    return count
                 count += 1
-            if count < ahead:
-                break
         return count
 
     def _extend_chain(self, count: int) -> None:
         survival, rate = self._survival, self._last_rate
-        accepted, judged = self._chain.accepted, self._chain.judged
         beliefs = self._prior.rates(count)
         for place in range(len(survival), count):
             belief = beliefs[place]
             if place:
                 belief = min(1.0, max(0.0, belief + _CARRY * (rate - beliefs[place - 1])))
-            if place < len(judged):
-                rate = (accepted[place] + _PRIOR_WEIGHT * belief) / (judged[place] + _PRIOR_WEIGHT)
-            else:
-                rate = belief
+            rate = self._chain.rate(place, belief)
             survival.append(survival[-1] * rate if place else rate)
         self._last_rate = rate
-
-
-def _evened(chances: Sequence[float]) -> list[float]:
-    """The nearest values that never increase, by pooling neighbours (Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []  # sum, length
-    for chance in chances:
-        total, length = chance, 1
-        while pools and pools[-1][0] * length < total * pools[-1][1]:
-            before, more = pools.pop()
-            total, length = total + before, length + more
-        pools.append((total, length))
-    return [total / length for total, length in pools for _ in range(length)]

@@ -1,4 +1,4 @@
-"""CircuitBreaker: leaves alone, for a while, what keeps failing."""
+"""CircuitBreaker: stops calls, for a while, to what keeps failing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 
 
 class CircuitBreaker:
-    """Closed at first. Opens after MAX_FAILURES in a row, then lets one try through after each pause.
+    """Opens after MAX_FAILURES in a row, then lets one try through after each pause.
 
-    Every failed try doubles the pause, up to a limit; a success closes it and forgets the past.
+    Every failed try doubles the pause, up to a limit; a success closes it and resets the pause.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -22,16 +22,16 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while it is better not tried."""
+        """True while it must not be tried."""
         return self._num_failures >= MAX_FAILURES and self._clock() < self._open_until
 
     def succeed(self) -> None:
-        """It worked."""
+        """A try has succeeded."""
         self._num_failures = 0
         self._pause_s = FIRST_PAUSE_S
 
     def fail(self) -> bool:
-        """It did not; True if it is left alone from now on."""
+        """A try has failed; True if the breaker is open from now on."""
         self._num_failures += 1
         if self._num_failures < MAX_FAILURES:
             return False

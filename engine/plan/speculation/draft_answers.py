@@ -1,4 +1,4 @@
-"""read_answers: what of a micro-step's result can be used. A drafter may be wrong in any way."""
+"""read_answers: the part of a micro-step's result that can be used. A drafter may be wrong in any way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
 
 @dataclass(slots=True)
 class DraftAnswers:
-    """The answers that fit their jobs, none for what was not answered; and the jobs whose answers do not.
+    """The answers that fit their jobs, and the jobs whose answers do not; a job without one got no drafts.
 
-    `fault` says what is wrong with one of the others, None if nothing is; `num_unfit_tokens` counts theirs.
+    `fault` says what is wrong with one of the unfit answers, None if all fit; `num_unfit_tokens` counts the
+    tokens of the unfit ones.
     """
 
     seconds: float
@@ -23,26 +24,26 @@ class DraftAnswers:
     num_unfit_tokens: int = 0
 
     def refuse(self, draft: Draft, fault: str) -> None:
-        """This answer cannot be used."""
+        """Count an answer that cannot be used."""
         self.fault = fault
         if type(draft.token_ids) is tuple:
             self.num_unfit_tokens += len(draft.token_ids)
 
 
 def read_answers(jobs: Sequence[DraftJob], result: DraftResult, vocab_size: int) -> DraftAnswers:
-    """Sort the answers. Raises ValueError, and nothing else, if there is no telling what the result is.
+    """Sort the answers. Raises ValueError, and nothing else, if the result is no DraftResult of Drafts.
 
-    Types are looked at exactly, so that nothing that came from a drafter is run, or changes later.
+    Types must match exactly, so that no code of a drafter's own types runs here or later.
     """
     if type(result) is not DraftResult or type(result.drafts) is not tuple:
-        raise ValueError(f"a micro-step gave {_kind(result)}, which is no result")
+        raise ValueError(f"a micro-step gave a {type(result).__name__}, which is no result")
     if type(result.draft_s) not in (float, int) or not 0 <= result.draft_s < inf:
         raise ValueError("a micro-step took no number of seconds")
     answers = DraftAnswers(float(result.draft_s))
     given: dict[str, Draft] = {}
     for draft in result.drafts:
         if type(draft) is not Draft or type(draft.request_id) is not str:
-            raise ValueError(f"an answer is {_kind(draft)}, for nobody")
+            raise ValueError(f"an answer is a {type(draft).__name__}, for no request")
         given[draft.request_id] = draft
     for job in jobs:
         request_id = job.request.request_id
@@ -54,14 +55,14 @@ def read_answers(jobs: Sequence[DraftJob], result: DraftResult, vocab_size: int)
             answers.unfit.append(job)
             answers.refuse(found, fault)
     for stray in given.values():
-        answers.refuse(stray, f"an answer for {stray.request_id}, whom nobody asked about")
+        answers.refuse(stray, f"an answer for {stray.request_id}, which was not asked about")
     return answers
 
 
 def fault_of(job: DraftJob, draft: Draft, vocab_size: int) -> str | None:
     """What is wrong with an answer, in a few words; None if it may be put on a tape. Never raises.
 
-    What `probs` hold is not looked at.
+    The values in `probs` are not checked here.
     """
     token_ids, parents = draft.token_ids, draft.parents
     if not _has_right_types(draft):
@@ -97,7 +98,3 @@ def _has_right_types(draft: Draft) -> bool:
 
 def _are_ints(values: tuple[object, ...]) -> bool:
     return all(type(value) is int for value in values)
-
-
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""DraftTape: the drafts that continue one request's known tokens, and whether news of them is still true.
+"""DraftTape: the drafts that continue one request's known tokens.
 
-The loop is the only writer. A late draft is not a wrong one: only unequal tokens at one position make what a
-drafter is working on worthless, and start a new epoch.
+Loop thread only. A late draft may still be right: only unequal tokens at one position make worthless what a
+drafter is working on, and start a new epoch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from engine.plan.speculation.drafter import Draft
 
 
 class DraftedToken(NamedTuple):
-    """One draft: it follows the draft with index `parent` on its tape, -1 the known tokens.
+    """One draft, which follows the draft with index `parent` on its tape, or the known tokens if -1.
 
-    In a chain `parent` is None and means the draft before it. `probs` is what it was drawn from, None for a
-    certain one.
+    In a chain `parent` is None and means the draft before it. `probs` is the distribution that it was drawn
+    from, None for a certain draft.
     """
 
     token_id: int
@@ -26,10 +26,10 @@ class DraftedToken(NamedTuple):
 
 
 class TapeOutcome(Enum):
-    """How a tape stood to what was committed.
+    """How a tape compares with the committed tokens.
 
-    HIT: it had all of it, so what follows on it is still good. LATE: what it had was right, but it was too
-    short; what the drafter is working on may still be good. MISS: they disagree.
+    HIT: it had all of them, so its other drafts are still good. LATE: it had only the first of them, and what
+    the drafter is working on may still be good. MISS: they disagree.
     """
 
     HIT = "hit"
@@ -37,86 +37,81 @@ class TapeOutcome(Enum):
     MISS = "miss"
 
 
-class PutOutcome(Enum):
-    """What became of a drafter's answer: taken, of an older epoch, or at odds with what is known."""
-
-    TAKEN = "taken"
-    STALE = "stale"
-    WRONG = "wrong"
-
-
 class DraftTape:
-    """Drafts for the positions from `first` on, which is where the known tokens end.
+    """Drafts for the positions from `first` on, where the known tokens end.
 
     `epoch` rises whenever drafts turn out wrong. A tape holds one chain, which may grow, or one tree, which
-    may not; `method` says who drafted its first draft.
+    may not. `method` made its first draft. `num_late_tokens` counts right drafts that came too late.
     """
 
-    __slots__ = ("drafted", "epoch", "first", "method", "num_late")
+    __slots__ = ("drafted", "epoch", "first", "method", "num_late_tokens")
 
     def __init__(self, first: int) -> None:
         self.epoch = 0
         self.first = first
         self.method = ""
         self.drafted: list[DraftedToken] = []
-        self.num_late = 0  # right, but known already when they came
+        self.num_late_tokens = 0
 
     def __len__(self) -> int:
         return len(self.drafted)
 
     @property
     def is_tree(self) -> bool:
-        """True while it holds a tree."""
+        """True if the drafts form a tree."""
         return bool(self.drafted) and self.drafted[0].parent is not None
 
-    def clear(self) -> None:
-        """Forget the drafts; what is being drafted after them stays welcome."""
+    def discard(self) -> None:
+        """Drop the drafts, and start a new epoch: answers to earlier jobs are stale."""
         self.drafted.clear()
+        self.epoch += 1
 
-    # What drafters say.
+    def put(self, draft: Draft, known: Sequence[int], method: str) -> bool:
+        """Take a drafter's answer; False if it is of an older epoch or at odds with what is known.
 
-    def put(self, draft: Draft, known: Sequence[int], method: str) -> PutOutcome:
-        """Take a drafter's answer; `known` are all the tokens of the request, `first` in number.
-
-        Of what comes late only the part past the known tokens is kept, if the rest agrees with them.
+        `known` are all the tokens of the request, `first` in number. Of a late answer only the part past the
+        known tokens is kept, if the rest agrees with them.
         """
         if draft.epoch != self.epoch:
-            return PutOutcome.STALE
+            return False
         drafted = _drafted_tokens(draft)
         num_known = min(self.first - draft.first, len(drafted))
         if num_known > 0:
             rest = _after(drafted, known[draft.first : self.first])
             if rest is None:
                 self.epoch += 1
-                return PutOutcome.WRONG
-            self.num_late += num_known
+                return False
+            self.num_late_tokens += num_known
             drafted = rest
         elif draft.first != self.first + len(self.drafted):
-            return PutOutcome.WRONG
+            return False
         if self.drafted and drafted and (self.is_tree or drafted[0].parent is not None):
-            return PutOutcome.WRONG
+            return False
         if not self.drafted:
             self.method = method
         self.drafted += drafted
-        return PutOutcome.TAKEN
+        return True
 
-    # What the target says.
+    def advance(self, num_tokens: int) -> None:
+        """The target has drawn so many tokens, for which the tape had no drafts."""
+        self.first += num_tokens
 
-    def settle(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
-        """The target has drawn these tokens, at least one; the outcome, and how many of them the tape had.
+    def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
+        """Move past the tokens, at least one, that the target has drawn.
 
-        A tree never goes on after them, and no one drafts after it.
+        Returns the outcome and how many of the tokens the tape had. A tree is dropped whole: nothing is
+        drafted after a tree.
         """
         self.first += len(committed)
         if self.is_tree:
-            self.clear()
+            self.drafted.clear()
             return TapeOutcome.LATE, 0
         num_equal = _num_equal(self.drafted, committed)
         if num_equal == len(committed):
             del self.drafted[:num_equal]
             return TapeOutcome.HIT, num_equal
         outcome = TapeOutcome.LATE if num_equal == len(self.drafted) else TapeOutcome.MISS
-        self.clear()
+        self.drafted.clear()
         self.epoch += outcome is TapeOutcome.MISS
         return outcome, num_equal
 
@@ -150,12 +145,10 @@ def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
 
 def _num_equal(drafted: Sequence[DraftedToken], committed: Sequence[int]) -> int:
     """How many leading tokens of both are the same."""
-    count = 0
-    for draft, token_id in zip(drafted, committed, strict=False):
+    for count, (draft, token_id) in enumerate(zip(drafted, committed, strict=False)):
         if draft.token_id != token_id:
-            break
-        count += 1
-    return count
+            return count
+    return min(len(drafted), len(committed))
 
 
 def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedToken] | None:
@@ -169,7 +162,7 @@ def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedTok
         if found is None:
             return None
         root = found
-    place = {root: -1}  # where what hangs on the root goes
+    place = {root: -1}  # of each draft below the root, in the shortened tree
     below: list[DraftedToken] = []
     for index, draft in enumerate(drafted):
         if draft.parent in place:

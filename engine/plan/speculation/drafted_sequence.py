@@ -1,7 +1,8 @@
-"""DraftedSequence: one request that drafts are made for, and how each drafter stands to it."""
+"""DraftedSequence: one request that drafts are made for, and the state of each drafter for it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.plan.request import Request
@@ -9,45 +10,48 @@ from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.draft_tape import DraftTape
 from engine.plan.speculation.drafter import DraftRequest, TargetFeatures
 
-_KEEP = 0.98  # of an entry's weight, with each entry after it
-
 
 @dataclass(slots=True)
 class DraftView:
-    """What one drafter has to do with one sequence.
+    """The state of one drafter for one sequence.
 
-    `told` is how many leading tokens it knows to be as they are, drafts included; 0 if it holds nothing of
-    the sequence, or is about to forget it. `silent_at` is how many were known when it last had nothing to
-    say. `max_tokens` is the longest draft it may make, and `limit` how long a draft is worth having. It
-    `is_behind` while it has known tokens to read, and has said so, without drafts, `num_turns` times.
+    The drafter holds the first `num_synced` tokens as they are, drafts included; 0 if it holds none, or is
+    about to close the sequence. It last answered without a draft when `no_draft_at` tokens were known.
+    `max_tokens` is the longest draft it may make, `limit` the length worth having. It `is_behind` while it
+    has known tokens left to read; it has answered so, without drafts, `num_turns` times in a row.
     """
 
     acceptance: Acceptance
     max_tokens: int
     limit: int
-    told: int = 0
-    silent_at: int = -1
+    num_synced: int = 0
+    no_draft_at: int = -1
     is_behind: bool = False
     num_turns: int = 0
 
     def forget(self) -> None:
-        """The drafter will know nothing of the sequence."""
-        self.told, self.silent_at, self.is_behind, self.num_turns = 0, -1, False, 0
+        """The drafter holds nothing of the sequence from now on."""
+        self.num_synced, self.no_draft_at, self.is_behind, self.num_turns = 0, -1, False, 0
+
+    def unsync(self, position: int) -> None:
+        """The drafter's tokens from `position` on are not those of the sequence."""
+        self.num_synced = min(self.num_synced, position)
 
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """One request, and its tape, of which `num_flying` drafts are being verified.
+    """One request that drafts are made for, and its tape.
 
-    `views` has the drafters that may draft for it, by their places. The `author` is the view whose drafts the
-    tape holds, or held last.
+    The first `num_in_flight` drafts of the tape are being verified. `views` are those of the drafters that
+    may draft for it, by the place of their links. `author` is the view whose drafts the tape holds, or held
+    last. `features` are None where no drafter reads them.
     """
 
     request: Request
     about: DraftRequest
     tape: DraftTape
     views: dict[int, DraftView]
-    num_flying: int = 0
+    num_in_flight: int = 0
     features: TargetFeatures | None = None
     author: DraftView | None = None
 
@@ -58,22 +62,22 @@ class DraftedSequence:
 
     @property
     def has_new_features(self) -> bool:
-        """True if it has what the target left for its newest token, and nothing is drafted after that yet."""
+        """True if it has the features of its newest token, and no drafts after that token yet."""
         features = self.features
         is_new = features is not None and features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
 
-    def expects_drafts(self, awaited: frozenset[int]) -> bool:
-        """True if it has drafts, or the next step waits for those of a drafter that is worth asking."""
+    def expects_drafts(self, awaited: Collection[int]) -> bool:
+        """True if it has drafts, or one of the awaited drafters is worth asking for some."""
         views = self.views.items()
         return bool(self.tape.drafted) or any(view.limit > 0 and index in awaited for index, view in views)
 
     def num_offered(self, room: int) -> int:
         """How many drafts, up to `room`, there are to choose from for the next step.
 
-        Whether a sampled draft is verified must not depend on what it is, or what is committed has another
-        law. So a chain of sampled drafts counts as long as was asked for, wherever it ends or leaves the
-        grammar; `num_verified` sees to that once the choice is made.
+        Whether a sampled draft is verified must not depend on its value, or the committed tokens follow
+        another distribution. So a chain of sampled drafts counts as long as was asked for, wherever it ends
+        or leaves the grammar; `num_verified` cuts it once the choice is made.
         """
         if self._is_sampled:
             return 0 if self.author is None else min(self.author.limit, room)
@@ -82,8 +86,8 @@ class DraftedSequence:
     def num_verified(self, num_chosen: int) -> int:
         """How many of the first drafts go into a step when `num_chosen` of those offered were chosen.
 
-        None that follow one which the grammar forbids. That one itself costs a row for nothing if it was
-        certain, but if it was sampled it must be verified: it is refused, and leaves its residual.
+        A draft behind a forbidden one is never verified. A forbidden draft that was certain is left out, too;
+        one that was sampled is verified: it is rejected, and the residual is drawn from.
         """
         num_drafts = min(len(self.tape), num_chosen)
         if not self._is_sampled:
@@ -94,14 +98,14 @@ class DraftedSequence:
 
     @property
     def _is_sampled(self) -> bool:
-        """True for a chain of which any draft was drawn by chance."""
+        """True for a chain with any draft that was sampled."""
         return not self.tape.is_tree and any(draft.probs is not None for draft in self.tape.drafted)
 
     def _num_allowed(self, num_drafts: int) -> int:
         """How many of the first drafts the request's grammar allows.
 
-        A tree is left whole: whatever of it is not allowed is never accepted. Where the grammar is dear, each
-        draft would cost more than it saves.
+        A tree is left whole, because what the grammar forbids is never accepted anyway. A dear grammar allows
+        none: each draft would cost more than it saves.
         """
         grammar = self.request.grammar
         if grammar is None or num_drafts < 1:
@@ -111,22 +115,3 @@ class DraftedSequence:
         if self.tape.is_tree:
             return num_drafts
         return grammar.num_valid([draft.token_id for draft in self.tape.drafted[:num_drafts]])
-
-
-class RecentRatio:
-    """A ratio of sums, in which an entry counts less the longer ago it was; 0 before the first."""
-
-    __slots__ = ("_part", "_whole")
-
-    def __init__(self) -> None:
-        self._part = self._whole = 0.0
-
-    def observe(self, part: float, whole: float) -> None:
-        """Add to both sums."""
-        self._part = _KEEP * self._part + part
-        self._whole = _KEEP * self._whole + whole
-
-    @property
-    def ratio(self) -> float:
-        """Part over whole."""
-        return self._part / self._whole if self._whole else 0.0

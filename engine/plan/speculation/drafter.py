@@ -1,7 +1,7 @@
-"""Drafter: what every draft source is, and the messages it gets and gives.
+"""Drafter: the protocol of every draft source, and its messages.
 
-The loop is the only writer of what is known; a drafter is told of it and may be wrong, late or gone. Messages
-are frozen, so they may cross threads.
+A drafter gets the known tokens by messages, and may be wrong, late or gone. Messages are frozen, so they may
+cross threads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from engine.plan.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a drafter may know of a request beside its tokens; constant while it lives.
+    """What a drafter may know of a request beside its tokens; it never changes.
 
-    `stop_token_ids` includes the model's EOS unless the request ignores it. `prediction` is the caller's own
+    `stop_token_ids` includes the model's EOS unless the request ignores it. `prediction` is the client's
     guess of the output, empty without one.
     """
 
@@ -30,10 +30,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class TargetFeatures:
-    """What the target's pass left for one sequence: the row that the token at `position` was drawn from.
-
-    `hidden` is a tensor [hidden], what its output projection read.
-    """
+    """The target's hidden state, a tensor [hidden], from which the token at `position` was drawn."""
 
     position: int
     hidden: object
@@ -41,12 +38,12 @@ class TargetFeatures:
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """Continue one sequence by up to `num_wanted` tokens (0: only take note of what is known).
+    """Continue one sequence by up to `num_wanted` tokens (0: only take the known ones).
 
-    The sequence is what the drafter knew of it before position `first`, then `token_ids`. Its first
-    `num_committed` tokens are final; those behind are drafts, which a later job may replace. What a drafter
-    answers counts as known to it, so a job that agrees with the last answer has nothing to tell. `features`
-    is None unless the drafter reads them, and then never.
+    The sequence is what the drafter holds of it before position `first`, then `token_ids`. Its first
+    `num_committed` tokens are final; the others are drafts, which a later job may replace. A drafter holds
+    what it answered, so a job that agrees with the last answer repeats nothing of it. `features` is set if
+    and only if the drafter reads them.
     """
 
     request: DraftRequest
@@ -59,19 +56,19 @@ class DraftJob:
 
     @property
     def next_position(self) -> int:
-        """Where the first drafted token goes."""
+        """The position of the first drafted token."""
         return self.first + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafter's answer to one job: tokens for the positions from `first` on, none if it has no idea.
+    """A drafter's answer to one job: tokens for the positions from `first` on, none if it has no draft.
 
-    `parents` None is a chain; else drafts form a tree, and entry i is the index of the draft that draft i
-    follows, always below i, -1 for those that follow the known tokens. `probs` holds the distribution each
-    draft was drawn from, as float32 [vocab], when verification needs it; empty means that each was certain.
-    `is_behind` asks for another turn: the drafter has more of the known tokens to read first. `method` says
-    which of a drafter's sources spoke; "" for its own.
+    `parents` None is a chain; else the drafts form a tree, and entry i is the index of the draft that draft i
+    follows, below i, or -1 for the known tokens. `probs` has the distribution that each draft was drawn from,
+    float32 [vocab], where verification needs it; empty means that each draft was certain. `is_behind` asks
+    for another turn, because the drafter has more known tokens to read first. `method` names the source of
+    the draft inside the drafter; "" is the drafter's own method.
     """
 
     request_id: str
@@ -95,9 +92,9 @@ class DraftResult:
 class Drafter(Protocol):
     """A draft source for many sequences. Its methods are called one at a time, by one thread at a time.
 
-    `method` labels it in the metrics. `is_cheap` says that a call takes microseconds, so that it may run on
-    the event loop. `is_stepwise` says that a job gives one token, or a tree, whatever it wants, and more
-    come by asking again. `reads_features` asks for them.
+    `method` labels it in the metrics. With `is_cheap` a call takes microseconds and may run on the event
+    loop. With `is_stepwise` a job gives one token, or one tree, whatever it wants. With `reads_features` jobs
+    carry them.
     """
 
     method: str
@@ -106,9 +103,9 @@ class Drafter(Protocol):
     reads_features: bool
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
-        """One micro-step for all jobs, at most one a request. May raise: it costs speed only."""
+        """Run one micro-step for all jobs, at most one a request. May raise, which costs speed only."""
         ...
 
     def close(self, request_ids: Sequence[str]) -> None:
-        """Forget these sequences and free what they hold; unknown ones are passed over."""
+        """Forget these sequences and free their memory; unknown ones are passed over."""
         ...

@@ -1,48 +1,44 @@
-"""ScheduleChooser: whether to speculate, and whether to wait for drafts, by what was measured."""
+"""ScheduleChooser: whether to speculate, and whether to wait for drafts, by measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 
-_WINDOW = 12  # steps that an arm is tried for at a time, with those that do not count
-_RETRIAL = 8  # of them in a later trial
-_SETTLING = 2  # steps after a change of arm that do not count: they carry what the other left
+_WINDOW = 12  # steps of a first trial, with those that do not count
+_RETRIAL = 8  # steps of a later trial
+_CARRY_OVER = 2  # steps after a change of arm that do not count: they carry what the other left
 _MOST_WINDOWS = 6  # for each arm in one trial
-_RETRY_EVERY = 450  # steps between two trials: they take 8 of them when the arm has not become better
-_MOST_PATIENCE = 4  # times that many steps, after arms that were far behind
+_RETRY_EVERY = 450  # steps between two trials
+_MOST_PATIENCE = 4  # times that many steps, after trials of arms that were far behind
 _FAR_BEHIND = 0.7  # of the rate of the arm in use
-_CHANGED = 0.8  # of what it was after the last trial: the rate of the arm in use, or the inverse
-_LOOK_EVERY = 32  # steps, for such a change
+_CHANGED = 0.8  # of its rate after the last trial, or the inverse: the arm in use has changed
+_LOOK_EVERY = 32  # steps, to look for such a change
 _MARGIN = 1.03  # by which an arm must be better to replace the one in use
-_DOUBT = 2.0  # standard errors that two arms must differ by to be told apart
-_KEEP = 0.5 ** (1 / 128)  # half of a step's weight in the arm's figures is gone 128 of its steps later
-_BUCKET_PATIENCE = 4  # steps that a batch must have another size until it counts as such
+_DOUBT = 2.0  # standard errors that two arms must differ by
+_KEEP = 0.5 ** (1 / 128)  # half of a step's weight is gone 128 steps of its arm later
+_BUCKET_PATIENCE = 4  # steps that a batch must have another size to count as such
 
 
+@dataclass(slots=True)
 class _Arm:
-    """Tokens per second of one arm, with forgetting: a ratio of sums, and how far it can be trusted."""
+    """Tokens per second of one arm, with forgetting: a ratio of sums, and its standard error."""
 
-    __slots__ = ("_squares", "num_steps", "seconds", "tokens")
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.num_steps = 0
-        self.tokens = self.seconds = 0.0
-        self._squares = (0.0, 0.0, 0.0)  # tokens squared, tokens by seconds, seconds squared
+    num_steps: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tt: float = 0.0  # sum of tokens by tokens
+    ts: float = 0.0  # of tokens by seconds
+    ss: float = 0.0  # of seconds by seconds
 
     def observe(self, tokens: float, seconds: float) -> None:
         self.num_steps += 1
         self.tokens = _KEEP * self.tokens + tokens
         self.seconds = _KEEP * self.seconds + seconds
-        tt, ts, ss = self._squares
-        self._squares = (
-            _KEEP * tt + tokens * tokens,
-            _KEEP * ts + tokens * seconds,
-            _KEEP * ss + seconds * seconds,
-        )
+        self.tt = _KEEP * self.tt + tokens * tokens
+        self.ts = _KEEP * self.ts + tokens * seconds
+        self.ss = _KEEP * self.ss + seconds * seconds
 
     @property
     def rate(self) -> float:
@@ -53,12 +49,11 @@ class _Arm:
         """The standard error of the rate (the delta method); infinite before two steps."""
         if self.num_steps < 2:
             return float("inf")
-        tt, ts, ss = self._squares
-        return sqrt(max(0.0, tt - 2 * self.rate * ts + self.rate**2 * ss)) / self.seconds
+        return sqrt(max(0.0, self.tt - 2 * self.rate * self.ts + self.rate**2 * self.ss)) / self.seconds
 
 
 class _Contest:
-    """The arms at one size of batch: the one in use, and now and then another that is held against it.
+    """The arms at one size of batch: the one in use, and now and then another that is compared with it.
 
     `on_trial` is the challenger, None between trials; `running` the arm of the current window.
     """
@@ -76,7 +71,7 @@ class _Contest:
         self._left = _WINDOW  # steps of the window, or until the next trial
 
     def step(self) -> None:
-        """One more step was decided on."""
+        """Count the step that comes next, and change the running arm if a window is over."""
         self._left -= 1
         if self.on_trial is None and self._left % _LOOK_EVERY == 0 and self._has_changed():
             self._queue = [arm for arm in range(len(self.arms)) if arm != self.in_use]
@@ -89,14 +84,11 @@ class _Contest:
             self._judge(self.on_trial)
 
     def _has_changed(self) -> bool:
-        """True if the arm in use does far worse or better than when it was chosen: others may, too."""
+        """True if the rate of the arm in use has changed much since it was chosen: others may have, too."""
         rate = self.arms[self.in_use].rate
         return self._rate_then > 0 and not _CHANGED <= rate / self._rate_then <= 1 / _CHANGED
 
     def _start_trial(self) -> None:
-        if len(self.arms) == 1:
-            self._left = _RETRY_EVERY
-            return
         if self._queue:
             challenger = self._queue.pop(0)
             self._left = _WINDOW
@@ -106,12 +98,12 @@ class _Contest:
                 self._next = (self._next + 1) % len(self.arms)
             challenger = self._next
             self._left = _RETRIAL
-        self.arms[challenger].clear()
+        self.arms[challenger] = _Arm()
         self.on_trial = self.running = challenger
         self._num_windows = 1
 
     def _judge(self, challenger: int) -> None:
-        """A window of a trial is over: decide, or have another."""
+        """A window of a trial is over: decide, or start another."""
         used, other = self.arms[self.in_use], self.arms[challenger]
         doubt = _DOUBT * sqrt(used.error**2 + other.error**2)
         difference = other.rate - used.rate
@@ -140,9 +132,9 @@ class _Contest:
 class ScheduleChooser:
     """Names the arm for each step: the best by committed tokens per second, at each size of batch.
 
-    `arms` are tried in short windows first, in their order; then the best is used, and each of the others
-    tried again now and then, briefly unless it has become better. Sizes are kept apart by doublings.
-    Deterministic in what it is told; it has no clock. Loop thread only.
+    It tries `arms` in short windows first; then it uses the best one and retries the others now and then,
+    briefly unless one has become better. Batch sizes are separate by doublings. It has no clock, so the same
+    observations give the same arms. Loop thread only.
     """
 
     def __init__(self, arms: Sequence[str]) -> None:
@@ -151,10 +143,10 @@ class ScheduleChooser:
         self._size = 0  # the batch's, as a bit length
         self._num_elsewhere = 0
         self._running = -1
-        self._num_settled = 0
+        self._num_unchanged = 0
 
     def arm(self, num_seqs: int) -> str:
-        """The arm for the step that comes next; to be asked once for each."""
+        """The arm for the step that comes next; call it once for each."""
         size = max(0, num_seqs - 1).bit_length()
         self._num_elsewhere = self._num_elsewhere + 1 if size != self._size else 0
         if self._num_elsewhere >= _BUCKET_PATIENCE or not self._contests:
@@ -163,13 +155,13 @@ class ScheduleChooser:
         if contest is None:
             contest = self._contests[self._size] = _Contest(len(self._arms))
         contest.step()
-        self._num_settled = self._num_settled + 1 if contest.running == self._running else 0
+        self._num_unchanged = self._num_unchanged + 1 if contest.running == self._running else 0
         self._running = contest.running
         return self._arms[contest.running]
 
     def observe(self, num_seqs: int, num_committed: int, seconds: float) -> None:
-        """What the step that `arm` was last asked for came to. Steps with prefill are not to be told."""
-        if self._num_settled < _SETTLING or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
+        """The result of the step that `arm` was last called for; do not call it for steps with prefill."""
+        if self._num_unchanged < _CARRY_OVER or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
             return
         contest = self._contests[self._size]
         contest.arms[self._running].observe(num_committed / num_seqs, seconds)

@@ -1,19 +1,18 @@
-"""SpecStats: what speculation did and what it gained, as plain numbers.
-
-One for each request and one for the server, written on the loop thread. Knows no Prometheus.
-"""
+"""SpecStats: what speculation did and gained, as plain numbers, for each request and for the server."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 
 _RECENT = 0.5 ** (1 / 32)  # half of a round's weight in the recent acceptance is gone 32 rounds later
+_KEEP = 0.98  # of the weight of an entry in a RecentRatio, with each entry after it
 
 
 @dataclass(slots=True)
 class SpecStats:
-    """Running totals; never reset. A round is one verification of at least one draft of one request.
+    """Running totals, never reset; loop thread only. A round verifies at least one draft of one request.
 
     Drafts and tokens are counted in tokens, times in seconds. `accepted_per_position[i]` counts the rounds
     that accepted draft i + 1 of a chain, or depth i + 1 of a tree; `acceptance_histogram[i]` the rounds that
@@ -39,7 +38,7 @@ class SpecStats:
     recent_accepted: float = 0.0
 
     def observe_round(self, method: str, num_proposed: int, num_accepted: int, num_committed: int) -> None:
-        """Count one round. `num_committed` is what the request got of it, less than it could if it ended."""
+        """Count one round. The request got `num_committed` tokens; fewer than accepted if it ended."""
         self.num_rounds += 1
         self.proposed[method] += num_proposed
         self.accepted[method] += num_accepted
@@ -57,6 +56,10 @@ class SpecStats:
         self.recent_proposed = _RECENT * self.recent_proposed + num_proposed
         self.recent_accepted = _RECENT * self.recent_accepted + num_accepted
 
+    def note_dropped(self, reason: str, num_tokens: int) -> None:
+        """Count drafted tokens that were never verified."""
+        self.dropped[reason] += num_tokens
+
     @property
     def num_proposed(self) -> int:
         """Drafts that were verified, by all methods."""
@@ -64,12 +67,12 @@ class SpecStats:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that the target agreed with, by all methods."""
+        """Drafts that were accepted, by all methods."""
         return self.accepted.total()
 
     @property
     def num_rejected(self) -> int:
-        """Drafts that were verified for nothing."""
+        """Drafts that were verified and not accepted."""
         return self.num_proposed - self.num_accepted
 
     @property
@@ -79,12 +82,12 @@ class SpecStats:
 
     @property
     def ema_acceptance(self) -> float:
-        """Accepted over proposed of late: a round counts half as much 32 rounds later. 0 before the first."""
+        """Accepted over proposed; a round counts half as much 32 rounds later. 0 before the first."""
         return _ratio(self.recent_accepted, self.recent_proposed)
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens that a round commits; 1 is what a step without drafts does. 0 before the first round."""
+        """Tokens that a round commits; a step without drafts commits 1. 0 before the first round."""
         return _ratio(self.num_committed, self.num_rounds)
 
     @property
@@ -94,75 +97,46 @@ class SpecStats:
 
     def add(self, other: SpecStats) -> None:
         """Count all of `other` here too. `other` is left as it is."""
-        for counter, more in (
-            (self.proposed, other.proposed),
-            (self.accepted, other.accepted),
-            (self.dropped, other.dropped),
-            (self.run_ahead, other.run_ahead),
-        ):
-            counter.update(more)
-        for counts, further in (
-            (self.accepted_per_position, other.accepted_per_position),
-            (self.acceptance_histogram, other.acceptance_histogram),
-        ):
-            _lengthen(counts, len(further))
-            for i, count in enumerate(further):
-                counts[i] += count
-        self.num_rounds += other.num_rounds
-        self.num_committed += other.num_committed
-        self.num_bonus += other.num_bonus
-        self.num_recovered += other.num_recovered
-        self.num_fallbacks += other.num_fallbacks
-        self.num_late += other.num_late
-        self.num_stale += other.num_stale
-        self.draft_s += other.draft_s
-        self.verify_s += other.verify_s
-        self.recent_proposed += other.recent_proposed
-        self.recent_accepted += other.recent_accepted
+        for name in (entry.name for entry in fields(self)):
+            mine, more = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Counter):
+                mine.update(more)
+            elif isinstance(mine, list):
+                _lengthen(mine, len(more))
+                mine[: len(more)] = [a + b for a, b in zip(mine, more, strict=False)]
+            else:
+                setattr(self, name, mine + more)
 
     def format_report(self) -> str:
         """Several lines for a person to read, without a newline at the end."""
-        if not self.num_rounds:
-            head = "speculation: no draft was verified"
-        else:
-            head = (
-                f"speculation: {self.num_rounds:,} rounds, {self.tokens_per_round:.2f} tokens a round, "
-                f"{self.acceptance_rate:.1%} of drafts accepted ({self.ema_acceptance:.1%} of late)"
-            )
-        return "\n".join([head, *(f"  {name:<12}{text}" for name, text in self._report_lines())])
-
-    def _report_lines(self) -> list[tuple[str, str]]:
-        lines = []
-        if self.num_rounds:
-            drafts = f"{self.num_proposed:,} proposed, {self.num_accepted:,} accepted, "
-            lines.append(("drafts", drafts + f"{self.num_rejected:,} rejected"))
-            lines.append(("tokens", self._tokens_text()))
-            for method in sorted(self.proposed):
-                rate = _ratio(self.accepted[method], self.proposed[method])
-                lines.append((method, f"{self.proposed[method]:,} proposed, {rate:.1%} accepted"))
-            shares = (f"{count / self.num_rounds:.0%}" for count in self.accepted_per_position)
-            lines.append(("by position", " ".join(shares) or "none accepted"))
-            lines.append(("a round", " ".join(f"{i}:{n:,}" for i, n in enumerate(self.acceptance_histogram))))
-        hits, misses = self.run_ahead["hit"], self.run_ahead["miss"]
-        if hits + misses:
-            rate = hits / (hits + misses)
-            lines.append(("run-ahead", f"{hits:,} hits, {misses:,} misses ({rate:.1%} hit)"))
-        if self.dropped.total():
-            dropped = sorted((reason, count) for reason, count in self.dropped.items() if count)
-            lines.append(("dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped)))
-        if self.num_late or self.num_stale:
-            lines.append(("answers", f"{self.num_late:,} late, {self.num_stale:,} stale"))
-        if self.num_fallbacks:
-            lines.append(("fallbacks", f"{self.num_fallbacks:,} steps of one token: the model cannot rewind"))
-        if self.draft_s or self.verify_s:
-            lines.append(("time", f"{self.draft_s:.2f} s drafting, {self.verify_s:.2f} s verifying"))
-        return lines
-
-    def _tokens_text(self) -> str:
-        return (
-            f"{self.num_committed:,} committed, of them {self.num_bonus:,} bonus and "
-            f"{self.num_recovered:,} recovered"
+        head = (
+            f"speculation: {self.num_rounds:,} rounds, {self.tokens_per_round:.2f} tokens a round, "
+            f"{self.acceptance_rate:.1%} of drafts accepted ({self.ema_acceptance:.1%} recently)"
         )
+        return "\n".join([head, *(f"  {name:<12}{text}" for name, text in self._report_lines() if text)])
+
+    def _report_lines(self) -> Iterator[tuple[str, str]]:
+        """Names and texts; empty texts are left out."""
+        drafts = f"{self.num_proposed:,} proposed, {self.num_accepted:,} accepted, "
+        yield "drafts", drafts + f"{self.num_rejected:,} rejected"
+        tokens = f"{self.num_committed:,} committed, of them {self.num_bonus:,} bonus and "
+        yield "tokens", tokens + f"{self.num_recovered:,} recovered"
+        for method in sorted(self.proposed):
+            rate = _ratio(self.accepted[method], self.proposed[method])
+            yield method, f"{self.proposed[method]:,} proposed, {rate:.1%} accepted"
+        shares = (f"{_ratio(count, self.num_rounds):.0%}" for count in self.accepted_per_position)
+        yield "by position", " ".join(shares) or "none accepted"
+        yield "a round", " ".join(f"{i}:{n:,}" for i, n in enumerate(self.acceptance_histogram))
+        if total := self.run_ahead.total():
+            hits, misses = self.run_ahead["hit"], self.run_ahead["miss"]
+            yield "run-ahead", f"{hits:,} hits, {misses:,} misses ({hits / total:.1%} hit)"
+        yield "dropped", ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.dropped.items()) if n)
+        if self.num_late or self.num_stale:
+            yield "answers", f"{self.num_late:,} late, {self.num_stale:,} stale"
+        if self.num_fallbacks:
+            yield "fallbacks", f"{self.num_fallbacks:,} steps of one token: the model cannot rewind"
+        if self.draft_s or self.verify_s:
+            yield "time", f"{self.draft_s:.2f} s drafting, {self.verify_s:.2f} s verifying"
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -171,3 +145,20 @@ def _ratio(part: float, whole: float) -> float:
 
 def _lengthen(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
+
+
+class RecentRatio:
+    """A ratio of sums that forgets exponentially; 0 before the first entry."""
+
+    def __init__(self) -> None:
+        self._part = self._whole = 0.0
+
+    def observe(self, part: float, whole: float) -> None:
+        """Add to both sums."""
+        self._part = _KEEP * self._part + part
+        self._whole = _KEEP * self._whole + whole
+
+    @property
+    def ratio(self) -> float:
+        """Part over whole."""
+        return self._part / self._whole if self._whole else 0.0

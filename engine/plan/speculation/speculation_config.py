@@ -1,4 +1,4 @@
-"""SpeculationConfig: the limits and rules of drafting that hold for the whole server."""
+"""SpeculationConfig: the limits and rules of drafting for the whole server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ LengthPolicyName = Literal["fixed", "threshold", "goodput"]
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Checked against the settings already.
+    """The settings have checked it. `max_draft_tokens` limits what a step verifies of one request.
 
-    `max_draft_tokens` is the most that a step verifies of one request. `min_acceptance_rate` 0 never
-    disables.
+    A `min_acceptance_rate` of 0 never turns drafting off.
     """
 
     vocab_size: int

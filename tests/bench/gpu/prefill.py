@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.startup.build import put_together
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.device_rates import product_rate, seconds_of

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.compute.runner.dummy_steps import Part as StepPart
+from engine.compute.runner.dummy_steps import pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part as StepPart
-from engine.compute.runner.rehearsal import pack_step
 from tests.bench.gpu import command
 from tests.bench.gpu.engines import last_tokens, settings_for
 from tests.bench.gpu.idle import gaps_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.loop.engine_parts import EngineInfo
 from tests.bench.host import HostStep, host_step
 from tests.bench.scale import Cell, WithoutPrompts, cost_of_one

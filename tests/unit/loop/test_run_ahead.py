@@ -16,11 +16,12 @@ from engine.loop.daemon_executor import DaemonExecutor
 from engine.loop.run_ahead import RunAhead
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
-from engine.plan.speculation.controller import StepLoad, make_length_policy
+from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.length_policy import StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import Schedule, SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.engines import InlineExecutor
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
@@ -43,7 +44,7 @@ class Stage:
         verification: Verification = "match",
     ) -> None:
         config = SpeculationConfig(VOCAB_SIZE, LONGEST, schedule, verification, "fixed", 0.0)
-        costs = StepCosts()
+        costs = PassCosts()
         sources = [DraftSource(drafter, LONGEST) for drafter in drafters]
         self.decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
         self.metrics = BatchMetrics()
@@ -87,7 +88,7 @@ class Stage:
                 count += 1
             request.token_ids += right[:count]
             request.num_computed_tokens = len(request.token_ids) - 1
-            self.decoder.settle(request, drafted, count)
+            self.decoder.commit(request, drafted, count)
             num_accepted += count - 1
         self.run_ahead.after_step(len(requests), num_accepted + len(requests), 0.02)
         await settle()
@@ -240,11 +241,11 @@ def test_what_waiting_takes_is_learnt_and_holds_only_while_waiting() -> None:
         for _ in range(20):
             await stage.step(*requests)
         stage.run_ahead.choose_arm(1)
-        assert stage.decoder.awaited == {0}
-        assert stage.decoder.waits[0].seconds(10, 10) == pytest.approx(0.1, rel=0.05)
+        assert stage.decoder.links[0].is_awaited
+        assert stage.decoder.links[0]._waits.seconds(10, 10) == pytest.approx(0.1, rel=0.05)
         stage.run_ahead._arm = "async"
         stage.run_ahead.choose_arm(1)
-        assert not stage.decoder.awaited
+        assert not stage.decoder.links[0].is_awaited
 
     run_in_virtual_time(main())
 
@@ -332,7 +333,7 @@ async def test_idle_drafters_forget_all_that_has_ended(schedule: Schedule) -> No
             drafter.known.update({request.request_id: [] for request in requests})
         for sequence in stage.decoder._active.values():
             for view in sequence.views.values():
-                view.told = 1
+                view.num_synced = 1
         stage.run_ahead.beside_step()
         for request in requests:
             stage.decoder.close(request.request_id)

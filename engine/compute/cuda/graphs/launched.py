@@ -11,7 +11,7 @@ import torch
 from engine.compute.runner.device import Mark, out_of_memory_named, seconds_between, wait_for
 from engine.compute.sampling.sampler import NOT_FINITE
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.verified import Draws, Verified, settle
+from engine.compute.verification.verified import Draws, Verified, commit_rows
 from engine.plan.step_records import Int64, SampledRows, StepInputs, StepResult, TokenLogprobs
 
 
@@ -65,4 +65,4 @@ class DrawnTokens:
         if drafts is None:
             return Verified(SampledRows(token_ids.tolist(), row_errors=errors or None))
         draws = Draws(token_ids, errors)
-        return settle(None, inputs.sampling, drafts, draws, drafts.follow(token_ids))
+        return commit_rows(None, inputs.sampling, drafts, draws, drafts.follow(token_ids))

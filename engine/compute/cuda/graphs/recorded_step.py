@@ -14,8 +14,8 @@ from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory, fill
 from engine.compute.cuda.graphs.graph_shapes import GraphShape
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.triton_tables import Bucket, StepTables
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import Int64, StepInputs
 
 
@@ -23,7 +23,7 @@ from engine.plan.step_records import Int64, StepInputs
 class GraphMemory:
     """What steps of every shape use in turn, each from the first place on; for the places of the largest.
 
-    `words` holds the inputs. `hidden` is None when nobody reads what the logits were made from.
+    `words` holds the inputs. `hidden` is None when no drafter reads the hidden states.
     """
 
     words: torch.Tensor  # int32 [words]
@@ -47,7 +47,7 @@ def other_words(shape: GraphShape) -> dict[str, tuple[int, ...]]:
 
 
 class _Laid:
-    """An AttentionBackend whose every step is laid out by somebody else."""
+    """An AttentionBackend whose steps are all one, which was planned before."""
 
     def __init__(self, step: StepAttention) -> None:
         self._step = step
@@ -64,9 +64,9 @@ def context_over(attention: StepAttention, kv: KvTensors) -> AttentionContext:
 
 
 class RecordedStep:
-    """A step in which every token has a place, and the places behind the last token compute nothing of use.
+    """A recorded step with a place for each token; the places after the last token compute nothing of use.
 
-    These store no keys, attend to nothing and are drawn greedily; nobody reads what comes of it.
+    Those store no keys, attend to nothing and draw greedily, and their results are not read.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RecordedStep:
         self._replay_draw = recorder.record(self._draw)
 
     def fill(self, inputs: StepInputs, previous: Int64 | None) -> None:
-        """Send the step, in one copy that nobody waits for; `previous` as in EagerPasses."""
+        """Send the step in one asynchronous copy; `previous` as in EagerPasses."""
         columns = column_words(inputs.sampling, inputs.logits_rows, self._num_places)
         self._tables.fill(inputs, {**token_words(inputs, previous), **columns})
 

@@ -31,8 +31,8 @@ from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import HeadShape, Workforce
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from engine.plan.step_records import Int64, StepInputs
 
 log = logging.getLogger("slipstream.model")
@@ -58,11 +58,11 @@ class TabledAttention(Protocol):
     """An AttentionBackend whose steps read their tables when they are carried out, not when they are made."""
 
     def workforce(self, kv: KvTensors) -> Workforce:
-        """Whom the work is to be cut for."""
+        """The processors that the work is divided among."""
         ...
 
     def step(self, tables: StepTables, kv: KvTensors) -> StepAttention:
-        """A step over tables that somebody else fills."""
+        """A step over tables that the caller fills."""
         ...
 
 

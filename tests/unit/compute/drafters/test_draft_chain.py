@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.compute.drafters.draft_chain import draw_chains, next_step, owners_of
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 
 BLOCK_SIZE = 4

@@ -112,19 +112,19 @@ def test_a_source_that_says_too_much_is_not_told_off_by_the_table() -> None:
 
 def test_known_tokens_notice_when_committed_ones_change() -> None:
     known, request = KnownTokens(), draft_request()
-    assert known.tell(job(request, 0, [1, 2, 3]))
+    assert known.sync(job(request, 0, [1, 2, 3]))
     known.append([4, 5])
     assert (known.num_tokens, known.num_committed, known.drafts()) == (5, 3, [4, 5])
-    assert known.tell(DraftJob(request, 0, 4, (6,), 4, 0))  # 4 was right
+    assert known.sync(DraftJob(request, 0, 4, (6,), 4, 0))  # 4 was right
     assert (known.committed(0, 9), known.drafts(), known.revision) == ([1, 2, 3, 4], [6], 0)
-    assert known.tell(job(request, 1, [2, 3, 4, 7]))  # told again, the same
+    assert known.sync(job(request, 1, [2, 3, 4, 7]))  # sent again, the same
     assert (known.committed(0, 9), known.revision) == ([1, 2, 3, 4, 7], 0)
-    assert known.tell(job(request, 1, [2, 9, 4, 7]))
+    assert known.sync(job(request, 1, [2, 9, 4, 7]))
     assert (known.committed(0, 9), known.revision) == ([1, 2, 9, 4, 7], 1)
-    assert known.tell(job(request, 1, []))
+    assert known.sync(job(request, 1, []))
     assert (known.committed(0, 9), known.revision) == ([1], 2)
-    assert not known.tell(job(request, 2, [1]))
-    assert known.tell(job(request, 1, list(range(2000))))
+    assert not known.sync(job(request, 2, [1]))
+    assert known.sync(job(request, 1, list(range(2000))))
     assert known.num_tokens == 2001
 
 

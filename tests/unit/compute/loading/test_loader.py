@@ -1,4 +1,4 @@
-"""A directory becomes a model with every choice settled; what does not fit stops the start with one line."""
+"""A directory becomes a model with every choice made; what does not fit stops the start with one line."""
 
 from __future__ import annotations
 

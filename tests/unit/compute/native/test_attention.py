@@ -16,7 +16,7 @@ from engine.compute.attention import CpuAttention, LayerCall, PagedRows, Referen
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, tree
 from tests.support.native import compiled_kernels
 

@@ -15,8 +15,8 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import install
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.rotation_table import RotationTable
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.rehearsal import Part, pack_step
 from tests.support.native import compiled_kernels
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.speculated import single_threaded

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates, state_bytes
 from engine.compute.recurrent.state_space import convolve, selective_scan, structured_scan
-from engine.compute.runner.rehearsal import Part
+from engine.compute.runner.dummy_steps import Part
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import DraftInputs, StepInputs
 from tests.support.recurrent import pack_seats
@@ -62,7 +62,7 @@ def test_slots_with_a_gap_are_gathered() -> None:
 def test_a_sequence_that_begins_finds_zeros_and_its_neighbours_keep_theirs() -> None:
     states = make_states()
     states.begin(step_of((1, 0, 1), (2, 0, 3)))
-    states.settle(step_of((1, 0, 1), (2, 0, 3)))
+    states.commit_states(step_of((1, 0, 1), (2, 0, 3)))
     tensors = [*states.conv.values(), *states.state.values()]
     for tensor in tensors:
         tensor.fill_(torch.nan)
@@ -82,7 +82,7 @@ def test_a_sequence_that_begins_finds_zeros_and_its_neighbours_keep_theirs() -> 
 def test_a_state_goes_on_where_it_ended_and_nowhere_else(first: int, fault: RewindFault) -> None:
     states = make_states()
     states.begin(step_of((2, 0, 4)))
-    states.settle(step_of((2, 0, 4)))
+    states.commit_states(step_of((2, 0, 4)))
     with pytest.raises(RewindError, match=rf"seat 2 has seen 4 tokens.* position {first}") as refused:
         states.begin(step_of((0, 0, 1), (2, first, first + 1)))
     assert refused.value.fault is fault
@@ -99,8 +99,8 @@ def test_a_pass_that_failed_leaves_its_slots_empty_and_no_other() -> None:
     states = make_states()
     both = step_of((0, 0, 3), (1, 0, 3))
     states.begin(both)
-    states.settle(both)
-    states.begin(step_of((0, 3, 4)))  # and never settles
+    states.commit_states(both)
+    states.begin(step_of((0, 3, 4)))  # and never commits
     with pytest.raises(RewindError, match="seat 0 has seen 0 tokens"):
         states.begin(step_of((0, 3, 4)))
     states.begin(step_of((1, 3, 4)))

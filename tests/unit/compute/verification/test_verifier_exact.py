@@ -16,10 +16,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.compute.verification import acceptance_law, law_rules
+from engine.compute.verification import acceptance_probability, rejection_rules
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.law_rules import DraftLaws, Round, Rule, block_rule, token_rule
-from engine.compute.verification.verified import Draws, settle
+from engine.compute.verification.rejection_rules import (
+    DraftProbabilities,
+    Round,
+    Rule,
+    block_rule,
+    token_rule,
+)
+from engine.compute.verification.verified import Draws, commit_rows
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64
 from tests.support.sampling_reference import Row, inputs_of
 
@@ -160,7 +166,7 @@ def drafts_of(plans: list[Plan]) -> DraftRows:
     )
 
 
-class LawTable(DraftLaws):
+class LawTable(DraftProbabilities):
     """The same laws, looked up fast: bisection asks for them many times."""
 
     def __init__(self, laws: list[Float64 | None], token_ids: list[int]) -> None:
@@ -183,7 +189,7 @@ class Judgement:
         self._probs = torch.tensor(np.array([row for plan in copies for row in rows_of(plan)]))
         self._plain = [law for plan in copies for law in plan.laws]
         token_ids = [token for plan in copies for token in plan.token_ids]
-        self._laws: DraftLaws = LawTable(self._plain, token_ids)
+        self._laws: DraftProbabilities = LawTable(self._plain, token_ids)
         self.drafts = drafts_of(copies)
         self.patterns = np.full(self.drafts.token_ids.shape, NEVER)
         for row, pattern in enumerate(pattern for some in patterns for pattern in some):
@@ -210,7 +216,7 @@ class Judgement:
     def outcomes(self, weights: list[list[float]]) -> list[list[Outcome]]:
         """What every pattern comes to; `weights` are the patterns' chances."""
         laws = [None if law is None else torch.from_numpy(law) for law in self._plain]
-        self._laws = DraftLaws(laws, VOCAB, CPU)
+        self._laws = DraftProbabilities(laws, VOCAB, CPU)
         last, probs = self(self.patterns)
         paths = self.drafts.paths(last)
         after = probs[torch.from_numpy(self.drafts.first_row + last + 1)].numpy()
@@ -271,7 +277,9 @@ def matched(plan: Plan) -> list[Outcome]:
     drafts = drafts_of([plan] * len(drawn))
     draws = Draws(drawn.ravel(), {})
     sampling = inputs_of([Row()] * drawn.size)
-    result = settle(torch.zeros(drawn.size, VOCAB), sampling, drafts, draws, drafts.follow(drawn.ravel()))
+    result = commit_rows(
+        torch.zeros(drawn.size, VOCAB), sampling, drafts, draws, drafts.follow(drawn.ravel())
+    )
     found = []
     for weight, tokens in zip(weights, np.reshape(result.rows.token_ids, drawn.shape).tolist(), strict=True):
         committed = tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
@@ -353,30 +361,30 @@ MISTAKES = [(judge, mistake) for judge in (by_token, by_block) for mistake in ("
 
 @pytest.mark.parametrize(("judge", "mistake"), [*MISTAKES, (by_block, "no weight")])
 def test_rejects_another_residual(judge: Judge, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = acceptance_law.residual
+    real = acceptance_probability.residual
 
     def residual(p: torch.Tensor, q: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         if mistake == "argmax":
             return torch.nn.functional.one_hot(real(p, q, weight).argmax(dim=1), VOCAB).double()
         return p if mistake == "target" else real(p, q)
 
-    def one_hot(self: DraftLaws, index: Int64, token_ids: Int64) -> torch.Tensor:
+    def one_hot(self: DraftProbabilities, index: Int64, token_ids: Int64) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.from_numpy(token_ids), VOCAB).double()
 
     if mistake == "one-hot":
-        monkeypatch.setattr(DraftLaws, "rows", one_hot)
+        monkeypatch.setattr(DraftProbabilities, "rows", one_hot)
         monkeypatch.setattr(LawTable, "rows", one_hot)
     else:
-        monkeypatch.setattr(law_rules, "residual", residual)
+        monkeypatch.setattr(rejection_rules, "residual", residual)
     assert distance(law_of(sampled(2), judge, 4), 4) > 1e-4
 
 
 def test_rejects_siblings_that_do_not_answer_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(law_rules, "residual", lambda p, q, weight=None: p)
+    monkeypatch.setattr(rejection_rules, "residual", lambda p, q, weight=None: p)
     assert distance(law_of(ranked_tree, by_token, 4), 4) > 1e-4
 
 
 def test_rejects_a_block_that_forgets_the_rest_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chance of a prefix without the next token's laws: its weight alone."""
-    monkeypatch.setattr(law_rules, "block_chance", lambda weight, p, q: weight)
+    monkeypatch.setattr(rejection_rules, "block_chance", lambda weight, p, q: weight)
     assert distance(law_of(sampled(2), by_block, 4), 4) > 1e-4

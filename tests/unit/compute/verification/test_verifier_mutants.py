@@ -14,11 +14,17 @@ import torch
 
 from engine.compute.sampling.noise import Stream, gumbel_of, noise_bits, row_keys, uniforms
 from engine.compute.sampling.sampler import Sampler
-from engine.compute.verification import acceptance_law, law_rules
+from engine.compute.verification import acceptance_probability, rejection_rules
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.law_rules import DraftLaws, Round, Rule, block_rule, token_rule
-from engine.compute.verification.verified import Draws, Verified, settle
-from engine.compute.verification.verifier import LawVerifier, MatchVerifier, Verifier, make_verifier
+from engine.compute.verification.rejection_rules import (
+    DraftProbabilities,
+    Round,
+    Rule,
+    block_rule,
+    token_rule,
+)
+from engine.compute.verification.verified import Draws, Verified, commit_rows
+from engine.compute.verification.verifier import MatchVerifier, RejectionVerifier, Verifier, make_verifier
 from engine.plan.step_records import DraftInputs, Int64, SamplingInputs
 from tests.support.sampling_reference import CPU, Row, adjusted
 from tests.support.verification_law import (
@@ -59,7 +65,7 @@ def one_hot(token_ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.one_hot(token_ids, VOCAB).double()
 
 
-def before_drawing(change: Callable[[Round, Int64], None], rule: Rule = token_rule) -> LawVerifier:
+def before_drawing(change: Callable[[Round, Int64], None], rule: Rule = token_rule) -> RejectionVerifier:
     """A verifier that changes something once the rule has decided and before the last token is drawn."""
 
     def changed(this: Round) -> Int64:
@@ -67,7 +73,7 @@ def before_drawing(change: Callable[[Round, Int64], None], rule: Rule = token_ru
         change(this, last)
         return last
 
-    return LawVerifier(SAMPLER, changed)
+    return RejectionVerifier(SAMPLER, changed)
 
 
 # The controls: what the mutants change is right as it is.
@@ -76,7 +82,7 @@ def before_drawing(change: Callable[[Round, Int64], None], rule: Rule = token_ru
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN, tree("siblings")], ids=["sampled", "certain", "tree"])
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_the_verifiers_themselves_pass(rule: Rule, propose: Propose) -> None:
-    assert p_of(LawVerifier(SAMPLER, rule), propose) > 1e-3
+    assert p_of(RejectionVerifier(SAMPLER, rule), propose) > 1e-3
 
 
 # Residuals.
@@ -84,17 +90,17 @@ def test_the_verifiers_themselves_pass(rule: Rule, propose: Propose) -> None:
 
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_rejects_a_one_hot_residual_for_a_sampled_draft(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    def certain(self: DraftLaws, index: Int64, token_ids: Int64) -> torch.Tensor:
+    def certain(self: DraftProbabilities, index: Int64, token_ids: Int64) -> torch.Tensor:
         return one_hot(torch.from_numpy(token_ids))
 
-    monkeypatch.setattr(DraftLaws, "rows", certain)
-    assert p_of(LawVerifier(SAMPLER, rule), SAMPLED) < 1e-6
+    monkeypatch.setattr(DraftProbabilities, "rows", certain)
+    assert p_of(RejectionVerifier(SAMPLER, rule), SAMPLED) < 1e-6
 
 
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN, tree("ranked")], ids=["sampled", "certain", "tree"])
 @pytest.mark.parametrize("mistake", ["argmax", "target"])
 def test_rejects_another_residual(mistake: str, propose: Propose, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = acceptance_law.residual
+    real = acceptance_probability.residual
 
     def argmax(p: torch.Tensor, q: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         return one_hot(real(p, q, weight).argmax(dim=1))
@@ -102,9 +108,9 @@ def test_rejects_another_residual(mistake: str, propose: Propose, monkeypatch: p
     def target(p: torch.Tensor, q: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         return p
 
-    monkeypatch.setattr(law_rules, "residual", {"argmax": argmax, "target": target}[mistake])
-    assert p_of(LawVerifier(SAMPLER, token_rule), propose) < 1e-6
-    assert p_of(LawVerifier(SAMPLER, block_rule), propose) < 1e-6
+    monkeypatch.setattr(rejection_rules, "residual", {"argmax": argmax, "target": target}[mistake])
+    assert p_of(RejectionVerifier(SAMPLER, token_rule), propose) < 1e-6
+    assert p_of(RejectionVerifier(SAMPLER, block_rule), propose) < 1e-6
 
 
 # Acceptance.
@@ -112,15 +118,15 @@ def test_rejects_another_residual(mistake: str, propose: Propose, monkeypatch: p
 
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN], ids=["sampled", "certain"])
 def test_rejects_acceptance_by_a_threshold(propose: Propose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(law_rules, "accept_chance", lambda p, q: (p / q > 0.5).double())
-    assert p_of(LawVerifier(SAMPLER, token_rule), propose) < 1e-6
+    monkeypatch.setattr(rejection_rules, "accept_chance", lambda p, q: (p / q > 0.5).double())
+    assert p_of(RejectionVerifier(SAMPLER, token_rule), propose) < 1e-6
 
 
 def test_rejects_acceptance_of_what_is_likelier_than_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """min(1, p/q) without the division: right for certain drafts only."""
-    monkeypatch.setattr(law_rules, "accept_chance", lambda p, q: p)
-    assert p_of(LawVerifier(SAMPLER, token_rule), CERTAIN) > 1e-3
-    assert p_of(LawVerifier(SAMPLER, token_rule), SAMPLED) < 1e-6
+    monkeypatch.setattr(rejection_rules, "accept_chance", lambda p, q: p)
+    assert p_of(RejectionVerifier(SAMPLER, token_rule), CERTAIN) > 1e-3
+    assert p_of(RejectionVerifier(SAMPLER, token_rule), SAMPLED) < 1e-6
 
 
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN], ids=["sampled", "certain"])
@@ -132,7 +138,7 @@ def test_rejects_a_hash_of_the_token_as_chance(rule: Rule, propose: Propose) -> 
         this.uniform = uniforms(keys, labels)
         return rule(this)
 
-    assert p_of(LawVerifier(SAMPLER, hashed), propose) < 1e-6
+    assert p_of(RejectionVerifier(SAMPLER, hashed), propose) < 1e-6
 
 
 def test_rejects_drafts_that_pass_if_they_are_the_likeliest() -> None:
@@ -145,7 +151,7 @@ def test_rejects_drafts_that_pass_if_they_are_the_likeliest() -> None:
             if drafts is None:
                 return super().draw(logits, sampling, drafts)
             rows, draws = DraftRows.of(drafts), Draws.of(SAMPLER.sample(logits, sampling))
-            return settle(logits, sampling, rows, draws, rows.follow(logits.argmax(dim=1).numpy()))
+            return commit_rows(logits, sampling, rows, draws, rows.follow(logits.argmax(dim=1).numpy()))
 
     assert p_of(Likeliest(SAMPLER), CERTAIN) < 1e-6
 
@@ -170,7 +176,7 @@ def test_rejects_a_later_draft_after_a_wrong_one(monkeypatch: pytest.MonkeyPatch
         found: Int64 = np.maximum(last, np.where(agreed & real, column, -1).max(axis=1))
         return found
 
-    assert p_of(LawVerifier(SAMPLER, later), SAMPLED) < 1e-6
+    assert p_of(RejectionVerifier(SAMPLER, later), SAMPLED) < 1e-6
     monkeypatch.setattr("engine.compute.verification.verifier.DraftRows", LaterCounts)
     assert p_of(MatchVerifier(SAMPLER), CERTAIN) < 1e-6
 
@@ -178,7 +184,7 @@ def test_rejects_a_later_draft_after_a_wrong_one(monkeypatch: pytest.MonkeyPatch
 def test_rejects_padding_that_counts_as_accepted() -> None:
     """Chains padded with one token to equal lengths, the padding accepted with the last real draft."""
 
-    class Padded(LawVerifier):
+    class Padded(RejectionVerifier):
         def draw(
             self, logits: torch.Tensor, sampling: SamplingInputs, drafts: DraftInputs | None
         ) -> Verified:
@@ -242,7 +248,7 @@ def gumbel_max(weights: torch.Tensor, seed: Int64, position: Int64, stream: Stre
     return drawn
 
 
-class GumbelRecovered(LawVerifier):
+class GumbelRecovered(RejectionVerifier):
     """Draws recovered and bonus tokens by the Gumbel-max rule."""
 
     def _last_tokens(self, weights: torch.Tensor, seed: Int64, position: Int64) -> Int64:
@@ -258,7 +264,7 @@ def test_rejects_the_same_gumbel_noise_for_draft_and_residual() -> None:
     assert p_of(verifier, gumbel_drafts(Stream.RECOVER), world) < 1e-6
 
 
-class PositionKeyed(LawVerifier):
+class PositionKeyed(RejectionVerifier):
     """Keys the numbers that accept by the position of each draft, whatever the round."""
 
     def _accept_numbers(self, seed: Int64, first: Int64, width: int) -> torch.Tensor:
@@ -286,7 +292,7 @@ def test_block_needs_new_draft_noise_in_every_round_and_the_token_rule_does_not(
 
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_rejects_a_recorded_law_that_was_not_sampled_from(rule: Rule) -> None:
-    assert p_of(LawVerifier(SAMPLER, rule), stepwise(2, "sampled", law_of_q="unsharpened")) < 1e-6
+    assert p_of(RejectionVerifier(SAMPLER, rule), stepwise(2, "sampled", law_of_q="unsharpened")) < 1e-6
 
 
 def test_rejects_drafts_that_are_trimmed_by_the_target() -> None:

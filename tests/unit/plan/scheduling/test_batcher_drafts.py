@@ -48,10 +48,10 @@ class Bench:
 
     def draft(self, request: Request, *token_ids: int, parents: tuple[int, ...] | None = None) -> None:
         """Put these drafts on a request's tape."""
-        jobs = {job.request.request_id: job for job in self.decoder.jobs(0, ahead=False)}
+        jobs = {job.request.request_id: job for job in self.decoder.links[0].jobs(ahead=False)}
         job = jobs[request.request_id]
         draft = Draft(request.request_id, job.epoch, job.next_position, token_ids, parents)
-        self.decoder.put(0, job, draft)
+        self.decoder.links[0].put(job, draft)
 
     def draft_right(self, request: Request, num_right: int, num_wrong: int = 0) -> None:
         """Drafts of which so many come true."""
@@ -325,7 +325,7 @@ def test_a_stop_token_among_the_drafts_ends_the_request_there() -> None:
     assert [token.finish_reason for token in committed] == [None, None, FinishReason.STOP]
     assert a.output_token_ids == tokens[:4]
     assert bench.batcher.kv.num_used_blocks == 0
-    assert bench.decoder.jobs(0, ahead=True) == []
+    assert bench.decoder.links[0].jobs(ahead=True) == []
 
 
 def test_a_stop_token_before_min_tokens_is_a_token_like_others() -> None:
@@ -370,7 +370,7 @@ def test_one_who_wants_no_speculation_gets_none() -> None:
     a.speculation = SpeculationOptions(enabled=False)
     bench.batcher.add(a)
     bench.step()
-    assert bench.decoder.jobs(0, ahead=True) == []
+    assert bench.decoder.links[0].jobs(ahead=True) == []
     assert a.spec_stats is None
 
 
@@ -428,14 +428,14 @@ def test_spoiled_rows_behind_the_last_token_cost_a_recomputation_and_all_further
     assert [t.error for t in committed] == [None] * 3
     assert a.status is RequestStatus.PREEMPTED
     assert (a.num_computed_tokens, a.num_preemptions) == (0, 1)
-    assert bench.decoder.jobs(0, ahead=True) != [], "b is drafted for as before"
+    assert bench.decoder.links[0].jobs(ahead=True) != [], "b is drafted for as before"
     scrubbed: set[int] = set()
     while bench.batcher.has_work:
         decision = bench.batcher.step()
         assert decision.inputs is not None
         scrubbed |= set(decision.inputs.scrub_blocks)
         bench.batcher.commit(decision, bench.runner.run(decision.inputs).rows)
-        assert all(job.request.request_id != "a" for job in bench.decoder.jobs(0, ahead=True))
+        assert all(job.request.request_id != "a" for job in bench.decoder.links[0].jobs(ahead=True))
     assert scrubbed, "what the spoiled rows wrote is zeroed before anybody reads it"
     assert a.output_token_ids == expected_output([0, 1, 2], 30)
     assert b.output_token_ids == expected_output([10, 11, 12], 30)
@@ -479,7 +479,7 @@ def test_a_request_cancelled_in_flight_takes_its_drafts_blocks_with_it() -> None
     rows = bench.runner.run(decision.inputs).rows
     assert bench.batcher.commit(decision, rows) == []
     assert bench.batcher.kv.num_used_blocks == 0
-    assert bench.decoder.take_closed(0) == ["a"]
+    assert bench.decoder.links[0].take_closed() == ["a"]
 
 
 def test_a_verifier_that_accepts_nothing_still_moves_one_token() -> None:
@@ -525,9 +525,9 @@ def test_no_step_is_decided_ahead_of_one_that_verifies() -> None:
 def test_nor_while_a_drafter_is_to_be_waited_for() -> None:
     bench = Bench()
     bench.decoding("a")
-    bench.decoder.awaited = frozenset([0])
+    bench.decoder.begin_step(bench.decoder.links)
     decision = bench.batcher.step()
     assert bench.batcher.step_ahead(decision) is None
-    for _, view in bench.decoder._clients[0].values():
+    for _, view in bench.decoder.links[0]._clients.values():
         view.limit = 0  # drafts are not worth it now
     assert bench.batcher.step_ahead(decision) is not None

@@ -122,12 +122,12 @@ class Checked:
         self.batcher.add(request)
 
     def step(self) -> None:
-        closed = self.decoder.take_closed(0)
+        closed = self.decoder.links[0].take_closed()
         self.drafter.close(closed)
-        jobs = self.decoder.jobs(0, ahead=False)
+        jobs = self.decoder.links[0].jobs(ahead=False)
         if jobs:
             for job, draft in zip(jobs, self.drafter.draft(jobs).drafts, strict=True):
-                self.decoder.put(0, job, draft)
+                self.decoder.links[0].put(job, draft)
         decision = self.batcher.step()
         if decision.inputs is not None:
             self.check(decision)

@@ -6,32 +6,31 @@ from random import Random
 import pytest
 
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
-from engine.plan.speculation.controller import (
+from engine.plan.speculation.controller import GoodputPolicy, make_length_policy
+from engine.plan.speculation.length_policy import (
     Candidate,
     FixedPolicy,
-    GoodputPolicy,
     LengthPolicy,
     StepLoad,
     ThresholdPolicy,
-    make_length_policy,
 )
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.speculation_load import Cell, run_policy
 
 ALL: tuple[LengthPolicyName, ...] = ("fixed", "threshold", "goodput")
 
 
 def make_policy(
-    name: LengthPolicyName, *, costs: StepCosts | None = None, max_drafts: int = 8, min_rate: float = 0.3
+    name: LengthPolicyName, *, costs: PassCosts | None = None, max_drafts: int = 8, min_rate: float = 0.3
 ) -> LengthPolicy:
     config = SpeculationConfig(1000, max_drafts, length_policy=name, min_acceptance_rate=min_rate)
-    return make_length_policy(config, costs or StepCosts())
+    return make_length_policy(config, costs or PassCosts())
 
 
-def make_costs(fixed_s: float, token_s: float, num_seqs: int = 1) -> StepCosts:
+def make_costs(fixed_s: float, token_s: float, num_seqs: int = 1) -> PassCosts:
     """A machine that is known already."""
-    costs = StepCosts()
+    costs = PassCosts()
     sizes = [num_seqs + more for more in (*range(9), 10, 12, 14, 16, 20, 24, 32, 64, 128, 256)]
     costs.seed([(num_seqs, size, fixed_s + token_s * size) for size in sizes])
     return costs
@@ -159,7 +158,7 @@ def test_unknown_costs_verify_a_few() -> None:
 
 
 def test_the_first_steps_measure_two_without_drafts() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     policy = make_policy("goodput", costs=costs)
     candidates = [Candidate(Acceptance(MethodPrior()), 4)]
     costs.observe(1, 5, 0.02)
@@ -192,13 +191,6 @@ def test_the_likelier_drafts_are_taken_first() -> None:
     assert chosen[1] >= 4 > chosen[0]
     tight = policy.lengths([Candidate(poor, 8), Candidate(good, 8)], load_of(2, room=3))
     assert tight == [0, 3]
-
-
-def test_weight_makes_a_token_worth_more() -> None:
-    costs = make_costs(0.002, 0.002, num_seqs=2)
-    candidates = [Candidate(learnt(0.5), 8, weight=weight) for weight in (1.0, 4.0)]
-    chosen = make_policy("goodput", costs=costs).lengths(candidates, load_of(2))
-    assert chosen[1] > chosen[0]
 
 
 def test_beside_a_prefill_drafts_are_held_against_decodes_alone() -> None:
@@ -242,8 +234,8 @@ def test_probes_that_cost_much_are_held_back() -> None:
 
 def test_hysteresis_asks_for_three_percent_more_to_start() -> None:
     # One draft brings 7 % more tokens than it takes time.
-    def costs(two_s: float = 1.40) -> StepCosts:
-        known = StepCosts()
+    def costs(two_s: float = 1.40) -> PassCosts:
+        known = PassCosts()
         known.seed([(1, 1, 1.0), (1, 2, two_s), (1, 3, 3.0), (1, 4, 4.5)])
         return known
 
@@ -312,7 +304,7 @@ def test_goodput_is_within_5_percent_of_the_best_length(name: str) -> None:
     cell, num_steps = CELLS[name]
 
     def rate(seed: int) -> float:
-        costs = StepCosts()
+        costs = PassCosts()
         policy = make_policy("goodput", costs=costs, max_drafts=cell.max_length)
         return run_policy(policy, costs, cell, num_steps, seed)
 
@@ -320,7 +312,7 @@ def test_goodput_is_within_5_percent_of_the_best_length(name: str) -> None:
 
 
 def test_a_first_step_that_stalls_does_not_keep_drafts_short() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     policy = make_policy("goodput", costs=costs, max_drafts=16)
     acceptance, lengths = learnt(0.9, 16), []
     for step in range(8):
@@ -333,7 +325,7 @@ def test_a_first_step_that_stalls_does_not_keep_drafts_short() -> None:
 def test_always_drafting_much_is_what_the_cells_catch() -> None:
     def share(policy_name: LengthPolicyName, cell: Cell) -> float:
         policy = make_policy(policy_name, max_drafts=cell.max_length)
-        return run_policy(policy, StepCosts(), cell, 300) / cell.best_rate(300)
+        return run_policy(policy, PassCosts(), cell, 300) / cell.best_rate(300)
 
     cells: Sequence[Cell] = [CELLS[name][0] for name in list(CELLS)[2:6]]
     assert all(share("fixed", cell) < 0.92 for cell in cells)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan.speculation.draft_tape import DraftTape, PutOutcome, TapeOutcome
+from engine.plan.speculation.draft_tape import DraftTape, TapeOutcome
 from engine.plan.speculation.drafter import Draft
 
 KNOWN = [1, 2, 3]
@@ -14,7 +14,7 @@ def draft(first: int, *token_ids: int, epoch: int = 0, parents: tuple[int, ...] 
 
 def tape_with(*token_ids: int) -> DraftTape:
     tape = DraftTape(3)
-    assert tape.put(draft(3, *token_ids), KNOWN, "ngram") is PutOutcome.TAKEN
+    assert tape.put(draft(3, *token_ids), KNOWN, "ngram")
     return tape
 
 
@@ -24,7 +24,7 @@ def tokens(tape: DraftTape) -> list[int]:
 
 def test_drafts_are_appended_where_the_tape_ends() -> None:
     tape = tape_with(4, 5)
-    assert tape.put(draft(5, 6), KNOWN, "draft_model") is PutOutcome.TAKEN
+    assert tape.put(draft(5, 6), KNOWN, "draft_model")
     assert tokens(tape) == [4, 5, 6]
     assert tape.method == "ngram", "who drafted first"
     assert not tape.is_tree
@@ -32,74 +32,74 @@ def test_drafts_are_appended_where_the_tape_ends() -> None:
 
 def test_a_gap_or_an_overlap_is_wrong_and_changes_nothing() -> None:
     tape = tape_with(4, 5)
-    assert tape.put(draft(6, 7), KNOWN, "ngram") is PutOutcome.WRONG
-    assert tape.put(draft(4, 5), KNOWN, "ngram") is PutOutcome.WRONG
+    assert not tape.put(draft(6, 7), KNOWN, "ngram")
+    assert not tape.put(draft(4, 5), KNOWN, "ngram")
     assert tokens(tape) == [4, 5]
     assert tape.epoch == 0
 
 
 def test_what_goes_on_after_all_that_was_committed_is_a_hit_and_stays() -> None:
     tape = tape_with(4, 5, 6, 7)
-    assert tape.settle([4, 5]) == (TapeOutcome.HIT, 2)
+    assert tape.commit([4, 5]) == (TapeOutcome.HIT, 2)
     assert (tokens(tape), tape.first, tape.epoch) == ([6, 7], 5, 0)
 
 
 def test_a_tape_that_was_right_but_too_short_keeps_its_epoch() -> None:
     tape = tape_with(4)
-    assert tape.settle([4, 5]) == (TapeOutcome.LATE, 1)
+    assert tape.commit([4, 5]) == (TapeOutcome.LATE, 1)
     assert (tokens(tape), tape.first, tape.epoch) == ([], 5, 0)
 
 
 def test_an_empty_tape_is_late_not_wrong() -> None:
     tape = DraftTape(3)
-    assert tape.settle([4]) == (TapeOutcome.LATE, 0)
+    assert tape.commit([4]) == (TapeOutcome.LATE, 0)
     assert tape.epoch == 0
 
 
 def test_a_miss_drops_everything_and_begins_an_epoch() -> None:
     tape = tape_with(4, 5, 6)
-    assert tape.settle([4, 9]) == (TapeOutcome.MISS, 1)
+    assert tape.commit([4, 9]) == (TapeOutcome.MISS, 1)
     assert (tokens(tape), tape.first, tape.epoch) == ([], 5, 1)
-    assert tape.put(draft(6, 7), [*KNOWN, 4, 9], "ngram") is PutOutcome.STALE
+    assert not tape.put(draft(6, 7), [*KNOWN, 4, 9], "ngram")
 
 
 def test_late_drafts_that_agree_are_confirmed_and_go_on() -> None:
     tape = DraftTape(3)
-    tape.settle([4, 5])
+    tape.commit([4, 5])
     known = [*KNOWN, 4, 5]
-    assert tape.put(draft(3, 4), known, "ngram") is PutOutcome.TAKEN
-    assert (tokens(tape), tape.num_late, tape.epoch) == ([], 1, 0)
-    assert tape.put(draft(4, 5, 6, 7), known, "ngram") is PutOutcome.TAKEN
-    assert (tokens(tape), tape.num_late, tape.epoch) == ([6, 7], 2, 0)
+    assert tape.put(draft(3, 4), known, "ngram")
+    assert (tokens(tape), tape.num_late_tokens, tape.epoch) == ([], 1, 0)
+    assert tape.put(draft(4, 5, 6, 7), known, "ngram")
+    assert (tokens(tape), tape.num_late_tokens, tape.epoch) == ([6, 7], 2, 0)
 
 
 def test_late_drafts_that_disagree_begin_an_epoch() -> None:
     tape = DraftTape(3)
-    tape.settle([4, 5])
-    assert tape.put(draft(3, 4, 9, 7), [*KNOWN, 4, 5], "ngram") is PutOutcome.WRONG
+    tape.commit([4, 5])
+    assert not tape.put(draft(3, 4, 9, 7), [*KNOWN, 4, 5], "ngram")
     assert (tokens(tape), tape.epoch) == ([], 1)
 
 
 def test_a_tree_is_for_one_round_and_its_drafter_goes_on() -> None:
     tape = DraftTape(3)
     tree = draft(3, 4, 5, 6, parents=(-1, -1, 0))
-    assert tape.put(tree, KNOWN, "medusa") is PutOutcome.TAKEN
+    assert tape.put(tree, KNOWN, "medusa")
     assert tape.is_tree
-    assert tape.put(draft(6, 7), KNOWN, "ngram") is PutOutcome.WRONG, "nothing follows a tree"
-    assert tape.settle([4, 6, 8]) == (TapeOutcome.LATE, 0)
+    assert not tape.put(draft(6, 7), KNOWN, "ngram"), "nothing follows a tree"
+    assert tape.commit([4, 6, 8]) == (TapeOutcome.LATE, 0)
     assert (tokens(tape), tape.epoch) == ([], 0)
 
 
 def test_of_a_late_tree_the_branch_that_came_true_is_kept() -> None:
     tape = DraftTape(3)
-    tape.settle([5])
+    tape.commit([5])
     tree = draft(3, 4, 5, 6, 7, 8, 9, parents=(-1, -1, 0, 1, 1, 3))
-    assert tape.put(tree, [*KNOWN, 5], "medusa") is PutOutcome.TAKEN
+    assert tape.put(tree, [*KNOWN, 5], "medusa")
     assert [tuple(drafted) for drafted in tape.drafted] == [(7, -1, None), (8, -1, None), (9, 0, None)]
 
 
 def test_a_late_tree_without_the_branch_that_came_true_is_wrong() -> None:
     tape = DraftTape(3)
-    tape.settle([11])
+    tape.commit([11])
     tree = draft(3, 4, 5, parents=(-1, -1))
-    assert tape.put(tree, [*KNOWN, 11], "medusa") is PutOutcome.WRONG
+    assert not tape.put(tree, [*KNOWN, 11], "medusa")

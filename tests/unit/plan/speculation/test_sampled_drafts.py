@@ -17,12 +17,12 @@ import torch
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.request import Request
-from engine.plan.speculation.controller import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.drafted_sequence import DraftedSequence
 from engine.plan.speculation.drafter import Draft
+from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from engine.plan.step_records import Int64
 from engine.plan.structured_output import TokenMask
 from tests.support.factories import make_request
@@ -94,17 +94,17 @@ def decoded(base: Propose, policy: type[FixedPolicy], *, ends: bool = False) -> 
     def propose(known: Known) -> Proposal:
         proposal = base(known)
         config = SpeculationConfig(VOCAB, WIDTH, length_policy="fixed", min_acceptance_rate=0.0)
-        costs = StepCosts()
+        costs = PassCosts()
         source = DraftSource(FakeDrafter(method="draft_model"), WIDTH)
         decoder = SpeculativeDecoder(config, [source], policy(config), costs)
         requests = [open_request(decoder, known, place) for place in range(len(known.seeds))]
-        jobs = decoder.jobs(0, ahead=False)
+        jobs = decoder.links[0].jobs(ahead=False)
         assert len(jobs) == len(requests)
         for place, job in enumerate(jobs):
             token_ids = up_to_last(proposal.token_ids[place]) if ends else proposal.token_ids[place]
             laws = () if proposal.probs is None else tuple(proposal.probs[place][: len(token_ids)])
             request_id, tokens = job.request.request_id, tuple(token_ids.tolist())
-            decoder.put(0, job, Draft(request_id, job.epoch, job.next_position, tokens, probs=laws))
+            decoder.links[0].put(job, Draft(request_id, job.epoch, job.next_position, tokens, probs=laws))
         load = StepLoad(len(requests), len(requests), 0, max_draft_tokens=WIDTH * len(requests))
         chosen = {request.request_id: len(drafts) for request, drafts in decoder.choose(requests, load)}
         return replace(proposal, num_drafts=np.array([chosen.get(r.request_id, 0) for r in requests]))
@@ -160,14 +160,14 @@ def verified(token_ids: tuple[int, ...], law: torch.Tensor | None) -> int:
     """How many of these drafts after token 0 go into a step."""
     config = SpeculationConfig(VOCAB, len(token_ids), length_policy="fixed", min_acceptance_rate=0.0)
     source = DraftSource(FakeDrafter(method="draft_model"), len(token_ids))
-    decoder = SpeculativeDecoder(config, [source], FixedPolicy(config), StepCosts())
+    decoder = SpeculativeDecoder(config, [source], FixedPolicy(config), PassCosts())
     request = make_request("a", [1, 0], max_tokens=50)
     request.grammar = NoTwice(request)
     request.num_computed_tokens = 1
     decoder.open(request)
-    (job,) = decoder.jobs(0, ahead=False)
+    (job,) = decoder.links[0].jobs(ahead=False)
     laws = () if law is None else (law,) * len(token_ids)
-    decoder.put(0, job, Draft("a", job.epoch, job.next_position, token_ids, probs=laws))
+    decoder.links[0].put(job, Draft("a", job.epoch, job.next_position, token_ids, probs=laws))
     ((_, drafts),) = decoder.choose([request], StepLoad(1, 1, 0, max_draft_tokens=99))
     return len(drafts)
 

@@ -35,7 +35,6 @@ def test_nothing_drafted_is_all_zeros() -> None:
     stats = SpecStats()
     assert stats.acceptance_rate == stats.ema_acceptance == stats.tokens_per_round == 0
     assert stats.mean_acceptance_length == 0
-    assert stats.format_report() == "speculation: no draft was verified"
 
 
 def test_recent_acceptance_halves_a_round_in_32_more() -> None:
@@ -80,7 +79,7 @@ def test_report() -> None:
     assert (
         stats.format_report()
         == """\
-speculation: 4 rounds, 2.00 tokens a round, 54.5% of drafts accepted (54.4% of late)
+speculation: 4 rounds, 2.00 tokens a round, 54.5% of drafts accepted (54.4% recently)
   drafts      11 proposed, 6 accepted, 5 rejected
   tokens      8 committed, of them 1 bonus and 2 recovered
   draft_model 2 proposed, 0.0% accepted

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.plan.request import Request, SpeculationOptions
-from engine.plan.speculation.controller import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
+from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.speculation.step_costs import StepCosts
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE
@@ -52,7 +52,7 @@ class World:
         sources = [
             DraftSource(FakeDrafter(method=method, **ways), longest) for method in methods or ("draft_model",)
         ]
-        self.decoder = SpeculativeDecoder(config, sources, self.policy, StepCosts(), can_rewind=can_rewind)
+        self.decoder = SpeculativeDecoder(config, sources, self.policy, PassCosts(), can_rewind=can_rewind)
         self.num_requests = 0
 
     def open(self, name: str = "a", prompt: int = 3, **options: Any) -> Request:
@@ -65,12 +65,12 @@ class World:
         return request
 
     def job(self, index: int = 0, *, ahead: bool = False) -> DraftJob:
-        (job,) = self.decoder.jobs(index, ahead=ahead)
+        (job,) = self.decoder.links[index].jobs(ahead=ahead)
         return job
 
     def answer(self, job: DraftJob, *token_ids: int, index: int = 0, **more: Any) -> None:
         draft = Draft(job.request.request_id, job.epoch, job.next_position, token_ids, **more)
-        self.decoder.put(index, job, draft)
+        self.decoder.links[index].put(job, draft)
 
     def verify(self, request: Request) -> tuple[DraftedToken, ...]:
         """What goes into the next step."""
@@ -80,10 +80,10 @@ class World:
     def commit(self, request: Request, *token_ids: int, drafted: Sequence[DraftedToken] = ()) -> None:
         request.token_ids += token_ids
         request.num_computed_tokens = len(request.token_ids) - 1
-        self.decoder.settle(request, drafted, len(token_ids))
+        self.decoder.commit(request, drafted, len(token_ids))
 
 
-def told(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
+def synced(job: DraftJob) -> tuple[int, tuple[int, ...], int, int]:
     return job.first, job.token_ids, job.num_committed, job.num_wanted
 
 
@@ -91,22 +91,22 @@ def ids(drafted: Sequence[DraftedToken]) -> list[int]:
     return [draft.token_id for draft in drafted]
 
 
-# What a drafter is told.
+# What is synced to a drafter.
 
 
 def test_a_first_job_tells_all_and_later_ones_what_is_new() -> None:
     world = World()
     a = world.open()
     job = world.job()
-    assert told(job) == (0, (0, 1, 2), 3, 4)
+    assert synced(job) == (0, (0, 1, 2), 3, 4)
     world.answer(job, 7)
     job = world.job()
-    assert told(job) == (4, (), 3, 3), "its own draft is no news to it"
+    assert synced(job) == (4, (), 3, 3), "its own draft is no news to it"
     world.answer(job, 8)
     drafted = world.verify(a)
     assert ids(drafted) == [7, 8]
     world.commit(a, 7, 8, 9, drafted=drafted)
-    assert told(world.job()) == (5, (9,), 6, 4)
+    assert synced(world.job()) == (5, (9,), 6, 4)
 
 
 def test_after_a_miss_only_what_was_wrong_is_told_again_in_a_new_epoch() -> None:
@@ -117,7 +117,7 @@ def test_after_a_miss_only_what_was_wrong_is_told_again_in_a_new_epoch() -> None
     drafted = world.verify(a)
     world.commit(a, 7, 5, drafted=drafted)
     job = world.job()
-    assert told(job) == (4, (5,), 5, 4)
+    assert synced(job) == (4, (5,), 5, 4)
     assert job.epoch == first.epoch + 1
 
 
@@ -125,15 +125,15 @@ def test_prefilling_sequences_are_drafted_for_only_ahead() -> None:
     world = World()
     a = world.open()
     a.num_computed_tokens = 0
-    assert world.decoder.jobs(0, ahead=False) == []
-    assert len(world.decoder.jobs(0, ahead=True)) == 1
+    assert world.decoder.links[0].jobs(ahead=False) == []
+    assert len(world.decoder.links[0].jobs(ahead=True)) == 1
 
 
 def test_ahead_goes_past_what_is_verified_and_the_token_after_it() -> None:
     world = World(longest=2)
     a = world.open()
     world.answer(world.job(), 7, 8)
-    assert world.decoder.jobs(0, ahead=False) == []
+    assert world.decoder.links[0].jobs(ahead=False) == []
     drafted = world.verify(a)
     assert len(drafted) == 2
     assert world.job(ahead=True).num_wanted == 3
@@ -147,22 +147,22 @@ def test_nobody_drafts_past_the_longest_output_or_a_stop_token() -> None:
     job = world.job()
     assert job.num_wanted == 2, "the last token is the target's own"
     world.answer(job, 7, 8)
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     world = World()
     b = make_request("b", 3, max_tokens=20, stop_token_ids=frozenset({7}))
     b.num_computed_tokens = 2
     world.decoder.open(b)
     world.answer(world.job(), 7)
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
 
 
 def test_who_had_nothing_to_say_is_asked_again_when_more_is_known() -> None:
     world = World()
     a = world.open()
     world.answer(world.job())
-    assert world.decoder.jobs(0, ahead=False) == world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=False) == world.decoder.links[0].jobs(ahead=True) == []
     world.commit(a, 5)
-    assert told(world.job()) == (3, (5,), 4, 4)
+    assert synced(world.job()) == (3, (5,), 4, 4)
 
 
 def test_who_is_behind_is_asked_again_at_once() -> None:
@@ -170,12 +170,12 @@ def test_who_is_behind_is_asked_again_at_once() -> None:
     world.open()
     job = world.job()
     world.answer(job, is_behind=True)
-    assert world.decoder.is_reading(0, [job])
-    assert world.decoder.jobs(0, ahead=False, may_read=False) == []
+    assert world.decoder.links[0].is_reading([job])
+    assert world.decoder.links[0].jobs(ahead=False, may_read=False) == []
     job = world.job()
-    assert told(job) == (3, (), 3, 4), "a job that was not handed out counts as not told"
+    assert synced(job) == (3, (), 3, 4), "a job that was not handed out counts as not synced"
     world.answer(job, 7)
-    assert not world.decoder.is_reading(0, [job])
+    assert not world.decoder.links[0].is_reading([job])
 
 
 def test_readers_are_asked_beside_those_who_can_draft() -> None:
@@ -183,20 +183,20 @@ def test_readers_are_asked_beside_those_who_can_draft() -> None:
     world.open("a")
     world.answer(world.job(), is_behind=True)
     world.open("b")
-    assert len(world.decoder.jobs(0, ahead=False, may_read=False)) == 2
+    assert len(world.decoder.links[0].jobs(ahead=False, may_read=False)) == 2
 
 
 def test_who_claims_to_be_behind_for_ever_is_asked_once_a_token() -> None:
     world = World()
     a = world.open()
     turns = 0
-    while jobs := world.decoder.jobs(0, ahead=True):
+    while jobs := world.decoder.links[0].jobs(ahead=True):
         world.answer(jobs[0], is_behind=True)
         turns += 1
         assert turns <= 4
     world.commit(a, 5)
     world.answer(world.job(), is_behind=True)
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     world.commit(a, 6)
     world.answer(world.job(), 7)
     assert ids(world.verify(a)) == [7]
@@ -224,7 +224,7 @@ def test_a_late_answer_that_disagrees_is_told_better() -> None:
     world.answer(job, 6, 8)
     assert world.verify(a) == ()
     assert world.decoder.stats.dropped["stale"] == 2
-    assert told(world.job()) == (3, (7,), 4, 4)
+    assert synced(world.job()) == (3, (7,), 4, 4)
 
 
 def test_an_answer_of_an_older_epoch_is_dropped() -> None:
@@ -237,7 +237,7 @@ def test_an_answer_of_an_older_epoch_is_dropped() -> None:
     world.answer(job, 9)
     assert world.verify(a) == ()
     assert world.decoder.stats.num_stale == 1
-    assert told(world.job()) == (3, (6,), 4, 4)
+    assert synced(world.job()) == (3, (6,), 4, 4)
 
 
 def test_an_answer_for_one_who_is_gone_is_dropped() -> None:
@@ -247,7 +247,7 @@ def test_an_answer_for_one_who_is_gone_is_dropped() -> None:
     world.decoder.close("a")
     world.answer(job, 7, 8)
     assert world.decoder.stats.dropped["cancelled"] == 2
-    assert world.decoder.take_closed(0) == ["a"]
+    assert world.decoder.links[0].take_closed() == ["a"]
 
 
 def test_of_two_drafters_the_first_to_speak_goes_on() -> None:
@@ -255,15 +255,15 @@ def test_of_two_drafters_the_first_to_speak_goes_on() -> None:
     a = world.open()
     slow = world.job(0)
     world.answer(world.job(1), 7, index=1)
-    assert world.decoder.jobs(0, ahead=False) == [], "the other has spoken"
+    assert world.decoder.links[0].jobs(ahead=False) == [], "the other has spoken"
     world.answer(slow, 5, 6)
     assert world.decoder.stats.dropped["stale"] == 2
     world.answer(world.job(1), 8, index=1)
     drafted = world.verify(a)
     assert ids(drafted) == [7, 8]
     world.commit(a, 7, 8, 9, drafted=drafted)
-    assert told(world.job(0)) == (3, (7, 8, 9), 6, 4)
-    assert told(world.job(1)) == (5, (9,), 6, 4)
+    assert synced(world.job(0)) == (3, (7, 8, 9), 6, 4)
+    assert synced(world.job(1)) == (5, (9,), 6, 4)
     assert world.decoder.stats.proposed == {"medusa": 2}
 
 
@@ -272,36 +272,36 @@ def test_one_drafter_s_miss_is_told_to_the_other_too() -> None:
     a = world.open()
     world.answer(world.job(0), 7)
     world.commit(a, 5, drafted=world.verify(a))
-    assert told(world.job(0)) == (3, (5,), 4, 4)
-    assert told(world.job(1)) == (0, (0, 1, 2, 5), 4, 4)
+    assert synced(world.job(0)) == (3, (5,), 4, 4)
+    assert synced(world.job(1)) == (0, (0, 1, 2, 5), 4, 4)
 
 
 def test_a_tree_is_verified_once_and_nobody_drafts_behind_it() -> None:
     world = World()
     a = world.open()
     world.answer(world.job(), 7, 8, 9, parents=(-1, -1, 1))
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     drafted = world.verify(a)
     assert [draft.parent for draft in drafted] == [-1, -1, 1]
     world.commit(a, 8, 9, 4, drafted=drafted)
     stats = world.decoder.stats
     assert (stats.num_proposed, stats.num_accepted, stats.num_bonus) == (3, 2, 0)
-    assert told(world.job()) == (3, (8, 9, 4), 6, 4), "a tree counts as nothing told"
+    assert synced(world.job()) == (3, (8, 9, 4), 6, 4), "a tree counts as nothing synced"
 
 
 def test_features_are_used_for_the_newest_token_only() -> None:
     world = World(reads_features=True)
     a = world.open()
-    assert world.decoder.jobs(0, ahead=True) == [], "nothing was left yet"
+    assert world.decoder.links[0].jobs(ahead=True) == [], "nothing was left yet"
     world.decoder.keep_features("a", "hidden")
     job = world.job(ahead=True)
     assert job.features is not None and job.features.position == 2
     world.answer(job, 7)
-    assert world.decoder.jobs(0, ahead=True) == [], "they tell nothing of what follows a draft"
+    assert world.decoder.links[0].jobs(ahead=True) == [], "they tell nothing of what follows a draft"
     world.commit(a, 7, 8, drafted=world.verify(a))
-    assert world.decoder.jobs(0, ahead=True) == [], "they are of an older token"
+    assert world.decoder.links[0].jobs(ahead=True) == [], "they are of an older token"
     world.decoder.keep_features("a", "hidden")
-    assert len(world.decoder.jobs(0, ahead=True)) == 1
+    assert len(world.decoder.links[0].jobs(ahead=True)) == 1
     world.decoder.keep_features("nobody", "hidden")
 
 
@@ -335,8 +335,8 @@ def test_the_policy_is_asked_once_a_step_also_when_there_are_no_drafts() -> None
 def test_only_a_drafter_that_is_waited_for_has_a_price() -> None:
     world = World("draft_model", "medusa")
     a = world.open()
-    world.decoder.awaited = frozenset({0, 1})
-    world.decoder.waits[1].observe(1, 1, 0.25)
+    world.decoder.begin_step(world.decoder.links)
+    world.decoder.links[1].note_waited(1, 0.25)
     world.policy.waits_s.clear()
     world.commit(a, 5)
     assert world.policy.waits_s[0] == 0 < world.policy.waits_s[1]
@@ -382,7 +382,7 @@ def test_a_target_that_cannot_rewind_has_nothing_drafted_and_is_counted() -> Non
     world = World(can_rewind=False)
     a = world.open()
     b = world.open("b", enabled=False)
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     assert world.decoder.choose([a, b], LOAD) == []
     assert world.decoder.stats.num_fallbacks == 1
 
@@ -395,8 +395,8 @@ def test_only_those_who_were_told_must_forget() -> None:
     world.open()
     world.job(1)
     world.decoder.close("a")
-    assert [world.decoder.take_closed(index) for index in (0, 1)] == [[], ["a"]]
-    assert world.decoder.take_closed(1) == []
+    assert [world.decoder.links[index].take_closed() for index in (0, 1)] == [[], ["a"]]
+    assert world.decoder.links[1].take_closed() == []
 
 
 def test_a_paused_request_is_forgotten_and_told_anew() -> None:
@@ -406,13 +406,13 @@ def test_a_paused_request_is_forgotten_and_told_anew() -> None:
     world.answer(first, 7, 8)
     world.decoder.pause("a")
     assert world.decoder.stats.dropped["cancelled"] == 2
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     world.decoder.pause("a")
     world.decoder.open(a)
-    assert world.decoder.take_closed(0) == ["a"]
+    assert world.decoder.links[0].take_closed() == ["a"]
     assert world.verify(a) == ()
     job = world.job()
-    assert told(job) == (0, (0, 1, 2), 3, 4)
+    assert synced(job) == (0, (0, 1, 2), 3, 4)
     assert job.epoch > first.epoch
 
 
@@ -424,21 +424,21 @@ def test_an_answer_from_before_a_pause_is_stale() -> None:
     world.decoder.open(a)
     world.answer(job, 7)
     assert world.verify(a) == ()
-    assert world.decoder.take_closed(0) == ["a"], "its drafter may remember that answer"
+    assert world.decoder.links[0].take_closed() == ["a"], "its drafter may remember that answer"
 
 
 def test_a_lost_micro_step_is_forgotten_and_asked_for_again_with_news() -> None:
     world = World()
     a = world.open()
     job = world.job()
-    world.decoder.lose(0, [job])
-    assert world.decoder.take_closed(0) == ["a"]
-    assert world.decoder.jobs(0, ahead=True) == []
+    world.decoder.links[0].lose([job])
+    assert world.decoder.links[0].take_closed() == ["a"]
+    assert world.decoder.links[0].jobs(ahead=True) == []
     world.commit(a, 5)
-    assert told(world.job()) == (0, (0, 1, 2, 5), 4, 4)
+    assert synced(world.job()) == (0, (0, 1, 2, 5), 4, 4)
     world.decoder.close("a")
-    world.decoder.lose(0, [job])
-    assert world.decoder.take_closed(0) == ["a"]
+    world.decoder.links[0].lose([job])
+    assert world.decoder.links[0].take_closed() == ["a"]
 
 
 def test_what_is_given_up_is_drafted_for_no_more() -> None:
@@ -449,7 +449,7 @@ def test_what_is_given_up_is_drafted_for_no_more() -> None:
     world.decoder.open(a)
     assert world.verify(a) == ()
     world.commit(a, 5)
-    assert world.decoder.jobs(0, ahead=True) == []
+    assert world.decoder.links[0].jobs(ahead=True) == []
     world.decoder.close("a")
     world.decoder.give_up("nobody")
 
@@ -460,8 +460,10 @@ def test_requests_choose_their_drafters_and_lengths() -> None:
     world.open("b", enabled=False)
     world.open("c", method="unheard of")
     world.open("d", method="auto", num_tokens=9)
-    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.jobs(0, ahead=False)] == [("d", 4)]
-    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.jobs(1, ahead=False)] == [
+    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.links[0].jobs(ahead=False)] == [
+        ("d", 4)
+    ]
+    assert [(j.request.request_id, j.num_wanted) for j in world.decoder.links[1].jobs(ahead=False)] == [
         ("a", 2),
         ("d", 4),
     ]

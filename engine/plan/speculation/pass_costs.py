@@ -1,7 +1,7 @@
-"""StepCosts: how long a step takes, by its sequences and its tokens, learnt from the steps that ran.
+"""PassCosts: the seconds of a pass by its sequences and tokens, learnt from the passes that ran.
 
-Kept apart from the scheduler's CostModel, which is linear: what a draft costs is a matter of where the
-machine's own steps in the curve are. Loop thread only.
+The scheduler's rates are linear; the price of a draft is not, because it depends on where the machine's curve
+has its steps. Loop thread only.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.plan.speculation.isotonic import never_decreasing
+
 _MOST_WEIGHT = 16.0  # observations that an average goes over
-_MAX_SURPRISE = 1.3  # an observation counts as so many times the average at most: a stall is no cost
-_MAX_FIRST_SURPRISE = 1.5  # a first one counts as so many times the next smaller size at most
-_TOO_FAST = 0.5  # of the average: nothing is that fast by accident, so the average was wrong
-_MEMORY = 1024  # steps; what was not seen for so long is not held against trying it again
-_LONE_MEMORY = 256  # steps; the same for what was seen only once
-_PLAIN_EVERY = 256  # steps, at the least, in which one without drafts is wanted
+_MAX_SURPRISE = 1.3  # times the average, that an observation counts at most: a stall is no cost
+_MAX_FIRST_SURPRISE = 1.5  # times the next smaller size, that a first one counts at most
+_TOO_FAST = 0.5  # of the average: no pass is that fast by accident, so the average was wrong
+_MEMORY = 1024  # steps, after which a size is forgotten and so tried again
+_LONE_MEMORY = 256  # steps; the same for a size that was seen once
+_PLAIN_EVERY = 256  # steps, after which one without drafts is wanted
 _SEED_WEIGHT = 4
-_GUESS = 0.25  # of a straight line between two knots, where others would lie
+_GUESS = 0.25  # of the way up between two knots, where unknown ones between them are assumed
 _FAR = 65536  # tokens
-_DRAWN_EVERY = 8  # observations of sizes that are known well; each moves its average by a sixteenth at most
-_TRUSTED_SPAN = 8  # tokens; the slope of a curve that spans so few counts half beyond its end
+_DRAWN_EVERY = 8  # observations of well-known sizes, after which lines are drawn again
+_TRUSTED_SPAN = 8  # tokens; beyond its end, a curve that spans so few has half its slope
 
 
 @dataclass(slots=True)
 class _Knot:
-    """Steps of about equal size, on average."""
+    """The average of passes of about equal size."""
 
     num_tokens: float
     seconds: float
@@ -38,7 +40,7 @@ class _Knot:
 
     @property
     def is_lone(self) -> bool:
-        """True until there is a second observation, which may show that the first was a stall."""
+        """True until a second observation shows whether the first was a stall."""
         return self.weight < 2
 
     def is_forgotten(self, step: int) -> bool:
@@ -61,14 +63,12 @@ class _Knot:
 class _Curve:
     """Seconds by tokens: a few dozen knots, one each below 8 tokens, then four for each doubling."""
 
-    __slots__ = ("_knots", "_sorted")
-
     def __init__(self) -> None:
         self._knots: dict[int, _Knot] = {}
         self._sorted: list[_Knot] | None = None
 
     def observe(self, num_tokens: int, seconds: float, step: int) -> bool:
-        """Learn from a step; True if the curve may be quite another by it."""
+        """Learn from a pass; True if it may change the curve much."""
         knot = self.knot(num_tokens)
         if knot is None:
             self._knots[_index(num_tokens)] = _Knot(num_tokens, seconds, 1.0, step)
@@ -83,29 +83,29 @@ class _Curve:
         self._sorted = None
 
     def knot(self, num_tokens: int) -> _Knot | None:
-        """What is known of steps of about so many tokens; None if there was none."""
+        """The average of passes of about so many tokens; None if there was none."""
         return self._knots.get(_index(num_tokens))
 
     def knots(self) -> list[_Knot]:
-        """All, in order of their tokens: not to be changed."""
+        """All, in order of their tokens; the caller must not change the list."""
         if self._sorted is None:
             self._sorted = [self._knots[index] for index in sorted(self._knots)]
         return self._sorted
 
     def at(self, num_tokens: int) -> float | None:
-        """Seconds of so many tokens, as at the nearest known beyond both ends; None when empty."""
+        """Seconds of so many tokens, constant beyond both ends; None when empty."""
         points = _increasing(self.knots(), None)
         if not points:
             return None
         return float(np.interp(num_tokens, [n for n, _ in points], [s for _, s in points]))
 
 
-class StepCosts:
-    """Seconds of a step as a piecewise linear function that never sinks with more tokens.
+class PassCosts:
+    """Seconds of a pass as a piecewise linear function that never sinks with more tokens.
 
-    Steps of one token a sequence have a curve of their own, since a machine may have a faster way for them;
-    those with drafts have one for each doubling of the sequences. What was never seen is guessed low, and
-    what was not seen for long is forgotten: one step shows better.
+    Passes of one token a sequence have their own curve, since a machine may run them faster; passes with
+    drafts have one for each doubling of the sequences. A size never seen is guessed low, and one not seen for
+    long is forgotten, because trying it costs one step and shows the truth.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class StepCosts:
         self._lines: dict[int, tuple[list[float], list[float]] | None] = {}  # until there is news
 
     def observe(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
-        """Learn from one step that computed so many tokens of so many sequences."""
+        """Learn from a pass that computed so many tokens of so many sequences."""
         if num_seqs < 1 or num_tokens < num_seqs or seconds <= 0:
             return
         self._step += 1
@@ -139,20 +139,17 @@ class StepCosts:
                 self.observe(num_seqs, num_tokens, seconds)
 
     def needs_plain(self, num_seqs: int) -> bool:
-        """True if no step without drafts was seen at about this size for long.
-
-        Drafts are held against such steps, so one should be run.
-        """
+        """True if a pass without drafts of about this size should be run: drafts are compared with it."""
         knot = self._plain.knot(num_seqs)
         return knot is None or knot.is_lone or self._step - knot.last_step > _PLAIN_EVERY
 
     def seconds(self, num_seqs: int, num_tokens: int) -> float | None:
-        """Seconds of a step; None while nothing is known."""
+        """Seconds of a pass; None while nothing is known."""
         run = self.run(num_seqs, num_tokens, 0)
         return None if run is None else float(run[0])
 
     def run(self, num_seqs: int, num_tokens: int, num_more: int) -> NDArray[np.float64] | None:
-        """Seconds of a step with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""
+        """Seconds of a pass with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""
         if num_seqs not in self._lines:
             self._lines[num_seqs] = self._line(num_seqs)
         line = self._lines[num_seqs]
@@ -161,7 +158,7 @@ class StepCosts:
         return np.interp(np.arange(num_tokens, num_tokens + num_more + 1), *line)
 
     def _line(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
-        """Tokens and seconds for so many sequences, from the step without drafts to one far out."""
+        """Tokens and seconds for so many sequences, from a pass without drafts to one of very many tokens."""
         nearest = self._nearest(num_seqs.bit_length())
         plain_s = self._plain.at(num_seqs)
         if plain_s is None:
@@ -182,7 +179,7 @@ class StepCosts:
         return [n for n, _ in line], [s for _, s in line]
 
     def _nearest(self, bucket: int) -> list[_Knot]:
-        """The knots of the curve for about so many sequences, which may be one for fewer or more."""
+        """The knots of the curve for about so many sequences, or the nearest number that has one."""
         for distance in range(max(bucket, len(self._wider)) + 1):
             for index in (bucket - distance, bucket + distance):
                 if 0 <= index < len(self._wider) and (knots := self._wider[index].knots()):
@@ -191,13 +188,13 @@ class StepCosts:
 
 
 def _index(num_tokens: int) -> int:
-    """Which knot a step belongs to."""
+    """The knot that a pass belongs to."""
     shift = max(0, num_tokens.bit_length() - 3)
     return 4 * shift + (num_tokens >> shift)
 
 
 def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points, and one where knots are missing between two: a guess that makes it worth a look there."""
+    """The points, and a low guess where knots are missing between two, so that a size there is tried."""
     lowered = [points[0]]
     for (left, low), (right, high) in pairwise(points):
         index = _index(int(right))
@@ -210,23 +207,15 @@ def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _increasing(knots: Sequence[_Knot], floor_s: float | None) -> list[tuple[float, float]]:
-    """Tokens and seconds, of which none lies below the one before, by pooling neighbours by weight.
+    """Tokens and seconds, of which none lies below the one before.
 
-    `floor_s` is what a smaller step takes, None when unknown.
+    `floor_s` is what a smaller pass takes, None when unknown.
     """
-    pools: list[list[float]] = []  # weighted seconds, weight, first and one past the last knot
-    for i, knot in enumerate(knots):
+    weighted: list[tuple[float, float]] = []
+    for knot in knots:
         seconds = knot.seconds
         if knot.is_lone and floor_s is not None:
             seconds = min(seconds, _MAX_FIRST_SURPRISE * floor_s)
         floor_s = seconds if floor_s is None else max(floor_s, seconds)
-        pool = [seconds * knot.weight, knot.weight, i, i + 1]
-        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
-            before = pools.pop()
-            pool = [before[0] + pool[0], before[1] + pool[1], before[2], pool[3]]
-        pools.append(pool)
-    return [
-        (knots[i].num_tokens, total / weight)
-        for total, weight, first, end in pools
-        for i in range(int(first), int(end))
-    ]
+        weighted.append((seconds, knot.weight))
+    return [(knot.num_tokens, s) for knot, s in zip(knots, never_decreasing(weighted), strict=True)]

@@ -1,6 +1,6 @@
-"""The rules `rejection` and `block` over a batch of sequences: which draft is the last accepted one.
+"""The rules `rejection` and `block` over a batch of sequences: each finds the last accepted draft.
 
-The formulas are in `engine.compute.verification.acceptance_law`; here they meet ragged batches.
+This module applies the formulas of `acceptance_probability` to ragged batches.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.compute.verification.acceptance_law import accept_chance, block_chance, block_weights, residual
+from engine.compute.verification.acceptance_probability import (
+    accept_chance,
+    block_chance,
+    block_weights,
+    residual,
+)
 from engine.compute.verification.draft_rows import ROOT, DraftRows
 from engine.plan.step_records import Int64
 
 
-class DraftLaws:
+class DraftProbabilities:
     """What the drafts of a step were drawn from, `probs` as in DraftInputs, as float64 on `device`."""
 
     def __init__(self, probs: Sequence[object], vocab_size: int, device: torch.device) -> None:
@@ -35,22 +40,22 @@ class DraftLaws:
         return values
 
     def rows(self, index: Int64, token_ids: Int64) -> torch.Tensor:
-        """The whole law of each draft. [n, vocab]"""
-        laws = torch.zeros((len(index), self._vocab_size), dtype=torch.float64, device=self._device)
-        laws.scatter_(1, _to(self._device, token_ids).unsqueeze(1), 1.0)
+        """The distribution each draft was drawn from. [n, vocab]"""
+        probs = torch.zeros((len(index), self._vocab_size), dtype=torch.float64, device=self._device)
+        probs.scatter_(1, _to(self._device, token_ids).unsqueeze(1), 1.0)
         sampled, rows = self._sampled(index)
         if len(rows):
-            laws[_to(self._device, sampled)] = torch.stack(rows).to(self._device, torch.float64)
-        return laws.clamp_(min=0.0)  # a drafter that lies must not make the impossible possible
+            probs[_to(self._device, sampled)] = torch.stack(rows).to(self._device, torch.float64)
+        return probs.clamp_(min=0.0)  # a negative entry would make tokens possible that the target excludes
 
     def _sampled(self, index: Int64) -> tuple[NDArray[np.intp], list[torch.Tensor]]:
-        """Which of these drafts were not certain, and their laws."""
+        """Which of these drafts were not certain, and their distributions."""
         found: list[tuple[int, torch.Tensor]] = []
         for place, draft in enumerate(index.tolist() if self._probs else ()):
-            law = self._probs[draft]
-            if isinstance(law, torch.Tensor):
-                found.append((place, law))
-        return np.array([place for place, _ in found], np.intp), [law for _, law in found]
+            row = self._probs[draft]
+            if isinstance(row, torch.Tensor):
+                found.append((place, row))
+        return np.array([place for place, _ in found], np.intp), [row for _, row in found]
 
 
 @dataclass(slots=True)
@@ -62,7 +67,7 @@ class Round:
     """
 
     drafts: DraftRows
-    laws: DraftLaws
+    draft_probs: DraftProbabilities
     probs: torch.Tensor  # [rows, vocab] float64
     sound: NDArray[np.bool_]  # [rows]
     uniform: torch.Tensor  # [n, G] float64
@@ -72,15 +77,15 @@ class Round:
         return self.probs[_to(self.probs.device, rows), _to(self.probs.device, token_ids)]
 
 
-# Gives the last accepted draft of each sequence [n], ROOT if none, and leaves in the row of `probs` that
-# follows it the law of the one token more.
+# Returns the last accepted draft of each sequence [n], ROOT if none. The row of `probs` that follows it then
+# holds the distribution of the token that the round commits after its drafts.
 Rule = Callable[[Round], Int64]
 
 
 def token_rule(this: Round) -> Int64:
     """Each draft by itself, siblings in order until one is accepted; chains and trees.
 
-    A refused draft leaves its residual as the law that the next sibling, or the recovered token, answers to.
+    A refused draft leaves its residual as the distribution of the next sibling, or of the recovered token.
     """
     drafts, device = this.drafts, this.probs.device
     last = np.full(len(drafts.first_row), ROOT)
@@ -90,27 +95,29 @@ def token_rule(this: Round) -> Int64:
         if not len(tried):
             continue
         rows, token_ids, index = rows[tried], drafts.token_ids[tried, draft], drafts.index[tried, draft]
-        chance = accept_chance(this.token_probs(rows, token_ids), this.laws.of_tokens(index, token_ids))
+        chance = accept_chance(
+            this.token_probs(rows, token_ids), this.draft_probs.of_tokens(index, token_ids)
+        )
         accepted = (this.uniform[_to(device, tried), draft] < chance).cpu().numpy()
         last[tried[accepted]] = draft
         if not accepted.all():
             refused = _to(device, rows[~accepted])
-            laws = this.laws.rows(index[~accepted], token_ids[~accepted])
-            this.probs[refused] = residual(this.probs[refused], laws)
+            q = this.draft_probs.rows(index[~accepted], token_ids[~accepted])
+            this.probs[refused] = residual(this.probs[refused], q)
     return last
 
 
 def block_rule(this: Round) -> Int64:
     """All drafts of a chain together: the longest prefix that one of their numbers accepts; chains only.
 
-    The decision on a prefix reads the numbers of longer ones, so they must be new in every round, and so must
-    what the drafts were drawn with.
+    The decision on a prefix reads the numbers of longer prefixes, so every round needs fresh numbers, and
+    drafts drawn with fresh ones.
     """
     drafts, device = this.drafts, this.probs.device
     width = drafts.token_ids.shape[1]
     column = np.arange(width)
     rows = drafts.first_row[:, None] + column  # [n, G] the row that draft i answers to
-    # A chain ends for us before the first row that has failed.
+    # A chain ends before the first row that has failed.
     usable = (column < drafts.num_drafts[:, None]) & this.sound[np.minimum(rows, len(this.sound) - 1)]
     usable = np.logical_and.accumulate(usable, axis=1)
     at = np.nonzero(usable)
@@ -118,21 +125,21 @@ def block_rule(this: Round) -> Int64:
     p, q = torch.zeros((2, *usable.shape), dtype=torch.float64, device=device)  # [n, G] each
     where = _to(device, at[0]), _to(device, at[1])
     p[where] = this.token_probs(rows[at], token_ids)
-    q[where] = this.laws.of_tokens(index, token_ids)
+    q[where] = this.draft_probs.of_tokens(index, token_ids)
     weights = block_weights(p, q)  # [n, G + 1]
     chances = weights[:, 1:].clone()  # [n, G] of the prefix that ends with draft i
-    laws = this.laws.rows(index, token_ids)  # [drafts, vocab]
+    rows_q = this.draft_probs.rows(index, token_ids)  # [drafts, vocab]
     inner = at[1] > 0
     sequence, draft = _to(device, at[0][inner]), _to(device, at[1][inner])
     chances[sequence, draft - 1] = block_chance(
-        weights[sequence, draft], this.probs[_to(device, rows[at][inner])], laws[_to(device, inner)]
+        weights[sequence, draft], this.probs[_to(device, rows[at][inner])], rows_q[_to(device, inner)]
     )
     accepted = (this.uniform < chances).cpu().numpy() & usable
     last: Int64 = np.where(accepted, column, ROOT).max(axis=1)
     cut = at[1] == last[at[0]] + 1  # the first draft after the accepted ones, where there is one
     sequence, draft = _to(device, at[0][cut]), _to(device, at[1][cut])
     after = _to(device, rows[at][cut])
-    this.probs[after] = residual(this.probs[after], laws[_to(device, cut)], weights[sequence, draft])
+    this.probs[after] = residual(this.probs[after], rows_q[_to(device, cut)], weights[sequence, draft])
     return last
 
 

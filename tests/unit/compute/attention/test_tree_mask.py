@@ -8,15 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.compute.attention.draft_tree import (
-    UNSEEN,
-    DraftTree,
-    accepted_moves,
-    draft_trees,
-    last_accepted_rows,
-)
 from engine.compute.attention.paged_rows import PagedRows
-from engine.compute.runner.rehearsal import Part, pack_step
+from engine.compute.attention.tree_mask import (
+    UNSEEN,
+    TreeMask,
+    accepted_moves,
+    tree_masks,
+)
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import NO_TOKEN, StepInputs
 
 # Drafts 0 and 1 follow the newest token, 2 and 3 follow draft 1, 4 follows draft 3.
@@ -33,14 +32,14 @@ def make_step(*trees: Sequence[int]) -> StepInputs:
     return pack_step(parts, 4)
 
 
-def sees(tree: DraftTree, window: int | None) -> list[str]:
+def sees(tree: TreeMask, window: int | None) -> list[str]:
     """A row a place, keys from two before the newest token to one behind the drafts."""
     seen = tree.sees(np.arange(6), np.arange(-2, 7), window)
     return ["".join("x" if entry else "." for entry in row) for row in seen]
 
 
 def test_gaps_are_differences_of_depth() -> None:
-    gaps = DraftTree(np.array(PARENTS, dtype=np.int32)).gaps()
+    gaps = TreeMask(np.array(PARENTS, dtype=np.int32)).gaps()
     expected = ["0.....", "10....", "1.0...", "2.10..", "2.1.0.", "3.2.10"]
     rows = ["".join("." if gap == UNSEEN else str(gap) for gap in row) for row in gaps.tolist()]
     assert rows == expected
@@ -68,7 +67,7 @@ def test_a_kernel_gets_lengths_tables_and_trees() -> None:
 
 
 def test_a_draft_sees_its_branch_only() -> None:
-    assert sees(DraftTree(np.array(PARENTS, dtype=np.int32)), None) == [
+    assert sees(TreeMask(np.array(PARENTS, dtype=np.int32)), None) == [
         "xxx......",
         "xxxx.....",
         "xxx.x....",
@@ -79,7 +78,7 @@ def test_a_draft_sees_its_branch_only() -> None:
 
 
 def test_a_window_counts_the_branch() -> None:
-    assert sees(DraftTree(np.array(PARENTS, dtype=np.int32)), 3) == [
+    assert sees(TreeMask(np.array(PARENTS, dtype=np.int32)), 3) == [
         "xxx......",
         ".xxx.....",
         ".xx.x....",
@@ -90,7 +89,7 @@ def test_a_window_counts_the_branch() -> None:
 
 
 def test_a_tree_belongs_to_its_sequence_and_equal_ones_are_one() -> None:
-    trees = draft_trees(make_step([], PARENTS, CHAIN, [-1, -1], PARENTS))
+    trees = tree_masks(make_step([], PARENTS, CHAIN, [-1, -1], PARENTS))
     assert sorted(trees) == [1, 3, 4]
     assert trees[1] is trees[4]
 
@@ -98,9 +97,9 @@ def test_a_tree_belongs_to_its_sequence_and_equal_ones_are_one() -> None:
 def test_without_branches_there_is_no_tree() -> None:
     inputs = make_step(CHAIN, [-1])
     assert inputs.drafts is not None
-    assert draft_trees(inputs) == {}
-    assert draft_trees(replace(inputs, drafts=replace(inputs.drafts, parents=None))) == {}
-    assert draft_trees(make_step([], [])) == {}
+    assert tree_masks(inputs) == {}
+    assert tree_masks(replace(inputs, drafts=replace(inputs.drafts, parents=None))) == {}
+    assert tree_masks(make_step([], [])) == {}
 
 
 def moves(inputs: StepInputs, token_ids: list[int]) -> list[tuple[int, int]]:
@@ -141,17 +140,3 @@ def test_chains_never_move() -> None:
     assert inputs.drafts is not None
     assert moves(replace(inputs, drafts=replace(inputs.drafts, parents=None)), [10, 11, 12, 3, 4]) == []
     assert moves(make_step([]), [4]) == []
-
-
-def test_the_row_of_the_last_accepted_token() -> None:
-    inputs = make_step([], CHAIN, PARENTS, [-1, -1])  # rows 0, 1 to 4, 5 to 10, 11 to 13
-    n = NO_TOKEN
-    cases = [
-        ([7, 10, 11, 3, n, 11, 13, 14, 3, n, n, 11, 4, n], [0, 3, 10, 13]),
-        ([7, 10, 11, 12, 3, 11, 3, n, n, n, n, 3, n, n], [0, 4, 7, 11]),
-        ([7, 3, n, n, n, 10, 3, n, n, n, n, 10, 4, n], [0, 1, 6, 12]),
-        ([n] * 14, [0, 1, 5, 11]),
-    ]
-    for token_ids, expected in cases:
-        assert last_accepted_rows(inputs, token_ids).tolist() == expected
-    assert last_accepted_rows(make_step([], []), [4, 5]).tolist() == [0, 1]

@@ -1,8 +1,8 @@
-"""The laws by which drafts are accepted and corrected, as pure functions of probabilities.
+"""How likely a draft is accepted, and what replaces a refused one, as pure functions of probabilities.
 
 `p` is the target's processed distribution and `q` the one a draft was drawn from, all on the token for a
-certain draft; everything is float64 and nothing here draws. A round commits the accepted drafts and one token
-more, and what it commits has the law of drawing from `p` one by one, whatever `q` is.
+certain draft; everything is float64 and nothing here draws. A round commits the accepted drafts and one more
+token. These tokens are distributed as if each was drawn from `p`, whatever `q` is.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def block_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def block_chance(weight: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The chance that a prefix which is not the whole block is accepted, [n].
 
-    `weight` [n] is the prefix's, `p` and `q` [n, vocab] are the laws of the token after it. The whole block's
-    chance is its weight.
+    `weight` [n] is the prefix's, `p` and `q` [n, vocab] the distributions of the token after it. The
+    whole block's chance is its weight.
     """
     excess = (p * weight.unsqueeze(1)).sub_(q).clamp_(min=0.0).sum(dim=1)
     total = excess + (1.0 - weight)

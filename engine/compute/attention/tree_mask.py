@@ -1,6 +1,6 @@
-"""DraftTree: what the drafts of one sequence see of each other, and where the accepted ones belong.
+"""TreeMask: which tokens the drafts of one tree attend to, and where the accepted drafts must be moved.
 
-A tree lies in consecutive slots behind its sequence's newest token, parents before children. Its *places*
+A tree lies in consecutive slots after its sequence's newest token, parents before children. Its *places*
 count from that token, which is place 0; a place's depth is its distance from it in the tree.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, StepInputs
+from engine.plan.step_records import DraftInputs, Int32, Int64, StepInputs
 
 UNSEEN = np.iinfo(np.int32).max
 
 
-class DraftTree:
+class TreeMask:
     """A sequence's newest token and the drafts that branch off behind it (Miao et al. 2023, SpecInfer)."""
 
     def __init__(self, parents: Int32) -> None:
@@ -29,10 +29,10 @@ class DraftTree:
     def sees(
         self, queries: NDArray[np.intp], keys: NDArray[np.intp], window: int | None
     ) -> NDArray[np.bool_]:
-        """Whether the drafts at places `queries` see the tokens at places `keys`: [queries, keys].
+        """Whether the drafts at places `queries` attend to the tokens at places `keys`: [queries, keys].
 
-        Keys below 0 are the tokens before the newest one, those past the drafts are nobody's. The `window`
-        counts by depth, as it would if the draft's own branch were all there is.
+        Keys below 0 are the tokens before the newest one; places past the drafts are never seen. The `window`
+        counts by depth, as if the draft's own branch were the only one.
         """
         places = np.clip(keys, 0, len(self._depths) - 1)
         seen = self._seen[np.ix_(queries, places)] & (keys < len(self._depths))
@@ -42,33 +42,33 @@ class DraftTree:
         return seen
 
     def gaps(self) -> Int32:
-        """By how much deeper each place is than those it sees, UNSEEN for others: [places, places]."""
+        """Depth of each place minus that of each place it attends to, UNSEEN for others: [places, places]."""
         gaps = self._depths[:, None] - self._depths
         return np.where(self._seen, gaps, UNSEEN).astype(np.int32)
 
 
-def draft_trees(inputs: StepInputs) -> dict[int, DraftTree]:
-    """The trees of a step by the sequence they belong to; chains, which are plain causal, are left out."""
+def tree_masks(inputs: StepInputs) -> dict[int, TreeMask]:
+    """The masks of a step by sequence. Chains are left out: plain causal attention serves them."""
     drafts = inputs.drafts
     if drafts is None or drafts.parents is None:
         return {}
-    shapes: dict[bytes, DraftTree] = {}  # a drafter's trees are mostly of one shape
+    shapes: dict[bytes, TreeMask] = {}  # a drafter's trees are mostly of one shape
     trees = {}
     for index, parents, _ in _branching(drafts, drafts.parents):
         sequence = int(drafts.sequence[index])
         assert inputs.query_lens[sequence] == len(parents) + 1
         shape = parents.tobytes()
         if shape not in shapes:
-            shapes[shape] = DraftTree(parents)
+            shapes[shape] = TreeMask(parents)
         trees[sequence] = shapes[shape]
     return trees
 
 
 def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64, Int64]:
-    """Slots (sources, targets) whose moving lays each tree's accepted drafts one after another.
+    """Slots (sources, targets) to copy so that each tree's accepted drafts lie one after another.
 
     `token_ids` are the step's sampled rows [R]: a sequence's accepted drafts from its first row on, then
-    anything. Hand the result to `KvTensors.move_rows`; it is empty when nothing lies out of place.
+    anything. `KvTensors.move_rows` takes the result; it is empty when nothing lies out of place.
     """
     drafts = inputs.drafts
     sources: list[int] = []
@@ -85,35 +85,6 @@ def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64,
     return inputs.slot_mapping[sources], inputs.slot_mapping[targets]
 
 
-def last_accepted_rows(inputs: StepInputs, token_ids: Sequence[int]) -> Int64:
-    """Of each sampled sequence the row of its last token that was known or accepted, in packed order.
-
-    It is the row that gave the last token of those committed. `token_ids` are as in SampledRows, [R].
-    """
-    rows = np.arange(len(inputs.logits_rows))
-    drafts = inputs.drafts
-    if drafts is None:
-        return rows
-    is_first = np.ones(len(rows), dtype=np.bool_)
-    trees = {}
-    if drafts.parents is not None:
-        trees = {
-            index: (parents, proposed) for index, parents, proposed in _branching(drafts, drafts.parents)
-        }
-    for index, (first, count) in enumerate(
-        zip(drafts.first_row.tolist(), drafts.num_drafts.tolist(), strict=True)
-    ):
-        is_first[first + 1 : first + 1 + count] = False
-        accepted = [token for token in token_ids[first : first + 1 + count] if token != NO_TOKEN][:-1]
-        if index in trees:
-            parents, proposed = trees[index]
-            path = _path(parents.tolist(), proposed.tolist(), accepted)
-            rows[first] += path[-1] + 1 if path else 0
-        else:
-            rows[first] += len(accepted)
-    return rows[is_first]
-
-
 def _branching(drafts: DraftInputs, parents: Int32) -> list[tuple[int, Int32, Int64]]:
     """(index, parents, tokens) of the sequences whose drafts are no chain."""
     stops = np.cumsum(drafts.num_drafts, dtype=np.intp)
@@ -127,7 +98,7 @@ def _branching(drafts: DraftInputs, parents: Int32) -> list[tuple[int, Int32, In
 
 
 def _path(parents: list[int], proposed: list[int], token_ids: Sequence[int]) -> list[int]:
-    """The longest way down from the newest token along which the drafts are `token_ids`."""
+    """The longest path from the newest token whose drafts equal the first of `token_ids`."""
     ends = {-1}  # more than one where siblings are equal
     for token in token_ids:
         longer = {

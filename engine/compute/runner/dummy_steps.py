@@ -1,4 +1,4 @@
-"""Steps made up without a scheduler or a request: what the self-check and the warm-up run."""
+"""Dummy steps: inputs made without a scheduler or a request, for the self-check, warm-up and profile."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Part(NamedTuple):
 def pack_step(
     parts: Sequence[Part], block_size: int, *, every_row: bool = False, temperature: float = 0.0
 ) -> StepInputs:
-    """The inputs that compute `parts` in this order and want the logits of each last token, or of all.
+    """The inputs of a step that computes `parts` in this order.
 
-    Of a part with drafts they are those of its newest token and of each draft.
+    The step gives logits for each part's last token, for a part with drafts its newest token and each draft,
+    or for all tokens with `every_row`.
     """
     lengths = np.array([part.stop - part.first for part in parts], dtype=np.int32)
     num_drafts = np.array([len(part.parents) for part in parts], dtype=np.int32)
@@ -56,7 +57,7 @@ def pack_step(
 
 
 def _positions(part: Part) -> np.ndarray:
-    """Each token one behind the one it follows: [num_tokens]."""
+    """Positions, each one more than that of the token it follows: [num_tokens]."""
     newest = part.stop - len(part.parents) - 1
     positions = list(range(part.first, newest + 1))
     for parent in part.parents:
@@ -65,7 +66,7 @@ def _positions(part: Part) -> np.ndarray:
 
 
 def _drafts(parts: Sequence[Part], token_ids: np.ndarray, logits_rows: np.ndarray) -> DraftInputs:
-    """What `parts` verify."""
+    """The drafts of `parts` that have any."""
     stops = np.cumsum([part.stop - part.first for part in parts])
     sequence = np.array([row for row, part in enumerate(parts) if part.parents], dtype=np.int32)
     num_drafts = np.array([len(parts[row].parents) for row in sequence], dtype=np.int32)
@@ -85,7 +86,7 @@ def _drafts(parts: Sequence[Part], token_ids: np.ndarray, logits_rows: np.ndarra
 
 
 def plain_sampling(positions: np.ndarray, temperature: float = 0.0) -> SamplingInputs:
-    """Rows that draw at `positions` with nothing but a temperature, 0 being greedy."""
+    """Rows that draw at `positions` with a temperature and no other option; 0 is greedy."""
     num_rows = len(positions)
     return SamplingInputs(
         temperature=np.full(num_rows, temperature, dtype=np.float32),

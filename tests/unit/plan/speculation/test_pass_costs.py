@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from engine.plan.speculation.step_costs import StepCosts
+from engine.plan.speculation.pass_costs import PassCosts
 
 
 def test_nothing_seen_is_unknown() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     assert costs.seconds(1, 1) is None
     assert costs.run(1, 1, 4) is None
     costs.observe(0, 4, 1.0)
@@ -19,7 +19,7 @@ def test_nothing_seen_is_unknown() -> None:
 
 
 def test_an_affine_machine_is_learnt_and_read_between_and_beyond() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for num_tokens in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20):
         costs.observe(1, num_tokens, 0.02 + 0.001 * num_tokens)
     for num_tokens in (1, 3, 9, 13, 18):
@@ -32,7 +32,7 @@ def test_an_affine_machine_is_learnt_and_read_between_and_beyond() -> None:
 
 
 def test_more_tokens_never_cost_less() -> None:
-    costs, random = StepCosts(), Random(1)
+    costs, random = PassCosts(), Random(1)
     for _ in range(600):
         num_seqs = random.randint(1, 8)
         num_tokens = num_seqs * random.randint(1, 9)
@@ -44,7 +44,7 @@ def test_more_tokens_never_cost_less() -> None:
 
 
 def test_steps_without_drafts_are_kept_apart() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for _ in range(3):
         costs.observe(4, 4, 0.003)
         costs.observe(4, 5, 0.009)
@@ -54,7 +54,7 @@ def test_steps_without_drafts_are_kept_apart() -> None:
 
 
 def test_the_size_not_seen_is_guessed_from_the_nearest() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     costs.observe(2, 2, 0.010)
     assert costs.seconds(2, 40) == pytest.approx(0.010)  # nothing speaks against it
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_the_size_not_seen_is_guessed_from_the_nearest() -> None:
 
 
 def test_a_stall_is_no_cost() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for step in range(40):
         costs.observe(1, 1, 0.2 if step % 10 == 5 else 0.02)
     assert costs.seconds(1, 1) == pytest.approx(0.02, rel=0.05)
@@ -78,7 +78,7 @@ def test_a_stall_is_no_cost() -> None:
 
 
 def test_a_true_cost_shows_by_the_second_look() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for _ in range(20):
         costs.observe(1, 1, 0.003)
     costs.observe(1, 5, 0.012)
@@ -87,7 +87,7 @@ def test_a_true_cost_shows_by_the_second_look() -> None:
 
 
 def test_a_machine_that_changes_is_followed() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for _ in range(100):
         costs.observe(1, 1, 0.02)
     costs.observe(1, 1, 0.005)
@@ -98,7 +98,7 @@ def test_a_machine_that_changes_is_followed() -> None:
 
 
 def test_what_was_not_seen_for_long_is_forgotten() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     costs.observe(1, 1, 0.02)
     for _ in range(5):
         costs.observe(1, 9, 0.09)
@@ -112,7 +112,7 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
 
 
 def test_a_step_without_drafts_is_wanted_now_and_then() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for _ in range(2):  # the first may have been a stall
         assert costs.needs_plain(4)
         costs.observe(4, 4, 0.01)
@@ -125,7 +125,7 @@ def test_a_step_without_drafts_is_wanted_now_and_then() -> None:
 
 
 def test_a_profile_is_believed() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     costs.seed([(1, 1, 0.020), (1, 9, 0.024), (8, 8, 0.022)])
     assert costs.seconds(1, 1) == pytest.approx(0.020)
     assert costs.seconds(1, 9) == pytest.approx(0.024)
@@ -133,7 +133,7 @@ def test_a_profile_is_believed() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    costs = StepCosts()
+    costs = PassCosts()
     for num_seqs in range(1, 1025, 3):
         for length in (1, 2, 3, 5, 9, 33):
             costs.observe(num_seqs, num_seqs * length, 0.01)

@@ -1,0 +1,215 @@
+"""DrafterLink: what one drafter holds of each sequence, what to ask it next, and what its answers come to.
+
+Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.plan.speculation.acceptance import MethodPrior
+from engine.plan.speculation.draft_answers import DraftAnswers
+from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView
+from engine.plan.speculation.drafter import Draft, Drafter, DraftJob
+from engine.plan.speculation.length_policy import LengthPolicy
+from engine.plan.speculation.pass_costs import PassCosts
+from engine.plan.speculation.spec_stats import SpecStats
+
+_Wish = tuple[DraftedSequence, DraftView, int]  # and how many more drafts it wants
+
+
+class DrafterLink:
+    """The decoder's side of one drafter. It calls no method of the drafter: the loop carries the messages.
+
+    It counts the tokens of each sequence that are synced to the drafter, so that a job sends only new ones.
+    A wrong answer costs that answer, and at most what the drafter holds of the sequence. `prior` is what the
+    drafter did for all requests.
+    """
+
+    def __init__(self, drafter: Drafter, policy: LengthPolicy, stats: SpecStats) -> None:
+        self.drafter = drafter
+        self.prior = MethodPrior()
+        self.is_awaited = False
+        self._policy = policy
+        self._stats = stats
+        self._waits = PassCosts()  # of micro-steps that a step waited for
+        self._clients: dict[str, tuple[DraftedSequence, DraftView]] = {}
+        self._closed: list[str] = []
+
+    # Around a step.
+
+    def begin_step(self, *, is_awaited: bool) -> None:
+        """Note whether the next step waits for this drafter."""
+        self.is_awaited = is_awaited
+
+    def note_waited(self, num_jobs: int, seconds: float) -> None:
+        """A step has waited so long for a micro-step of so many jobs."""
+        self._waits.observe(num_jobs, num_jobs, seconds)
+
+    @property
+    def has_price(self) -> bool:
+        """True if this drafter makes the next step later, and it is known by how much."""
+        return self.is_awaited and self._waits.seconds(1, 1) is not None
+
+    # Requests come and go.
+
+    def add(self, sequence: DraftedSequence, view: DraftView) -> None:
+        """Draft for this sequence from now on."""
+        self._clients[sequence.request.request_id] = (sequence, view)
+
+    def remove(self, request_id: str) -> None:
+        """Draft for this request no more, and have the drafter close it."""
+        _, view = self._clients.pop(request_id)
+        self._forget(request_id, view)
+
+    def take_closed(self) -> list[str]:
+        """The requests that the drafter must close before its next job."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    def _forget(self, request_id: str, view: DraftView) -> None:
+        if view.num_synced:
+            self._closed.append(request_id)
+            view.forget()
+
+    # What to ask.
+
+    def jobs(self, *, ahead: bool, may_read: bool = True) -> list[DraftJob]:
+        """The jobs of the next micro-step, empty if there are none; their tokens count as synced.
+
+        `ahead` drafts past what the target's pass is verifying and the token drawn after it. With `may_read`
+        False there are no jobs either while the drafter is behind with every sequence.
+        """
+        wishes = [
+            (sequence, view, count)
+            for sequence, view in self._clients.values()
+            if view.limit and (count := _num_wanted(sequence, view, ahead)) > 0
+        ]
+        if self.drafter.reads_features:
+            wishes = [wish for wish in wishes if wish[0].has_new_features]
+        if not may_read and all(view.is_behind for _, view, _ in wishes):
+            return []
+        if wishes and self.has_price and not any(view.is_behind for _, view, _ in wishes):
+            wishes = self._worth_waiting_for(wishes)
+        return [_job(*wish) for wish in wishes]
+
+    def _worth_waiting_for(self, wishes: list[_Wish]) -> list[_Wish]:
+        """Those whose gain makes up for the time that all requests lose by the micro-step."""
+        gains: list[float] = []
+        is_chain = self.drafter.is_stepwise and not self.drafter.reads_features
+        for sequence, view, count in wishes:
+            num_drafted = len(sequence.tape)
+            num_more = 1 if is_chain else count  # a tree comes at once
+            gains.append(sum(view.acceptance.survival(num_drafted + num_more)[num_drafted:]))
+        order = sorted(range(len(wishes)), key=lambda place: -gains[place])
+        seconds = [self._waits.seconds(count, count) or 0.0 for count in range(1, len(wishes) + 1)]
+        served = order[: self._policy.num_served([gains[place] for place in order], seconds)]
+        return [wishes[place] for place in sorted(served)]
+
+    # What comes back.
+
+    def take(self, answers: DraftAnswers) -> None:
+        """Count a micro-step and put its fitting answers on the tapes."""
+        self._stats.draft_s += answers.seconds
+        self._stats.note_dropped("error", answers.num_unfit_tokens)
+        for job, draft in answers.fitting:
+            self.put(job, draft)
+
+    def put(self, job: DraftJob, draft: Draft) -> None:
+        """Take one answer, which fits the job; see `read_answers`."""
+        found = self._clients.get(draft.request_id)
+        if found is None:
+            self._stats.note_dropped("cancelled", len(draft.token_ids))
+            return
+        sequence, view = found
+        tape = sequence.tape
+        if draft.epoch != tape.epoch:
+            self._drop_stale(draft)
+            return
+        view.is_behind = draft.is_behind
+        if not draft.token_ids:
+            self._note_no_draft(view, job)
+            return
+        view.num_turns = 0
+        was_empty, num_late = not tape.drafted, tape.num_late_tokens
+        method = draft.method or self.drafter.method
+        is_author = was_empty or sequence.author is view  # else another drafter was faster
+        if not (is_author and tape.put(draft, sequence.request.token_ids, method)):
+            view.unsync(draft.first)
+            self._drop_stale(draft)
+            return
+        if was_empty:
+            sequence.author = view
+        if draft.parents is None:
+            view.num_synced = job.next_position + len(draft.token_ids)
+        self._stats.num_late += tape.num_late_tokens > num_late
+        self._stats.note_dropped("late", tape.num_late_tokens - num_late)
+
+    def _drop_stale(self, draft: Draft) -> None:
+        self._stats.num_stale += 1
+        self._stats.note_dropped("stale", len(draft.token_ids))
+
+    def _note_no_draft(self, view: DraftView, job: DraftJob) -> None:
+        """An answer had no draft. The drafter is asked again at once only if it still has tokens to read.
+
+        A drafter that reads at all needs fewer turns than there are tokens, so the turns are limited.
+        """
+        view.num_turns += 1
+        is_reading = view.is_behind and (
+            view.num_turns <= job.next_position
+            or view.num_turns <= sum(sequence.num_known for sequence, _ in self._clients.values())
+        )
+        if not is_reading:
+            view.no_draft_at, view.is_behind = job.next_position, False
+
+    def lose(self, jobs: Iterable[DraftJob]) -> None:
+        """A micro-step failed, so it is unknown what the drafter holds of these: it must close them.
+
+        It is not asked about them again before something new is known.
+        """
+        for job in jobs:
+            request_id = job.request.request_id
+            found = self._clients.get(request_id)
+            if found is not None:
+                sequence, view = found
+                self._forget(request_id, view)
+                view.no_draft_at = sequence.num_known
+
+    def is_reading(self, jobs: Iterable[DraftJob]) -> bool:
+        """True if the drafter has more to read of any of these before it can draft for it."""
+        found = (self._clients.get(job.request.request_id) for job in jobs)
+        return any(client is not None and client[1].is_behind for client in found)
+
+
+def _num_wanted(sequence: DraftedSequence, view: DraftView, ahead: bool) -> int:
+    """How many more drafts the sequence wants. Sequences that want none come first: they are most."""
+    request, drafted = sequence.request, sequence.tape.drafted
+    num_committed = len(request.token_ids)
+    if view.no_draft_at == num_committed + len(drafted):
+        return 0
+    if not ahead and num_committed - request.num_computed_tokens != 1:
+        return 0  # it will not decode in the next step
+    if drafted:
+        by_another = sequence.author is not view
+        if by_another or drafted[-1].token_id in request.stop_token_ids or sequence.tape.is_tree:
+            return 0
+    length = view.limit + (sequence.num_in_flight + 1 if ahead else 0)
+    return min(length, request.max_num_tokens - num_committed - 1) - len(drafted)
+
+
+def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:
+    """Ask for so many drafts, and sync all known tokens to the drafter."""
+    token_ids, tape = sequence.request.token_ids, sequence.tape
+    num_committed = len(token_ids)
+    first = min(view.num_synced, sequence.num_known)
+    drafts = tape.drafted[max(0, first - num_committed) :]
+    view.num_synced = sequence.num_known
+    return DraftJob(
+        request=sequence.about,
+        epoch=tape.epoch,
+        first=first,
+        token_ids=(*token_ids[first:], *(draft.token_id for draft in drafts)),
+        num_committed=num_committed,
+        num_wanted=num_wanted,
+        features=sequence.features,
+    )
