@@ -22,6 +22,7 @@ T = TypeVar("T", bound=GenerationBody)
 M = TypeVar("M", bound=BaseModel)
 
 IGNORED_HEADER = b"x-slipstream-ignored"
+MAX_FIELDS = 1024  # far more than there are
 _MAX_IGNORED_SHOWN = 16
 _MAX_ERRORS_SHOWN = 5
 _SMALL_BYTES = 16_384  # read within a few milliseconds, whatever it holds
@@ -41,6 +42,8 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
     """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
 
     def check(data: dict[str, Any]) -> M:
+        if len(data) > MAX_FIELDS:
+            raise invalid(f"The body has {len(data)} fields; the limit is {MAX_FIELDS}.")
         check_refusals(data, refusals)
         return kind.model_validate(data)
 

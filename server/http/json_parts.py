@@ -20,10 +20,13 @@ MAX_DEPTH = 200  # the parser's own
 _BACKSLASH, _QUOTE, _LIST = b'\\"['
 _OPEN, _CLOSE, _BLANKS = b"[{", b"]}", b" \t\r\n"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_ELEMENT = rb'(?:[^\[\]{}",]++|' + _STRING + rb")*+"
+_FLAT = rb'(?:[^\[\]{}"]++|' + _STRING + rb")*+"
+# A value with its key, or a list or object that holds none itself.
+_ELEMENT = rb'(?:[^\[\]{}",]++|' + _STRING + rb"|\[" + _FLAT + rb"\]|\{" + _FLAT + rb"\})*+"
 # Whole elements up to a last comma, and what follows it; strings as far as they end within the window.
 _RUN = re.compile(rb"((?:" + _ELEMENT + rb",)*+)" + _ELEMENT, re.DOTALL)
 _WHOLE_STRING = re.compile(_STRING, re.DOTALL)
+_ANYTHING = re.compile(rb'(?:[^"]++|' + _STRING + rb")*+", re.DOTALL)
 # A part of a string that ends with no escape begun.
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
@@ -31,7 +34,7 @@ _PLACE = re.compile(r" at line \d+ column \d+$")
 
 
 class Found(NamedTuple):
-    """A bracket, a string longer than a window, or (`mark` 0) anything else: `start` to `end`, half-open.
+    """A bracket, a string longer than a window, or (`mark` 0) anything that is flat: `start` to `end`.
 
     `comma` is the last one of a list or object within, -1 for none.
     """
@@ -43,7 +46,7 @@ class Found(NamedTuple):
 
 
 def scan(text: bytes | bytearray) -> Iterator[Found]:
-    """The brackets of `text` and what lies between them, in order; what strings hold is no bracket."""
+    """The brackets around more than flat values, and what lies between them; what strings hold is none."""
     position, size = 0, len(text)
     while position < size:
         run = _RUN.match(text, position, position + WINDOW)
@@ -79,12 +82,16 @@ def _end_of_string(text: bytes | bytearray, start: int) -> int:
 
 def count_marks(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """(lists, objects and keys; commas) of each window of `text`, without what its strings hold."""
-    for found in scan(text):
-        if found.mark == 0:
-            bare = _WHOLE_STRING.sub(b"", text[found.start : found.end])
-            yield bare.count(b":"), bare.count(b",")
-        elif found.mark in _OPEN:
-            yield 1, 0
+    position = 0
+    while position < len(text):
+        found = _ANYTHING.match(text, position, position + WINDOW)
+        assert found is not None  # it matches nothing as well
+        if found.end() == position:  # a string longer than a window
+            position = _end_of_string(text, position)
+            continue
+        bare = _WHOLE_STRING.sub(b"", text[position : found.end()])
+        yield sum(map(bare.count, (b"[", b"{", b":"))), bare.count(b",")
+        position = found.end()
 
 
 class _State(enum.Enum):

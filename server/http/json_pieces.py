@@ -5,7 +5,7 @@ The library's encoder holds the interpreter for its whole run; here every run is
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from itertools import islice
 
@@ -95,25 +95,19 @@ class LargeJson(Response):
 
     media_type = "application/json"
 
-    def __init__(self, value: object, turns: Turns, on_end: Callable[[], None] = lambda: None) -> None:
-        """It is encoded in `turns`; `on_end` is called once, however the reply ends."""
+    def __init__(self, value: object, turns: Turns) -> None:
+        """It is encoded in `turns`."""
         # Not the base class's: it would render a body and announce its length.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._value: object = value
         self._turns = turns
-        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, every piece, and the end."""
-        try:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            async with aclosing(encoded_off_loop(self._value, self._turns)) as pieces:
-                async for piece in pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._on_end()
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(encoded_off_loop(self._value, self._turns)) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

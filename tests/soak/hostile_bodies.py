@@ -173,7 +173,7 @@ def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
     num_ids = draw.choice((1, 500, CONTEXT - 300))
     fields: dict[str, Any] = {
         "n": draw.choice((1, 2, 8, 128)),
-        "max_tokens": draw.choice((1, 16, 200)),
+        "max_tokens": draw.choice((1, 2, 8)),
         "stream": draw.random() < 0.5,
         "ignore_eos": True,
     }
@@ -194,7 +194,7 @@ def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
     if draw.random() < 0.5:
         prompts = draw.choice((1, 2, 64, 256))
         fields["prompt"] = (
-            [[7 + i % 400 for i in range(num_ids)]] * prompts if prompts * num_ids < 10**6 else "a"
+            [[7 + i % 400 for i in range(num_ids)]] * prompts if prompts * num_ids < 10**5 else "a"
         )
         fields["n"] = max(1, min(fields["n"], 256 // prompts))
         if draw.random() < 0.5:

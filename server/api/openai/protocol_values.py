@@ -5,10 +5,10 @@ A bool or a string is never a number, and no check reads more of a list than it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_PRIORITY, MIN_PRIORITY
@@ -23,6 +23,7 @@ MAX_LABEL = 128
 MAX_SALT = 1024
 MAX_SCHEMA_CHARS = 65_536
 MAX_TOKEN_IDS = 2**20  # more than any vocabulary has, or context holds
+_SLICE = 50_000
 # Penalties multiply and divide logits: beyond these they overflow float32 and mean nothing anyway.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -92,6 +93,20 @@ def check_priority(value: int) -> int:
     """A place on the scheduler's scale."""
     if not MIN_PRIORITY <= value <= MAX_PRIORITY:
         refuse(f"must be from {MIN_PRIORITY} to {MAX_PRIORITY}")
+    return value
+
+
+def check_many_ids(value: object, check: Callable[[object], list[int]]) -> list[int]:
+    """Token ids, a slice at a time: `check` holds the interpreter for as long as a whole list takes.
+
+    It is left to refuse what is wrong, or too much.
+    """
+    if not isinstance(value, list) or not _SLICE < len(value) <= MAX_TOKEN_IDS:
+        return check(value)
+    for first in range(0, len(value), _SLICE):
+        part = value[first : first + _SLICE]
+        if set(map(type, part)) != {int} or min(part) < 0 or max(part) > MAX_WHOLE:
+            return check(value)
     return value
 
 
@@ -199,7 +214,9 @@ PredictedText = Annotated[str, PlainValidator(check_predicted_text, Any), _descr
 Count = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=MAX_INT64)]
-TokenIds = Annotated[list[Count], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[
+    list[Count], Field(max_length=MAX_TOKEN_IDS, fail_fast=True), WrapValidator(check_many_ids)
+]
 Priority = Annotated[int, AfterValidator(check_priority), _described(_PRIORITY_SCHEMA)]
 TokenIdSet = Annotated[TokenIds, AfterValidator(lambda token_ids: sorted(set(token_ids)))]
 Temperature = Annotated[float, Field(ge=0, le=2)]
