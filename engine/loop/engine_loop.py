@@ -333,7 +333,7 @@ class EngineLoop:
         request, reason = token.request, token.finish_reason
         if reason is None:
             self._batcher.finish(request.request_id, FinishReason.STOP)
-            del request.token_ids[token.num_tokens :]  # of this step, after the stop string
+            request.cut(token.num_tokens)  # those of this step behind the stop string
         if stop is not None:
             self._requests.finish(request, FinishReason.STOP, stop_reason=stop)
         elif reason is not None:

@@ -45,6 +45,12 @@ def make_request(
     )
 
 
+def preempted(request: Request, times: int) -> Request:
+    """The request, as if it had been preempted so many times before."""
+    request.preemptions[:] = [(0.0, "recompute")] * times
+    return request
+
+
 def make_kv(
     num_blocks: int = 8,
     block_size: int = 4,

@@ -41,8 +41,7 @@ class PagedKvManager:
 
     Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
     where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
-    `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
-    found; whoever looks counts. `can_rewind` False is for models that keep state outside the blocks, which
+    `can_rewind` False is for models that keep state outside the blocks, which
     has no earlier self: their sequences can be neither cut nor forked.
     """
 
@@ -64,8 +63,6 @@ class PagedKvManager:
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         self._sequences: dict[str, _Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 

@@ -123,8 +123,7 @@ class ContinuousBatcher:
         """
         request = self._queue.remove(request_id)
         if request is not None:
-            request.status = RequestStatus.FINISHED
-            request.finish_reason = reason
+            request.finish(reason)
             self._leave_nothing(request_id)
             return request
         request = self._seats.get(request_id)
@@ -142,10 +141,7 @@ class ContinuousBatcher:
         request = self._find(request_id)
         if request is None:
             return False
-        if priority is not None:
-            request.priority = priority
-        if deadline is not None:
-            request.deadline = deadline
+        request.reprioritize(priority, deadline)
         if request_id in self._queue:
             self._queue.reprioritize(request_id)
         return True
@@ -259,7 +255,7 @@ class ContinuousBatcher:
         row = 0
         for (_, first, count, samples, num_drafts), request, drafted, _ in flight.cargo:
             if request.status is RequestStatus.RUNNING:  # else it was ended while the step ran
-                request.num_computed_tokens = first + count - num_drafts
+                request.advance_to(first + count - num_drafts)
                 if samples:
                     committed += self._take_rows(request, range(row, row + num_drafts + 1), rows, drafted)
             row += (num_drafts + 1) * samples
@@ -276,7 +272,7 @@ class ContinuousBatcher:
         if has_failed:
             self._seats.distrust(request.request_id)
         if num_tokens:
-            request.num_computed_tokens += num_tokens - 1
+            request.advance_to(request.num_computed_tokens + num_tokens - 1)
             if not has_failed and self._seats.prove(request):
                 self._queue.let_go(request.request_id)
             self._policy.charge(request, 0, num_tokens)
@@ -326,8 +322,7 @@ class ContinuousBatcher:
         for request_id in self._seats.undo_moves(moves):
             lost = self._queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
-            lost.status = RequestStatus.PREEMPTED
-            lost.num_computed_tokens = 0
+            lost.recompute_from(0)
             self._queue.add(lost)
 
     def preempt_for_memory(self, decision: BatchDecision) -> None:
@@ -352,7 +347,6 @@ class ContinuousBatcher:
         for request in preempted:
             self.decoder.pause(request.request_id)
             swapped = request.status is RequestStatus.SWAPPED
-            request.preemptions.append((self._clock(), "swap" if swapped else "recompute"))
             self._queue.add(request)
             self._queue.let_go(request.request_id)
             self._preempted.append((request, swapped))
@@ -367,8 +361,8 @@ class ContinuousBatcher:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a running request; while a step in flight carries it the device may still write its blocks."""
-        self._seats.leave(request, RequestStatus.FINISHED)
-        request.finish_reason = reason
+        self._seats.leave(request)
+        request.finish(reason)
         if self._flights.carry(request.request_id):
             self._seats.doubt(request.request_id)
             self._flights.keep(request.request_id)

@@ -107,43 +107,30 @@ class Seats:
     def take(self, request: Request) -> None:
         """Seat a request for which `can_take` is true."""
         parent = self._ready_parent(request)
-        if parent is None:
-            self._start(request)
-        else:
-            self._fork(parent, request)
+        num_computed, num_cached = self._start(request) if parent is None else self._fork(parent, request)
         self._running[request.request_id] = request
         self._unproven.add(request.request_id)
         self.sampling.seat(self.kv.row(request.request_id), request)
-        request.status = RequestStatus.RUNNING
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = self._clock()
+        request.admit(self._clock(), num_computed, num_cached)
 
-    def _start(self, request: Request) -> None:
-        """Begin on what is published or saved of the request's KV."""
+    def _start(self, request: Request) -> tuple[int, int]:
+        """Begin on what is published or saved of its KV; the tokens computed, and those of them found."""
         kv, request_id = self.kv, request.request_id
         if request_id in kv.host and not kv.host.is_saved(request_id):
             kv.host.release(request_id)  # no step has run since it gave its blocks up: nothing was copied
-            request.num_computed_tokens = 0
+            request.recompute_from(0)
         found = self._find(request)
         fits = kv.start(request_id, self._tokens_to_hold(request), found)
         assert fits, f"{request_id} was found to fit and does not"
         if request_id in kv.host:
             kv.host.restore(request_id, kv.block_ids(request_id), len(found))
-            return
-        request.num_computed_tokens = len(found) * kv.block_size
+            return request.num_computed_tokens, 0
         if self._caching:
-            self._count_and_claim(request, len(found))
+            hashes = self._hashes(request, len(request.token_ids) // kv.block_size)
+            kv.prefixes.claim(request_id, hashes[len(found) :])
+        return len(found) * kv.block_size, len(found) * kv.block_size
 
-    def _count_and_claim(self, request: Request, num_found: int) -> None:
-        kv = self.kv
-        if request.first_scheduled_time is None:
-            request.num_cached_tokens = num_found * kv.block_size
-            kv.prefix_cache_queries += len(request.token_ids)
-            kv.prefix_cache_hits += request.num_cached_tokens
-        hashes = self._hashes(request, len(request.token_ids) // kv.block_size)
-        kv.prefixes.claim(request.request_id, hashes[num_found:])
-
-    def _fork(self, parent: Request, child: Request) -> None:
+    def _fork(self, parent: Request, child: Request) -> tuple[int, int]:
         """Begin on the parent's prompt but for its last token, whose block is copied on write."""
         kv, child_id, last = self.kv, child.request_id, child.num_prompt_tokens - 1
         fits = kv.fork(parent.request_id, child_id)
@@ -153,8 +140,7 @@ class Seats:
         assert fits and copies is not None, f"{child_id} was found to fit and does not"
         self._copies += copies
         self._forked.append(child)
-        child.num_computed_tokens = last
-        child.num_cached_tokens = parent.num_cached_tokens
+        return last, parent.num_cached_tokens
 
     def _ready_parent(self, request: Request) -> Request | None:
         """Who this waiting request can be forked from now: its parent's prompt is computed and good."""
@@ -199,10 +185,9 @@ class Seats:
 
     # Getting up.
 
-    def leave(self, request: Request, status: RequestStatus) -> None:
-        """Get up, with the status given; row and blocks stay held until `vacate`."""
+    def leave(self, request: Request) -> None:
+        """Get up; row and blocks stay held until `vacate`."""
         del self._running[request.request_id]
-        request.status = status
 
     def vacate(self, request_id: str) -> None:
         """Release the row and the blocks of a request that has left."""
@@ -284,17 +269,15 @@ class Seats:
         """Take a running request's seat, and move its KV to the host or drop it. The caller queues it."""
         request_id, host = request.request_id, self.kv.host
         num_blocks = self.kv.blocks_for(request.num_computed_tokens)
-        swapped = True
-        if request_id in host:
+        swapped = request_id in host
+        if swapped:
             host.stay(request_id)  # the step that should have restored it failed
         elif may_swap and self._preemption.swaps(request.num_computed_tokens, num_blocks, host.num_free):
             host.save(request_id, self.kv.block_ids(request_id)[:num_blocks])
-        else:
-            swapped = False
-            request.num_computed_tokens = 0
-        self.leave(request, RequestStatus.SWAPPED if swapped else RequestStatus.PREEMPTED)
+            swapped = True
+        self.leave(request)
         self.vacate(request_id)
-        request.num_preemptions += 1
+        request.preempt(self._clock(), swapped=swapped)
 
     def oldest(self) -> Request:
         """The running request that arrived first. Somebody must run."""
@@ -370,7 +353,7 @@ class Seats:
         """
         self.scrub(moves.scrub)
         for request in self._forked:
-            request.num_computed_tokens -= request.num_computed_tokens % self.kv.block_size
+            request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
         self._forget_forks()
         return self.kv.host.unsure()
 

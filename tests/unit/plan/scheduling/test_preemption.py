@@ -5,7 +5,7 @@ from engine.plan.request import Request
 from engine.plan.scheduling.cost_model import CostModel
 from engine.plan.scheduling.policy import FcfsPolicy
 from engine.plan.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
-from tests.support.factories import make_request
+from tests.support.factories import make_request, preempted
 
 
 class Cost:
@@ -44,10 +44,10 @@ def test_the_last_by_policy_gives_way_but_neither_the_oldest_nor_the_spent() -> 
     running: list[Request] = [b, c, a]
     key = FcfsPolicy().key
     assert policy.victim(running, a, key) is c
-    c.num_preemptions = 2
+    preempted(c, 2)
     assert policy.is_spent(c)
     assert policy.victim(running, a, key) is b
-    b.num_preemptions = 3
+    preempted(b, 3)
     assert policy.victim(running, a, key) is None
 
 

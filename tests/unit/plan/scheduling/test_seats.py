@@ -4,7 +4,7 @@ from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.seats import Seats
-from tests.support.factories import make_kv, make_request
+from tests.support.factories import make_kv, make_request, preempted
 from tests.support.fakes import ManualClock
 
 
@@ -19,14 +19,14 @@ def seat(seats: Seats, name: str, num_tokens: int, *, arrival: int, priority: in
     """Seat a request that lacks only its newest token."""
     request = make_request(name, num_tokens, arrival=arrival, priority=priority)
     seats.take(request)
-    request.num_computed_tokens = num_tokens - 1
+    request.advance_to(num_tokens - 1)
     seats.prove(request)
     return request
 
 
 def grow(request: Request) -> Request:
     """Commit one token."""
-    request.num_computed_tokens += 1
+    request.advance_to(request.num_computed_tokens + 1)
     request.token_ids.append(0)
     return request
 
@@ -131,7 +131,8 @@ def test_everybody_who_is_left_without_a_slot_is_named() -> None:
     seats = Seats(2, kv, make_policy("fcfs", 0.0), ManualClock(), PreemptionPolicy(max_preemptions=1))
     a, b = seat(seats, "a", 4, arrival=0), make_request("b", 4, arrival=1)
     seats.take(b)
-    b.num_computed_tokens, b.num_preemptions = 3, 1  # spent, and without the blocks that such hold
+    b.advance_to(3)
+    preempted(b, 1)  # spent, and without the blocks that such hold
     assert seats.make_room([grow(a), grow(b)]) == ([], [a, b])
 
 
@@ -144,7 +145,7 @@ def test_who_was_served_goes_to_the_back_of_the_line() -> None:
 
 def leave(seats: Seats, request: Request) -> tuple[int, ...]:
     """End a request; the blocks to scrub for it."""
-    seats.leave(request, RequestStatus.FINISHED)
+    seats.leave(request)
     assert seats.get(request.request_id) is None
     assert request.request_id in seats.kv, "row and blocks stay until they are vacated"
     seats.vacate(request.request_id)

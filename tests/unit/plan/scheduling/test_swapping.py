@@ -7,7 +7,7 @@ import pytest
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import BatchDecision, StepInputs
-from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
+from tests.support.factories import make_batcher, make_request, make_runner, preempted, run_step, shape_of
 from tests.support.fakes import FakeRunner, expected_output
 
 
@@ -198,7 +198,7 @@ def test_the_oldest_misses_steps_beside_who_must_not_be_preempted(policy: str, m
     runner = make_runner(batcher)
     old = make_request("old", 4, arrival=0, max_tokens=8)
     spent = make_request("spent", 4, arrival=1, max_tokens=8)
-    spent.num_preemptions = 8
+    preempted(spent, 8)
     batcher.add(spent)
     batcher.add(old)
     steps = []
@@ -222,7 +222,8 @@ def test_all_that_have_no_slot_miss_the_step(max_decode_seqs: int, policy: str) 
         batcher.add(request)
     while not c.num_output_tokens:
         run_step(batcher, runner)
-    b.num_preemptions = c.num_preemptions = 8  # without the blocks that a spent request is seated with
+    preempted(b, 8)
+    preempted(c, 8)  # without the blocks that a spent request is seated with
     assert batcher.kv.allocate("somebody", 4 * batcher.kv.num_free_blocks)
     held = {name: len(batcher.kv.block_ids(name)) for name in "abc"}
     decision, _ = run_step(batcher, runner)
