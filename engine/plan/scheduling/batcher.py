@@ -89,7 +89,7 @@ class ContinuousBatcher:
     @property
     def num_swapped(self) -> int:
         """Waiting requests whose KV is on the host."""
-        return self.kv.host.num_saved
+        return self.kv.num_swapped
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -148,7 +148,7 @@ class ContinuousBatcher:
 
     def reset_prefix_cache(self) -> int:
         """Forget the contents of all blocks that nobody uses; how many they were."""
-        return self.kv.prefixes.reset()
+        return self.kv.reset_prefix_cache()
 
     # What is to be expected.
 
@@ -373,5 +373,5 @@ class ContinuousBatcher:
     def _leave_nothing(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and let go those that were held for it."""
         self.decoder.close(request_id)
-        self.kv.host.release(request_id)
+        self.kv.drop_from_host(request_id)
         self._queue.let_go(request_id)

@@ -80,8 +80,7 @@ class Seats:
         needed = self.kv.blocks_for(self._tokens_to_hold(request))
         if needed <= allowed:
             return True
-        ref_count = self.kv.pool.ref_count
-        return needed - sum(ref_count(block_id) > 0 for block_id in self._find(request)) <= allowed
+        return self.kv.blocks_to_start(self._tokens_to_hold(request), self._find(request)) <= allowed
 
     def leader(self, request: Request) -> str | None:
         """Whom to hold this waiting request for: who runs and is computing what it would have to compute.
@@ -95,12 +94,12 @@ class Seats:
             and request.fork_of in self._running
         ):
             return request.fork_of if request.fork_of in self._unproven else None
-        if not self._caching or request.request_id in self.kv.host:
+        if not self._caching or self.kv.is_on_host(request.request_id):
             return None
         found = self._find(request)
         if len(found) == self._num_findable(request):
             return None
-        claimant = self._running.get(self.kv.prefixes.claimant(request.block_hashes[len(found)]) or "")
+        claimant = self._running.get(self.kv.claimant(request.block_hashes[len(found)]) or "")
         key = self._policy.key
         return None if claimant is None or key(claimant) > key(request) else claimant.request_id
 
@@ -116,18 +115,16 @@ class Seats:
     def _start(self, request: Request) -> tuple[int, int]:
         """Begin on what is published or saved of its KV; the tokens computed, and those of them found."""
         kv, request_id = self.kv, request.request_id
-        if request_id in kv.host and not kv.host.is_saved(request_id):
-            kv.host.release(request_id)  # no step has run since it gave its blocks up: nothing was copied
+        if kv.drop_unsaved(request_id):
             request.recompute_from(0)
         found = self._find(request)
         fits = kv.start(request_id, self._tokens_to_hold(request), found)
         assert fits, f"{request_id} was found to fit and does not"
-        if request_id in kv.host:
-            kv.host.restore(request_id, kv.block_ids(request_id), len(found))
+        if kv.is_on_host(request_id):
             return request.num_computed_tokens, 0
         if self._caching:
             hashes = self._hashes(request, len(request.token_ids) // kv.block_size)
-            kv.prefixes.claim(request_id, hashes[len(found) :])
+            kv.claim(request_id, hashes[len(found) :])
         return len(found) * kv.block_size, len(found) * kv.block_size
 
     def _fork(self, parent: Request, child: Request) -> tuple[int, int]:
@@ -158,7 +155,7 @@ class Seats:
         """Full blocks that the request need not compute; at least one token always is."""
         if request.scores_prompt:
             return 0  # the logits of every prompt token are wanted, and nobody keeps logits
-        saved = request.request_id in self.kv.host
+        saved = self.kv.is_on_host(request.request_id)
         num_tokens = request.num_computed_tokens if saved else len(request.token_ids) - 1
         return num_tokens // self.kv.block_size
 
@@ -167,7 +164,7 @@ class Seats:
         if not self._caching:
             return []
         limit = self._num_findable(request)
-        return self.kv.prefixes.find(self._hashes(request, limit), limit)
+        return self.kv.find(self._hashes(request, limit), limit)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a waiting request that nobody has computed yet, or is computing; at least one."""
@@ -191,15 +188,10 @@ class Seats:
 
     def vacate(self, request_id: str) -> None:
         """Release the row and the blocks of a request that has left."""
-        kv = self.kv
-        unproven: tuple[int, ...] = ()
+        left_over = self.kv.free(request_id)
         if request_id in self._unproven:
             self._unproven.remove(request_id)
-            unproven = kv.block_ids(request_id)
-        kv.prefixes.unclaim(request_id)
-        kv.free(request_id)
-        ref_count = kv.pool.ref_count
-        self.scrub(b for b in unproven if ref_count(b) == 0 and b not in kv.prefixes)
+            self.scrub(left_over)
 
     def take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
         """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
@@ -267,14 +259,13 @@ class Seats:
 
     def preempt(self, request: Request, *, may_swap: bool = True) -> None:
         """Take a running request's seat, and move its KV to the host or drop it. The caller queues it."""
-        request_id, host = request.request_id, self.kv.host
-        num_blocks = self.kv.blocks_for(request.num_computed_tokens)
-        swapped = request_id in host
+        kv, request_id, num_computed = self.kv, request.request_id, request.num_computed_tokens
+        swapped = kv.is_on_host(request_id) or (
+            may_swap
+            and self._preemption.swaps(num_computed, kv.blocks_for(num_computed), kv.num_free_host_blocks)
+        )
         if swapped:
-            host.stay(request_id)  # the step that should have restored it failed
-        elif may_swap and self._preemption.swaps(request.num_computed_tokens, num_blocks, host.num_free):
-            host.save(request_id, self.kv.block_ids(request_id)[:num_blocks])
-            swapped = True
+            kv.swap_out(request_id, num_computed)
         self.leave(request)
         self.vacate(request_id)
         request.preempt(self._clock(), swapped=swapped)
@@ -297,7 +288,6 @@ class Seats:
             self._unproven.remove(request_id)
             if self._caching:
                 self._publish(request)
-                self.kv.prefixes.unclaim(request_id)
             return True
         if self._caching and request.num_computed_tokens // self.kv.block_size > self.kv.num_published(
             request_id
@@ -330,7 +320,7 @@ class Seats:
 
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `settle` or `undo_moves` must tell what came of them."""
-        swap_out, swap_in = self.kv.host.copies()
+        swap_out, swap_in = self.kv.swap_copies()
         return self.scrubbing()._replace(swap_out=swap_out, copies=tuple(self._copies), swap_in=swap_in)
 
     def scrubbing(self) -> BlockMoves:
@@ -341,7 +331,7 @@ class Seats:
 
     def settle(self) -> None:
         """The step did its moves."""
-        self.kv.host.settle()
+        self.kv.confirm_copies()
         self._forget_forks()
 
     def undo_moves(self, moves: BlockMoves) -> tuple[str, ...]:
@@ -355,7 +345,7 @@ class Seats:
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
         self._forget_forks()
-        return self.kv.host.unsure()
+        return self.kv.drop_unsure()
 
     def _forget_forks(self) -> None:
         self._copies.clear()
