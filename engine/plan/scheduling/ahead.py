@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from engine.plan.scheduling.flights import Flight
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.step_inputs import Cargo, token_drawn_by
 from engine.plan.speculation.controller import StepLoad
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 
 
-def plan_ahead(flight: Flight, seats: Seats, decoder: SpeculativeDecoder, limit: int) -> list[Cargo] | None:
+def plan_ahead(
+    flight: Flight, running: RunningSet, decoder: SpeculativeDecoder, limit: int
+) -> list[Cargo] | None:
     """The next token of everybody who runs, by the row of `flight` that draws the one before it.
 
     None if the next step has to wait: unless all who run are drawn for in `flight`, and without drafts, or if
@@ -25,7 +27,7 @@ def plan_ahead(flight: Flight, seats: Seats, decoder: SpeculativeDecoder, limit:
         return None
     rows = flight.rows()
     cargo: list[Cargo] = []
-    for request in seats:
+    for request in running:
         row = rows.get(request.request_id)
         if row is None:
             return None
@@ -34,7 +36,7 @@ def plan_ahead(flight: Flight, seats: Seats, decoder: SpeculativeDecoder, limit:
     going_on = [item.request for item in cargo]
     if not 0 < len(cargo) <= limit or not all(request.wants_only_draws for request in going_on):
         return None
-    if decoder.expects_drafts(going_on) or not seats.make_room_ahead(going_on):
+    if decoder.expects_drafts(going_on) or not running.make_room_ahead(going_on):
         return None
     decoder.choose(going_on, StepLoad(len(cargo), len(cargo), num_prefill_tokens=0, max_draft_tokens=0))
     return cargo

@@ -22,7 +22,7 @@ from engine.plan.scheduling.flights import Flight, Flights
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, build_step_inputs, next_tokens
 from engine.plan.scheduling.step_planner import StepPlanner
 from engine.plan.speculation.draft_tape import DraftedToken
@@ -35,7 +35,7 @@ class ContinuousBatcher:
 
     There is no prefill phase and no decode phase. A step schedules `num_tokens - num_computed_tokens` of each
     request within one budget: one token for each request that lacks only its newest, then chunks of the
-    others in policy order, seating waiting requests on the way. A preempted request is computed again from
+    others in policy order, admitting waiting requests on the way. A preempted request is computed again from
     its first token, or brought back from the host, before any request that has not run yet.
 
     What two requests have in common is computed once. A waiting request whose next block a running one is
@@ -68,8 +68,9 @@ class ContinuousBatcher:
         self._queue = RequestQueue(policy)
         cost = MeasuredSwapCost(self.costs, config.kv_block_bytes)
         preemption = PreemptionPolicy(config.preemption, config.max_preemptions, cost)
-        self._seats = Seats(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
-        self._planner = StepPlanner(config, self._queue, self._seats, policy, self.costs, self._requeue)
+        self._running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
+        self._marks = self._running.marks
+        self._planner = StepPlanner(config, self._queue, self._running, policy, self.costs, self._requeue)
         self._step_id = 0
         self._preempted: list[tuple[Request, bool]] = []  # since the last decision; True if by swap
         self._flights = Flights()
@@ -78,12 +79,12 @@ class ContinuousBatcher:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a seat and KV blocks."""
-        return len(self._seats)
+        """Requests that hold KV blocks and take part in steps."""
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a seat, preempted ones included."""
+        """Requests that wait, preempted ones included."""
         return len(self._queue)
 
     @property
@@ -93,13 +94,13 @@ class ContinuousBatcher:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Known tokens of the requests without a seat."""
+        """Known tokens of the waiting requests."""
         return self._queue.num_tokens
 
     @property
     def has_work(self) -> bool:
         """True while any request has not ended."""
-        return len(self._seats) > 0 or len(self._queue) > 0
+        return len(self._running) > 0 or len(self._queue) > 0
 
     # Requests come and go.
 
@@ -113,7 +114,7 @@ class ContinuousBatcher:
                 max_tokens=request.sampling.max_tokens,
                 param="max_tokens" if request.num_prompt_tokens < limit else "prompt",
             )
-        assert self._seats.get(request.request_id) is None, f"{request.request_id} runs already"
+        assert self._running.get(request.request_id) is None, f"{request.request_id} runs already"
         self._queue.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
@@ -126,7 +127,7 @@ class ContinuousBatcher:
             request.finish(reason)
             self._leave_nothing(request_id)
             return request
-        request = self._seats.get(request_id)
+        request = self._running.get(request_id)
         if request is not None:
             self._end(request, reason)
         return request
@@ -161,8 +162,8 @@ class ContinuousBatcher:
         if request.deadline is None:
             return True
         load = Load(
-            num_to_compute=self._seats.num_to_compute(request),
-            running=list(self._seats),
+            num_to_compute=self._running.lookup.num_to_compute(request),
+            running=list(self._running),
             ahead=self._queue.ahead_of(request) if self._policy.ranks_newcomers else (),
             max_num_seqs=self.config.max_num_seqs,
             max_prefill_tokens=min(self.config.max_prefill_tokens, self.config.max_num_batched_tokens),
@@ -177,10 +178,10 @@ class ContinuousBatcher:
         request = self._find(request_id)
         if request is None:
             return None
-        return explain(request, self._queue, self._seats, self.config.max_num_seqs, self._policy.name)
+        return explain(request, self._queue, self._running, self.config.max_num_seqs, self._policy.name)
 
     def _find(self, request_id: str) -> Request | None:
-        return self._queue.get(request_id) or self._seats.get(request_id)
+        return self._queue.get(request_id) or self._running.get(request_id)
 
     # One step.
 
@@ -192,16 +193,16 @@ class ContinuousBatcher:
         for request in plan.newcomers:
             self.decoder.open(request)
         budget = plan.budget
-        verified = choose_drafts(self.decoder, plan.decodes, budget, self._seats)
+        verified = choose_drafts(self.decoder, plan.decodes, budget, self._running)
         with_drafts = {cargo.scheduled.request_id for cargo in verified}
         cargo = [next_tokens(request) for request in plan.decodes if request.request_id not in with_drafts]
         cargo += [next_tokens(request, count) for request, count in plan.chunks]
         cargo += verified
-        moves = self._seats.block_moves() if cargo else NO_MOVES
+        moves = self._running.block_moves() if cargo else NO_MOVES
         decision = BatchDecision(
             step_id=self._step_id,
             scheduled=tuple(item.scheduled for item in cargo),
-            inputs=build_step_inputs(cargo, self.kv, self._seats.sampling, moves) if cargo else None,
+            inputs=build_step_inputs(cargo, self.kv, self._running.sampling, moves) if cargo else None,
             num_decode_tokens=budget.num_decode_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
             num_draft_tokens=budget.num_draft_tokens,
@@ -216,22 +217,22 @@ class ContinuousBatcher:
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
         """Decide the step behind the only one in flight now, before it lands; None if that has to wait.
 
-        It computes nothing but the tokens that the flying step draws; see `plan_ahead`. It waits for whoever
-        could be seated, too. Commits give the same tokens with and without.
+        It computes nothing but the tokens that the flying step draws; see `plan_ahead`. It waits for a
+        request that could be admitted, too. Commits give the same tokens with and without.
         """
         assert len(self._flights) == 1, "a step ahead follows the only one in flight"
         flight = self._flights.oldest(decision)
         if self._planner.next_in_queue() is not None:
             return None
-        cargo = plan_ahead(flight, self._seats, self.decoder, self._planner.max_decodes)
+        cargo = plan_ahead(flight, self._running, self.decoder, self._planner.max_decodes)
         if cargo is None:
             return None
         self._step_id += 1
-        moves = self._seats.scrubbing()
+        moves = BlockMoves(scrub=self._marks.take_scrub_blocks())
         ahead = BatchDecision(
             step_id=self._step_id,
             scheduled=tuple(item.scheduled for item in cargo),
-            inputs=build_step_inputs(cargo, self.kv, self._seats.sampling, moves),
+            inputs=build_step_inputs(cargo, self.kv, self._running.sampling, moves),
             num_decode_tokens=len(cargo),
             num_prefill_tokens=0,
         )
@@ -249,7 +250,7 @@ class ContinuousBatcher:
         left = self._flights.take_left()
         if left:
             self._release(left, flight.found_good(rows))
-        self._seats.settle()
+        self._running.confirm_block_moves()
         self._planner.allow_more()
         committed: list[CommittedToken] = []
         row = 0
@@ -270,19 +271,21 @@ class ContinuousBatcher:
         has_failed = reason is FinishReason.ERROR
         num_tokens = len(committed) - has_failed
         if has_failed:
-            self._seats.distrust(request.request_id)
+            self._marks.mark_kv_bad(request.request_id)
         if num_tokens:
             request.advance_to(request.num_computed_tokens + num_tokens - 1)
-            if not has_failed and self._seats.prove(request):
-                self._queue.let_go(request.request_id)
+            if not has_failed:
+                self._running.lookup.publish(request)
+                if self._marks.mark_kv_good(request.request_id):
+                    self._queue.let_go(request.request_id)
             self._policy.charge(request, 0, num_tokens)
         self.decoder.settle(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
-            self._seats.doubt(request.request_id)
+            self._marks.mark_kv_suspect(request.request_id)
             if reason is None:
                 self._compute_again(request)
         elif reason is None and len(own) > 1:
-            self._seats.take_back_from_drafts(request)
+            self._running.release_draft_room(request)
         if reason is not None:
             self._end(request, reason)
         return committed
@@ -294,7 +297,7 @@ class ContinuousBatcher:
         enough: it spoils a sum even at weight zero.
         """
         self.decoder.give_up(request.request_id)
-        self._seats.preempt(request, may_swap=False)
+        self._running.preempt(request, may_swap=False)
         self._requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
@@ -308,18 +311,18 @@ class ContinuousBatcher:
         flights = self._flights.land_all()
         self._release(self._flights.take_left())
         for request in aboard:
-            self._seats.doubt(request.request_id)
+            self._marks.mark_kv_suspect(request.request_id)
         for flight in flights:
             self._undo_moves(flight.moves)
         if not fail:
             return []
         for request in aboard:
-            self._seats.distrust(request.request_id)
+            self._marks.mark_kv_bad(request.request_id)
             self._end(request, FinishReason.ERROR)
         return aboard
 
     def _undo_moves(self, moves: BlockMoves) -> None:
-        for request_id in self._seats.undo_moves(moves):
+        for request_id in self._running.undo_block_moves(moves):
             lost = self._queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
             lost.recompute_from(0)
@@ -336,11 +339,11 @@ class ContinuousBatcher:
         aboard = sorted((cargo.request for cargo in flight.cargo), key=self._policy.key)
         self.abandon(decision, fail=False)
         self._planner.allow_less(decision.num_tokens // 2)
-        lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._seats.may_preempt(r)]
+        lower = [r for r in aboard[(len(aboard) + 1) // 2 :] if self._running.may_preempt(r)]
         if not self.kv.can_rewind:
             lower = [r for r in aboard if r.status is RequestStatus.RUNNING]
         for request in lower:
-            self._seats.preempt(request, may_swap=False)  # the device has no memory for it just now
+            self._running.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._requeue(lower)
 
     def _requeue(self, preempted: list[Request]) -> None:
@@ -355,19 +358,19 @@ class ContinuousBatcher:
         """These have ended, and no flight carries them any more; the `good` left no bad values."""
         for request_id in left:
             if request_id in good:
-                self._seats.trust(request_id)
-            self._seats.vacate(request_id)
+                self._marks.mark_kv_good(request_id)
+            self._marks.release(request_id)
             self._leave_nothing(request_id)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a running request; while a step in flight carries it the device may still write its blocks."""
-        self._seats.leave(request)
+        self._running.remove(request)
         request.finish(reason)
         if self._flights.carry(request.request_id):
-            self._seats.doubt(request.request_id)
+            self._marks.mark_kv_suspect(request.request_id)
             self._flights.keep(request.request_id)
         else:
-            self._seats.vacate(request.request_id)
+            self._marks.release(request.request_id)
             self._leave_nothing(request.request_id)
 
     def _leave_nothing(self, request_id: str) -> None:

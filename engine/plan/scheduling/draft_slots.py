@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.plan.request import Request
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.step_inputs import Cargo
 from engine.plan.scheduling.token_budget import TokenBudget
 from engine.plan.speculation.controller import StepLoad
@@ -14,7 +14,7 @@ from engine.plan.step_records import ScheduledRequest
 
 
 def choose_drafts(
-    decoder: SpeculativeDecoder, decodes: Sequence[Request], budget: TokenBudget, seats: Seats
+    decoder: SpeculativeDecoder, decodes: Sequence[Request], budget: TokenBudget, running: RunningSet
 ) -> list[Cargo]:
     """Spend what decodes and prefill leave of the budget on drafts: those of `decodes` that get any.
 
@@ -31,7 +31,7 @@ def choose_drafts(
     )
     verified: list[Cargo] = []
     for request, drafted in decoder.choose(decodes, load):
-        count = seats.make_room_for_drafts(request, len(drafted))
+        count = running.make_room_for_drafts(request, len(drafted))
         if count:
             budget.take_drafts(count)
             first = request.num_computed_tokens

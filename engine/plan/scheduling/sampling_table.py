@@ -1,4 +1,4 @@
-"""SamplingTable: the sampling parameters of every seated request, as columns."""
+"""SamplingTable: the sampling parameters of every running request, as columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.plan.structured_output import TokenMask
 
 
 class SamplingTable:
-    """One row a seat, written when a request takes it: a step's parameters are then one gather a column."""
+    """A row for each row of block tables, so that a step's parameters are one gather a column."""
 
     def __init__(self, num_rows: int) -> None:
         self._temperature = np.zeros(num_rows, np.float32)
@@ -24,7 +24,7 @@ class SamplingTable:
         self._may_adjust = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
 
-    def seat(self, row: int, request: Request) -> None:
+    def write(self, row: int, request: Request) -> None:
         """Write the request's parameters into its row, over whatever an earlier one left there."""
         sampling = request.sampling
         self._temperature[row] = sampling.temperature

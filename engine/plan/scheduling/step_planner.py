@@ -10,7 +10,7 @@ from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.cost_model import CostModel
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.token_budget import TokenBudget
 
 _LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
@@ -37,14 +37,14 @@ class StepPlanner:
         self,
         config: BatchConfig,
         queue: RequestQueue,
-        seats: Seats,
+        running: RunningSet,
         policy: SchedulingPolicy,
         costs: CostModel,
         requeue: Callable[[list[Request]], None],
     ) -> None:
         self._config = config
         self._queue = queue
-        self._seats = seats
+        self._running = running
         self._policy = policy
         self._costs = costs
         self._requeue = requeue
@@ -69,7 +69,7 @@ class StepPlanner:
         budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self._seats:
+        for request in self._running:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
         limit = budget.decode_limit(self._reserve(prefills, turn))
@@ -88,8 +88,8 @@ class StepPlanner:
         somebody else has the turn, who must get a slot too.
         """
         while True:
-            chosen = self._seats.take_turns(decodes, limit)
-            preempted, stalled = self._seats.make_room(chosen)
+            chosen = self._running.take_turns(decodes, limit)
+            preempted, stalled = self._running.make_room(chosen)
             self._requeue(preempted)
             if not stalled:
                 return _running(chosen) if preempted else chosen
@@ -116,14 +116,14 @@ class StepPlanner:
         if not prefills and self.next_in_queue() is None:
             return 0
         half = (self._token_limit + turn % 2) // 2
-        return min(half, self._seats.kv.block_size, self._config.max_prefill_tokens)
+        return min(half, self._running.kv.block_size, self._config.max_prefill_tokens)
 
     def next_in_queue(self) -> Request | None:
         """The first in the queue if it can be seated now; nobody overtakes it if it cannot.
 
         Those that could, but had better not, are held on the way.
         """
-        while (request := self._queue.peek()) is not None and self._seats.can_take(request):
+        while (request := self._queue.peek()) is not None and self._running.can_admit(request):
             leader = self._leader(request)
             if leader is None:
                 return request
@@ -132,10 +132,10 @@ class StepPlanner:
 
     def _leader(self, request: Request) -> str | None:
         """Whom a waiting request should be held for, not to compute what that one will."""
-        parent = self._queue.get(request.fork_of or "") if self._seats.kv.can_rewind else None
+        parent = self._queue.get(request.fork_of or "") if self._running.kv.can_rewind else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
-        return self._seats.leader(request)
+        return self._running.lookup.leader(request)
 
     def _chunk(self, prefills: list[Request], budget: TokenBudget) -> tuple[list[Chunk], list[Request]]:
         """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy.
@@ -150,7 +150,7 @@ class StepPlanner:
             waiting = self.next_in_queue()
             if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
                 request = self._queue.pop()
-                self._seats.take(request)
+                self._running.admit(request)
                 newcomers.append(request)
             elif seated:
                 request = seated.pop()

@@ -303,10 +303,10 @@ def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> Non
     batcher.add(make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4))
     decision = batcher.step()
     newcomer = make_request("b", [*PREFIX, 91], arrival=1, max_tokens=4)
-    seats = batcher._seats
-    assert seats.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
+    running = batcher._running
+    assert running.lookup.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
     assert decision.inputs is not None
     batcher.commit(decision, runner.run(decision.inputs).rows)
-    assert seats.num_to_compute(newcomer) == 1, "the prefix is published"
-    assert seats.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
+    assert running.lookup.num_to_compute(newcomer) == 1, "the prefix is published"
+    assert running.lookup.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
     run_all(batcher, runner)

@@ -14,7 +14,7 @@ def build(kv: PagedKvManager, *work: tuple[Request, int, int]) -> StepInputs:
     table = SamplingTable(kv.max_num_seqs)
     cargo = []
     for request, first, count in work:
-        table.seat(kv.row(request.request_id), request)
+        table.write(kv.row(request.request_id), request)
         samples = first + count == request.num_tokens
         cargo.append(Cargo(ScheduledRequest(request.request_id, first, count, samples), request))
     return build_step_inputs(cargo, kv, table, BlockMoves(scrub=(7,)))
@@ -25,7 +25,7 @@ def build_verify(kv: PagedKvManager, *work: tuple[Request, tuple[DraftedToken, .
     table = SamplingTable(kv.max_num_seqs)
     cargo = []
     for request, drafted in work:
-        table.seat(kv.row(request.request_id), request)
+        table.write(kv.row(request.request_id), request)
         count = 1 + len(drafted)
         scheduled = ScheduledRequest(
             request.request_id, request.num_tokens - 1, count, True, num_drafts=len(drafted)
@@ -174,7 +174,7 @@ def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
     kv.allocate("decode", 4)
     table = SamplingTable(kv.max_num_seqs)
     for request in (chunk, decode):
-        table.seat(kv.row(request.request_id), request)
+        table.write(kv.row(request.request_id), request)
     cargo = [
         Cargo(ScheduledRequest("chunk", 0, 3, False), chunk),
         Cargo(ScheduledRequest("decode", 1, 3, True, 2), decode, (DraftedToken(9), DraftedToken(10))),
@@ -215,7 +215,7 @@ def test_a_scored_prompt_has_no_rows_behind_its_end() -> None:
     assert prompt_rows(build(kv, (scored, 0, 1))) == [(0, 0, 21, 2)]
     assert build(kv, (scored, 1, 1)).prompt_rows is None
     table = SamplingTable(kv.max_num_seqs)
-    table.seat(kv.row("scored"), scored)
+    table.write(kv.row("scored"), scored)
     scored.append(22)
     cargo = [Cargo(ScheduledRequest("scored", 2, 1, True), scored)]
     assert build_step_inputs(cargo, kv, table).prompt_rows is None

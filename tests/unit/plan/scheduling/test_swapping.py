@@ -153,7 +153,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     batcher.abandon(batcher.step(), fail=False)
-    batcher._seats.preempt(b)
+    batcher._running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.num_swapped == 1
     assert batcher.kv.host.copies() == ((), ())
@@ -173,11 +173,11 @@ def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None
     batcher, runner, _, b = start()
     a_step = batcher.step()
     batcher.commit(a_step, runner.run(inputs_of(a_step)).rows)
-    seats, kv = batcher._seats, batcher.kv
+    seats, kv = batcher._running, batcher.kv
     batcher.finish("a", FinishReason.ABORT)
     run_step(batcher, runner)
     seats.preempt(b)
-    seats.take(b)
+    seats.admit(b)
     assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()) == (0, 8, ((), ()))
 
 
