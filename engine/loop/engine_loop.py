@@ -24,8 +24,8 @@ from engine.loop.step_pipeline import StepPipeline
 from engine.loop.watchdog import Watchdog
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.committed_token import CommittedToken
 from engine.plan.scheduling.drain_rate import DrainRate
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.step_records import BatchDecision, PromptRows, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")

@@ -36,7 +36,7 @@ class BlockMoves(NamedTuple):
 NO_MOVES = BlockMoves()
 
 
-class Cargo(NamedTuple):
+class ScheduledItem(NamedTuple):
     """One scheduled request with what it brings: itself, and the drafts after its newest token.
 
     Its last token, if that is not known yet, is what row `previous_row` of the step before draws; else -1.
@@ -48,28 +48,30 @@ class Cargo(NamedTuple):
     previous_row: int = -1
 
 
-def next_tokens(request: Request, count: int = 1) -> Cargo:
+def next_tokens(request: Request, count: int = 1) -> ScheduledItem:
     """The next `count` known tokens of a request."""
     first = request.num_computed_tokens
     samples = first + count == len(request.token_ids)
-    return Cargo(ScheduledRequest(request.request_id, first, count, samples), request)
+    return ScheduledItem(ScheduledRequest(request.request_id, first, count, samples), request)
 
 
-def token_drawn_by(request: Request, row: int) -> Cargo:
+def token_drawn_by(request: Request, row: int) -> ScheduledItem:
     """The token behind those that a request knows, which this row of the step before draws."""
     first = len(request.token_ids)
-    return Cargo(ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row)
+    return ScheduledItem(
+        ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row
+    )
 
 
 def build_step_inputs(
-    cargo: Sequence[Cargo], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
+    items: Sequence[ScheduledItem], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
 ) -> StepInputs:
-    """The packed pass over `cargo`, at least one.
+    """The packed pass over `items`, at least one.
 
     Blocks for every scheduled token must be allocated: AssertionError if they are not. The arrays are new:
     nothing of `kv` is aliased.
     """
-    scheduled, requests, drafted, previous = zip(*cargo, strict=True)
+    scheduled, requests, drafted, previous = zip(*items, strict=True)
     _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
@@ -86,7 +88,7 @@ def build_step_inputs(
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
     sampled = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
-        token_ids=_token_ids(cargo),
+        token_ids=_token_ids(items),
         positions=positions,
         slot_mapping=block_tables[sequence, block].astype(np.int64) * kv.block_size + offset,
         query_lens=query_lens,
@@ -97,10 +99,10 @@ def build_step_inputs(
             rows[sampled.sequences],
             [requests[s] for s in sampled.sequences.tolist()],
             positions[sampled.tokens] + 1,
-            _paths(cargo) if has_drafts or is_ahead else None,
+            _paths(items) if has_drafts or is_ahead else None,
         ),
         drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
-        prompt_rows=_prompt_rows(cargo, sampling.scoring(rows), ends),
+        prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         seats=rows.astype(np.int32),
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
@@ -125,14 +127,14 @@ def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) ->
     return _Sampled(sequences, ends[sequences] - behind)
 
 
-def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> PromptRows | None:
+def _prompt_rows(items: Sequence[ScheduledItem], asking: Sequence[int], ends: Int64) -> PromptRows | None:
     """The prompt tokens that follow those computed for the sequences that ask; None if there are none."""
     sequence: list[int] = []
     rows: list[int] = []
     token_ids: list[int] = []
     num_top: list[int] = []
     for s in asking:
-        (_, first, count, _, _), request, *_ = cargo[s]
+        (_, first, count, _, _), request, *_ = items[s]
         known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
         start = int(ends[s]) - count
         sequence += [s] * len(known)
@@ -149,10 +151,10 @@ def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> 
     )
 
 
-def _token_ids(cargo: Sequence[Cargo]) -> Int64:
+def _token_ids(items: Sequence[ScheduledItem]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, _, num_drafts), request, drafted, previous_row in cargo:
+    for (_, first, count, _, num_drafts), request, drafted, previous_row in items:
         num_known = count - num_drafts
         if previous_row >= 0:
             token_ids.append(0)
@@ -184,13 +186,13 @@ def _previous_rows(previous: Sequence[int], ends: Int64) -> Int64:
     return rows
 
 
-def _paths(cargo: Sequence[Cargo]) -> list[tuple[int, ...]]:
+def _paths(items: Sequence[ScheduledItem]) -> list[tuple[int, ...]]:
     """The drafts between the known tokens and each sampled row, that row's own included. [R]
 
     A token that is not known yet counts as one, with NO_TOKEN for its id.
     """
     paths: list[tuple[int, ...]] = []
-    for scheduled, _, drafts, previous_row in cargo:
+    for scheduled, _, drafts, previous_row in items:
         if not scheduled.samples:
             continue
         base = len(paths)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus, SpeculationOptions
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.speculation.drafter import Draft
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import NO_TOKEN, BatchDecision, SampledRows
@@ -30,8 +30,7 @@ class Bench:
         self.decoder: SpeculativeDecoder = make_decoder(
             EngineShape(max_draft_tokens=max_draft_tokens), [FakeDrafter(method="ngram")]
         )
-        self.batcher: ContinuousBatcher = make_batcher(**{"block_size": 4, **sizes})
-        self.batcher.decoder = self.decoder
+        self.batcher: ContinuousBatcher = make_batcher(decoder=self.decoder, **{"block_size": 4, **sizes})
         self.runner: FakeRunner = make_runner(self.batcher)
 
     def add(self, request_id: str, prompt: Sequence[int] | int = 3, **how: Any) -> Request:
