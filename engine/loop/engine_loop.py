@@ -233,14 +233,14 @@ class EngineLoop:
             self._decoder.keep_features(request_id, features)
 
     def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
-        costs = self._batcher.costs
+        rates = self._batcher.rates
         seconds = result.forward_s + result.sample_s
         if decision.num_draft_tokens == 0:
-            costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+            rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         else:
             self._metrics.verify_duration.observe(seconds)
         if result.swap_bytes:
-            costs.observe_swap(result.swap_bytes, result.swap_s)
+            rates.observe_swap(result.swap_bytes, result.swap_s)
 
     def _learn_draft_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
         """Tell what the step took by the clock: laying out and committing drafts costs the host, too.

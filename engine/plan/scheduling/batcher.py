@@ -12,14 +12,13 @@ from engine.errors import ContextLengthExceeded
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
-from engine.plan.scheduling.cost_model import CostModel
-from engine.plan.scheduling.deadlines import Load, earliest_finish_s
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, InFlightSteps, append_rows
 from engine.plan.scheduling.policy import SchedulingPolicy
-from engine.plan.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
+from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
+from engine.plan.scheduling.service_rates import ServiceRates
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
 from engine.plan.scheduling.step_planner import StepPlanner, TokenBudget
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
@@ -58,15 +57,16 @@ class ContinuousBatcher:
         self.config = config
         self.kv = kv
         self.decoder = decoder or SpeculativeDecoder.without_drafters()
-        self.costs = CostModel()  # the engine loop tells it what steps took
+        self.rates = ServiceRates()  # the engine loop tells it what steps took
         self._policy = policy
         self._clock = clock
         self._queue = RequestQueue(policy)
-        cost = MeasuredSwapCost(self.costs, config.kv_block_bytes)
-        preemption = PreemptionPolicy(config.preemption, config.max_preemptions, cost)
+        preemption = PreemptionPolicy(
+            config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes
+        )
         self._running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
         self._marks = self._running.marks
-        self._planner = StepPlanner(config, self._queue, self._running, policy, self.costs, self.decoder)
+        self._planner = StepPlanner(config, self._queue, self._running, policy, self.rates, self.decoder)
         self._in_flight = InFlightSteps()
         self._step_id = 0
 
@@ -147,19 +147,19 @@ class ContinuousBatcher:
     def can_meet(self, request: Request) -> bool:
         """False when a request not added yet cannot end by its deadline even if all goes well from now on.
 
-        Judged by `costs` and by what drafts bring at best; True while those are unknown. O(waiting), with a
+        Judged by `rates` and by what drafts bring at best; True while those are unknown. O(waiting), with a
         deadline.
         """
         if request.deadline is None:
             return True
-        load = Load(
+        config, ahead = self.config, self._queue.ahead_of(request) if self._policy.ranks_newcomers else []
+        needed = self.rates.earliest_finish_s(
+            request,
             num_to_compute=self._running.lookup.num_to_compute(request),
-            running=list(self._running),
-            ahead=self._queue.ahead_of(request) if self._policy.ranks_newcomers else (),
-            max_num_seqs=self.config.max_num_seqs,
-            max_prefill_tokens=min(self.config.max_prefill_tokens, self.config.max_num_batched_tokens),
+            tokens_a_step=min(config.max_prefill_tokens, config.max_num_batched_tokens),
+            before=[*self._running, *ahead],
+            places=config.max_num_seqs,
         )
-        needed = earliest_finish_s(request, load, self.costs)
         if needed is None:
             return True
         return self._clock() + needed / self.decoder.best_tokens_a_step <= request.deadline

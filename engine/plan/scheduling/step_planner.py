@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
-from engine.plan.scheduling.cost_model import CostModel
 from engine.plan.scheduling.in_flight import InFlightStep
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
+from engine.plan.scheduling.service_rates import ServiceRates
 from engine.plan.scheduling.step_inputs import ScheduledItem, next_tokens, token_drawn_by
 from engine.plan.speculation.controller import StepLoad
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
@@ -76,14 +76,14 @@ class StepPlanner:
         queue: RequestQueue,
         running: RunningSet,
         policy: SchedulingPolicy,
-        costs: CostModel,
+        rates: ServiceRates,
         decoder: SpeculativeDecoder,
     ) -> None:
         self._config = config
         self._queue = queue
         self._running = running
         self._policy = policy
-        self._costs = costs
+        self._rates = rates
         self._decoder = decoder
         self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
         self._preempted: list[tuple[str, bool]] = []  # since the last plan; True if swapped
@@ -184,13 +184,13 @@ class StepPlanner:
             decodes = [request for request in _still_running(decodes) if request not in stalled]
 
     def _keep_gap_short(self, budget: TokenBudget) -> None:
-        """Leave prefill and drafts what the step has time for by measured costs, but always some.
+        """Leave prefill and drafts what the step has time for by measured rates, but always some.
 
         Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
         the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
         """
         if self._config.gap_limit_s is not None:
-            fitting = self._costs.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
+            fitting = self._rates.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
             if fitting is not None:
                 budget.limit_others(max(fitting, _LEAST_CHUNK))
 

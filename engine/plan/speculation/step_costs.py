@@ -1,6 +1,6 @@
 """StepCosts: how long a step takes, by its sequences and its tokens, learnt from the steps that ran.
 
-Kept apart from the scheduler's CostModel, which is linear: what a draft costs is a matter of where the
+Kept apart from the scheduler's ServiceRates, which is linear: what a draft costs is a matter of where the
 machine's own steps in the curve are. Loop thread only.
 """
 

@@ -99,8 +99,8 @@ def test_a_full_host_means_recompute() -> None:
 def test_auto_goes_by_the_measured_costs() -> None:
     batcher, runner, _, b = start(preemption="auto", kv_block_bytes=1000)
     for num_prefill in (0, 100, 200, 300) * 8:
-        batcher.costs.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
-    batcher.costs.observe_swap(1_000, 0.001)  # 4 ms for what takes 8 to compute
+        batcher.rates.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
+    batcher.rates.observe_swap(1_000, 0.001)  # 4 ms for what takes 8 to compute
     run_step(batcher, runner)
     assert b.status is RequestStatus.SWAPPED
 
