@@ -42,10 +42,10 @@ class RequestStatus(Enum):
 class SamplingParams:
     """How to draw tokens and when to stop, already checked against the limits.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off.
-    `seed` is always set: the admission draws one when the caller gave none. `logprobs` None returns none,
-    0 the sampled token's only, n > 0 the n likeliest as well; `prompt_logprobs` is the same for the prompt's
-    tokens. `bad_words` are token sequences of which the last token is not drawn where the others just were.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off. `seed` is
+    drawn at admission when the caller gave none. `logprobs` None returns none, 0 the sampled token's, n > 0
+    the n likeliest as well; `prompt_logprobs` is the same for the prompt. The last token of each sequence in
+    `bad_words` is not drawn where the others were just drawn.
     """
 
     max_tokens: int
@@ -90,13 +90,13 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One generation as a caller asks for it, after validation: nobody downstream checks it again.
+    """One generation as a caller asks for it, validated.
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
-    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes.
-    `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
-    `grammar` is what the output must follow; None for any output.
+    None is a group of its own. `tenant` None is the anonymous tenant. `deadline_s` counts from the arrival,
+    None is no limit. Only requests with the same `cache_salt` share cached prefixes. `fork_of` is the
+    request_id of an earlier choice with the same prompt, which is computed once for both. `grammar` is what
+    the output must follow, None for any output.
     """
 
     request_id: str

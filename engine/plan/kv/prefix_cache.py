@@ -12,9 +12,9 @@ from engine.plan.kv.block_pool import BlockPool
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str | None
 ) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` up to `num_blocks`.
+    """Append the hashes of the full blocks of `token_ids` up to `num_blocks`.
 
-    A block's hash is sha256 over its parent's and its tokens; the first one's parent is that of the salt.
+    A block's hash is sha256 over its parent's hash and its tokens; the first block's parent is the salt.
     """
     parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"+" + salt.encode()).digest()
     for index in range(len(hashes), num_blocks):
@@ -24,11 +24,10 @@ def extend_block_hashes(
 
 
 class PrefixCache:
-    """Which block holds the contents of which hash, and which hashes somebody is computing just now.
+    """Which block holds the contents of a hash, and which request is computing them.
 
-    Only blocks that nobody will write again are published. They are kept by the pool when they are free, and
-    stay findable until the pool hands them out for something else. At most one block is found for a hash, and
-    at most one request claims it.
+    Only blocks that are not written again are published. The pool keeps them when they are free, until it
+    hands them out. At most one block is found for a hash, and at most one request claims it.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -69,7 +68,7 @@ class PrefixCache:
             self._pool.drop(block_id)
 
     def forget_taken(self, block_ids: Sequence[int]) -> None:
-        """The pool has handed these blocks out: what they held is gone."""
+        """The pool has handed these blocks out: their contents are gone."""
         if self._hash_of:
             for block_id in block_ids:
                 block_hash = self._hash_of.pop(block_id, None)
@@ -77,7 +76,7 @@ class PrefixCache:
                     del self._block_of[block_hash]
 
     def reset(self) -> int:
-        """Withdraw every block that nobody references; how many they were."""
+        """Withdraw every free block; how many they were."""
         block_ids = self._pool.free_kept_block_ids()
         for block_id in block_ids:
             self.withdraw(block_id)
@@ -86,17 +85,17 @@ class PrefixCache:
     # Contents to come.
 
     def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """This request is computing the blocks of these hashes, as far as nobody else does."""
+        """This request is computing the blocks of these hashes, where no other request does."""
         claims = [block_hash for block_hash in hashes if block_hash not in self._claimant_of]
         self._claimant_of.update(dict.fromkeys(claims, request_id))
         self._claims[request_id] = claims
 
     def claimant(self, block_hash: bytes) -> str | None:
-        """Who is computing the block of this hash."""
+        """The request that is computing the block of this hash."""
         return self._claimant_of.get(block_hash)
 
     def unclaim(self, request_id: str) -> None:
-        """This request computes nothing more that others might wait for."""
+        """This request computes no block that others might wait for."""
         for block_hash in self._claims.pop(request_id, ()):
             del self._claimant_of[block_hash]
 

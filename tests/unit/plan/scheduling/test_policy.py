@@ -2,8 +2,7 @@ import pytest
 
 from engine.errors import StartRefused
 from engine.plan.request import Priority, Request, RequestStatus
-from engine.plan.scheduling.fairness import FairnessWeights
-from engine.plan.scheduling.policy import FairPolicy, SchedulingPolicy, make_policy
+from engine.plan.scheduling.policy import FairnessWeights, FairPolicy, SchedulingPolicy, make_policy
 from tests.support.factories import make_request
 
 
