@@ -10,35 +10,35 @@ from engine.plan.request import Request, SamplingParams
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs
 from engine.plan.structured_output import TokenMask
 
+_COLUMNS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "num_logprobs": np.int32,
+}
+
 
 class SamplingTable:
     """A row for each row of block tables, so that a step's parameters are one gather a column."""
 
     def __init__(self, num_rows: int) -> None:
-        self._temperature = np.zeros(num_rows, np.float32)
-        self._top_k = np.zeros(num_rows, np.int32)
-        self._top_p = np.ones(num_rows, np.float32)
-        self._min_p = np.zeros(num_rows, np.float32)
-        self._seed = np.zeros(num_rows, np.int64)
-        self._num_logprobs = np.full(num_rows, -1, np.int32)
+        self._columns = {name: np.zeros(num_rows, kind) for name, kind in _COLUMNS.items()}
         self._may_adjust = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
 
     def write(self, row: int, request: Request) -> None:
-        """Write the request's parameters into its row, over whatever an earlier one left there."""
-        sampling = request.sampling
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = sampling.top_k
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seed[row] = as_int64(sampling.seed)
-        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        """Write the request's parameters into its row, over those of an earlier request."""
+        sampling, columns = request.sampling, self._columns
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            columns[name][row] = getattr(sampling, name)
+        columns["seed"][row] = as_int64(sampling.seed)
+        columns["num_logprobs"][row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._may_adjust[row] = bool(
             sampling.logit_bias
             or sampling.allowed_token_ids is not None
-            or sampling.has_penalties
-            or sampling.bad_words
-            or request.grammar is not None
+            or request.draws_by_history
             or request.num_output_tokens < sampling.min_tokens
         )
         self._scores_prompt[row] = request.scores_prompt
@@ -55,37 +55,27 @@ class SamplingTable:
         positions: Int64,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingInputs:
-        """The columns for these rows in this order, to which the other arguments belong one by one.
+        """The columns for these rows in this order; the other arguments have an entry for each of them.
 
-        `paths` are the drafts that a row takes for given beside its request's tokens; None is none anywhere.
+        `paths` are the drafts between a request's tokens and a row; None where no request has any.
         """
-        flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
-        adjustments = [
-            _adjustment(index, requests[index], paths[index] if paths else ()) for index in flagged
-        ]
+        adjustments = []
+        for index in np.flatnonzero(self._may_adjust[rows]).tolist():
+            request, path = requests[index], paths[index] if paths else ()
+            token_ids = [*request.token_ids, *path] if path else request.token_ids
+            mask = None if request.grammar is None else request.grammar.mask(path)
+            stop, num_prompt = request.stop_token_ids, request.num_prompt_tokens
+            adjustments.append(adjustment_of(index, request.sampling, stop, token_ids, num_prompt, mask))
         return SamplingInputs(
-            temperature=self._temperature[rows],  # [R]
-            top_k=self._top_k[rows],  # [R]
-            top_p=self._top_p[rows],  # [R]
-            min_p=self._min_p[rows],  # [R]
-            seed=self._seed[rows],  # [R]
-            position=positions,  # [R]
-            num_logprobs=self._num_logprobs[rows],  # [R]
+            position=positions,
             adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
+            **{name: column[rows] for name, column in self._columns.items()},
         )
 
 
 def as_int64(seed: int) -> int:
     """The int64 with the seed's low 64 bits."""
     return ((seed + 2**63) & (2**64 - 1)) - 2**63
-
-
-def _adjustment(index: int, request: Request, path: tuple[int, ...]) -> LogitAdjustment | None:
-    token_ids = [*request.token_ids, *path] if path else request.token_ids
-    mask = None if request.grammar is None else request.grammar.mask(path)
-    return adjustment_of(
-        index, request.sampling, request.stop_token_ids, token_ids, request.num_prompt_tokens, mask
-    )
 
 
 def adjustment_of(

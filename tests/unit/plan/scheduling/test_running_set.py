@@ -40,7 +40,7 @@ def test_a_running_request_has_a_row_with_blocks_for_all_known_tokens() -> None:
     assert running.kv.block_ids("a") == (0, 1)
     assert request.status is RequestStatus.RUNNING
     assert request.first_scheduled_time == clock.now
-    assert running.sampling._temperature.tolist() == [0.25, 0.0, 0.0, 0.0]
+    assert running.sampling._columns["temperature"].tolist() == [0.25, 0.0, 0.0, 0.0]
     assert list(running) == [request]
     assert running.get("a") is request
     assert running.get("b") is None
