@@ -254,7 +254,7 @@ class ContinuousBatcher:
         else:
             self._running.lookup.publish(request)
             if self._marks.mark_kv_good(request_id):
-                self._queue.let_go(request_id)
+                self._queue.unhold(request_id)
         self._policy.charge(request, 0, num_tokens)
         self.decoder.settle(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
@@ -346,4 +346,4 @@ class ContinuousBatcher:
         """This request has ended: free its host blocks, and return those held for it to their places."""
         self.decoder.close(request_id)
         self.kv.drop_from_host(request_id)
-        self._queue.let_go(request_id)
+        self._queue.unhold(request_id)

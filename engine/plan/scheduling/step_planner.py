@@ -101,7 +101,7 @@ class StepPlanner:
         for request in preempted:
             self._decoder.pause(request.request_id)
             self._queue.add(request)
-            self._queue.let_go(request.request_id)
+            self._queue.unhold(request.request_id)
             self._preempted.append((request.request_id, request.status is RequestStatus.SWAPPED))
 
     def plan(self, turn: int) -> StepPlan:
