@@ -96,8 +96,7 @@ class PrefixLookup:
 
     def _hashes(self, request: Request, num_blocks: int) -> Sequence[bytes]:
         """The request's block hashes, at least `num_blocks`; each is computed once in its life."""
-        hashes = request.block_hashes
-        if len(hashes) < num_blocks:
-            salt = request.cache_salt
-            extend_block_hashes(hashes, request.token_ids, self._kv.block_size, num_blocks, salt)
-        return hashes
+        if len(request.block_hashes) < num_blocks:
+            token_ids, block_size, salt = request.token_ids, self._kv.block_size, request.cache_salt
+            extend_block_hashes(request.block_hashes, token_ids, block_size, num_blocks, salt)
+        return request.block_hashes
