@@ -117,12 +117,12 @@ class Request:
     """The scheduler's record of one generation. Its own methods are the only writers of its progress.
 
     A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
-    `token_ids` is prompt then output. `stop_token_ids` is the caller's set plus the model's EOS set unless
-    EOS is ignored. `arrival` is a counter that breaks every tie. `arrival_time`, `first_scheduled_time` (None
-    until it first runs) and `deadline` (None for no limit) are seconds of the engine's monotonic clock.
-    `num_cached_tokens` counts prompt tokens whose KV was found when it first ran. `fork_of` names the request
-    whose prompt KV it shares. `preemptions` are (clock, "recompute" or "swap"). `turn_tokens`,
-    `backlog_tokens` and `num_charged_tokens` belong to the policy. `spec_stats` is None until a draft.
+    `token_ids` is prompt then output. `stop_token_ids` includes the model's EOS set unless EOS is ignored.
+    `arrival` is a counter that breaks every tie. `arrival_time`, `first_scheduled_time` and `deadline` are
+    seconds of the engine's monotonic clock, None for not yet and for no limit; `preemptions` are (clock,
+    "recompute" or "swap"). `num_cached_tokens` counts prompt tokens whose KV was found when it first ran.
+    `fork_of` names the request whose prompt KV it shares. `turn_tokens`, `backlog_tokens` and
+    `num_charged_tokens` belong to the policy. `spec_stats` is None until something is drafted.
     """
 
     request_id: str
@@ -200,10 +200,7 @@ class Request:
 
     @property
     def wants_only_draws(self) -> bool:
-        """True when, from the token after the next on, its raw logits are drawn from and nothing is reported.
-
-        The device can then draw several tokens in a row without the host.
-        """
+        """True when, from the token after the next on, its raw logits are drawn from and not reported."""
         sampling = self.sampling
         is_changed = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
         is_banning = self.num_output_tokens + 1 < sampling.min_tokens
@@ -213,8 +210,6 @@ class Request:
     def scores_prompt(self) -> bool:
         """True while log-probabilities of its prompt are wanted: the whole prompt is computed for it then."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
-
-    # What happens to it.
 
     def admit(self, now: float, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """It runs, with KV for so many tokens; `num_cached_tokens` counts the first time only."""

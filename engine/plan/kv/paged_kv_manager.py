@@ -47,21 +47,18 @@ class PagedKvManager:
         *,
         can_rewind: bool = True,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.can_rewind = can_rewind
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
+        self.max_tokens_per_seq = self.max_blocks_per_seq * block_size  # of one that is alone
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
         self._sequences: dict[str, _Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks."""
-        return self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -71,7 +68,7 @@ class PagedKvManager:
     @property
     def num_used_blocks(self) -> int:
         """Blocks referenced by at least one sequence."""
-        return self.pool.num_blocks - self.pool.num_free
+        return self.num_blocks - self.pool.num_free
 
     @property
     def num_cached_blocks(self) -> int:
@@ -82,11 +79,6 @@ class PagedKvManager:
     def usage(self) -> float:
         """Used blocks over all blocks, 0 to 1."""
         return self.num_used_blocks / self.num_blocks
-
-    @property
-    def max_tokens_per_seq(self) -> int:
-        """The longest sequence that fits when it is alone."""
-        return self.max_blocks_per_seq * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
@@ -122,8 +114,6 @@ class PagedKvManager:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
-    # Sequences come, grow and go.
-
     def blocks_to_start(self, num_tokens: int, found: Sequence[int]) -> int:
         """Free blocks that `start` would take: those beside the `found`, and the found ones that are free."""
         return self.blocks_for(num_tokens) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
@@ -157,7 +147,7 @@ class PagedKvManager:
     def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
         held = len(sequence.block_ids)
         if num_tokens > held * self.block_size:
-            needed = -(-num_tokens // self.block_size)
+            needed = self.blocks_for(num_tokens)
             new = self._take(needed - held) if needed <= self.max_blocks_per_seq else None
             if new is None:
                 return False
@@ -246,8 +236,6 @@ class PagedKvManager:
         self._free_rows.append(sequence.row)
         return [b for b in sequence.block_ids if self.pool.ref_count(b) == 0 and b not in self.prefixes]
 
-    # What other requests may find.
-
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The published blocks of the longest run of these hashes from the first on, at most `limit`."""
         return self.prefixes.find(hashes, limit)
@@ -282,8 +270,6 @@ class PagedKvManager:
     def reset_prefix_cache(self) -> int:
         """Withdraw every published block that no sequence holds; how many they were."""
         return self.prefixes.reset()
-
-    # What is on the host.
 
     @property
     def num_swapped(self) -> int:

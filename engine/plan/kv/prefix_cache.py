@@ -40,8 +40,6 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hash_of
 
-    # Contents.
-
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest run of these hashes from the first on, at most `limit`."""
         found = []
@@ -81,8 +79,6 @@ class PrefixCache:
         for block_id in block_ids:
             self.withdraw(block_id)
         return len(block_ids)
-
-    # Contents to come.
 
     def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """This request is computing the blocks of these hashes, where no other request does."""

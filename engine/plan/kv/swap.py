@@ -36,10 +36,6 @@ class SwapSpace:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
-        """The host blocks of a request in token order."""
-        return tuple(self._held[request_id])
-
     def save(self, request_id: str, device_blocks: Sequence[int]) -> None:
         """Copy these blocks to the host before the next pass writes anything. There must be enough free."""
         assert request_id not in self._held, f"{request_id} is on the host already"

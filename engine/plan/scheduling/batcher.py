@@ -28,19 +28,16 @@ from engine.plan.step_records import BatchDecision, RequestExplanation, SampledR
 class ContinuousBatcher:
     """Iteration-level batching: each step advances every running request by what it has not computed yet.
 
-    Prefill and decode are no phases. A step schedules `num_tokens - num_computed_tokens` of each request
-    within one budget: one token for each request that lacks only its newest, then chunks of the others in
-    policy order, admitting waiting requests on the way. A preempted request is computed again from its first
-    token, or brought back from the host, before any request that has not run yet.
-
-    What two requests have in common is computed once. A waiting request whose next block a running one is
-    computing, or which forks from one whose prompt is not computed yet, is held until that one is done or
-    gone; it does not block the requests behind it.
+    Prefill and decode are no phases: one budget goes to one token for each request that lacks only its
+    newest, then to chunks of the others in policy order, admitting waiting requests on the way. A preempted
+    request is computed again, or brought back from the host, before any request that has not run yet. What
+    two requests have in common is computed once: a waiting request is held while a running one computes its
+    next block, or the prompt that it forks from, and does not block the requests behind it.
 
     Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and
-    `preempt_for_memory` completes it before the next `step`. Where the device can have a second step before
-    it gives back the first, `step_ahead` may decide it meanwhile; it completes after the first, in the same
-    ways, and is dropped with the first if that fails. `add` and `finish` may come at any time.
+    `preempt_for_memory` completes it before the next `step`. `step_ahead` may decide a second step meanwhile;
+    it completes after the first, in the same ways, and is dropped with the first if that fails. `add` and
+    `finish` may come at any time.
 
     Progress: while there is work, of two successive steps at least one schedules something, because `add`
     refuses what could not fit even alone, and the oldest running request is never preempted.
@@ -95,8 +92,6 @@ class ContinuousBatcher:
         """True while any request has not ended."""
         return len(self._running) > 0 or len(self._queue) > 0
 
-    # Requests come and go.
-
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ContextLengthExceeded if it could not fit even alone."""
         limit = min(self.config.max_model_len, self.kv.max_tokens_per_seq)
@@ -111,10 +106,7 @@ class ContinuousBatcher:
         self._queue.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
-        """End a request wherever it is; None if it has ended before.
-
-        Its blocks are free at once, or, while a step in flight computes for it, when that step completes.
-        """
+        """End a request; None if it has ended before. Its blocks are free once no step in flight has it."""
         request = self._queue.remove(request_id)
         if request is not None:
             request.finish(reason)
@@ -128,10 +120,7 @@ class ContinuousBatcher:
     def reprioritize(
         self, request_id: str, *, priority: int | None = None, deadline: float | None = None
     ) -> bool:
-        """Give a request another priority or deadline from the next step on; False if it has ended.
-
-        None leaves the old one.
-        """
+        """Give a request another priority or deadline, None for the old one; False if it has ended."""
         request = self._find(request_id)
         if request is None:
             return False
@@ -147,8 +136,7 @@ class ContinuousBatcher:
     def can_meet(self, request: Request) -> bool:
         """False when a request not added yet cannot end by its deadline even if all goes well from now on.
 
-        Judged by `rates` and by what drafts bring at best; True while those are unknown. O(waiting), with a
-        deadline.
+        True while `rates` are unknown. O(waiting), with a deadline.
         """
         if request.deadline is None:
             return True
@@ -174,8 +162,6 @@ class ContinuousBatcher:
     def _find(self, request_id: str) -> Request | None:
         return self._queue.get(request_id) or self._running.get(request_id)
 
-    # One step.
-
     def step(self) -> BatchDecision:
         """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
         assert not self._in_flight, "the last decision is neither committed nor abandoned"
@@ -184,10 +170,9 @@ class ContinuousBatcher:
         return self._decide(plan.items, moves, plan.budget, plan.preempted)
 
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
-        """Decide the step behind the only one in flight now, before its result; None if that has to wait.
+        """Decide the step behind the only one in flight, before its result; None if that has to wait.
 
-        It computes only the tokens that the step in flight draws; see `StepPlanner.plan_ahead`. Commits give
-        the same tokens with and without.
+        See `StepPlanner.plan_ahead`. Commits give the same tokens with and without.
         """
         assert len(self._in_flight) == 1, "a step ahead follows the only one in flight"
         items = self._planner.plan_ahead(self._in_flight.oldest(decision))
@@ -217,8 +202,6 @@ class ContinuousBatcher:
         if items:
             self._in_flight.add(InFlightStep(decision, items, moves))
         return decision
-
-    # Its result.
 
     def commit(self, decision: BatchDecision, rows: SampledRows) -> list[CommittedToken]:
         """Take the step's result: a token, or an error, for each sampled row whose request still runs.
@@ -321,8 +304,6 @@ class ContinuousBatcher:
         for request in lower:
             self._running.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._planner.requeue(lower)
-
-    # Endings.
 
     def _release(self, request_ids: Sequence[str], good: Collection[str] = ()) -> None:
         """These have ended and no step in flight computes for them; the KV of the `good` is good."""

@@ -76,8 +76,7 @@ class SjfPolicy(SchedulingPolicy):
     Time is counted in work: a request's *turn* is all the work, in tokens, that arrived up to and with it,
     and its *backlog* what was unfinished then. The key is its turn plus what it may be put off by, which
     grows with its remaining tokens up to MAX_PUT_OFF backlogs. A later request has a turn greater by its own
-    work at least, so all that overtake it are at most MAX_PUT_OFF backlogs together. First come, first served
-    does one backlog before it: one at a time, no request waits more than MAX_PUT_OFF + 1 times as long here.
+    work at least, so those that overtake are at most MAX_PUT_OFF backlogs together; fcfs has one before it.
     """
 
     name = "sjf"
@@ -124,7 +123,7 @@ class PriorityPolicy(SchedulingPolicy):
     The effective class, priority - (now - arrival_time) / aging_s, falls at the same speed for everyone, so
     `now` cancels out of every comparison: the order is that of priority * aging_s + arrival_time, a constant.
     A request of class p goes before those of a better class q that arrive more than (p - q) * aging_s after
-    it, so nobody starves.
+    it, so none starves.
     """
 
     name = "priority"
@@ -179,10 +178,9 @@ class VirtualCounters:
     ones (to that of the last to leave, if none waits), so it saves up no credit. `_floor` is that least
     counter; it never falls, and tenants that do not wait count as being there at least.
 
-    If admission always takes from the waiting tenant with the least counter, the service of two tenants that
-    always have requests waiting differs over any interval by at most 2 * max(w_prompt * L, w_output * M): L
-    is the longest prompt and M the most tokens that admitted requests may come to hold, without preemption
-    the size of the KV, if w_prompt <= w_output.
+    While two tenants always have requests waiting, their service over any interval differs by at most
+    2 * max(w_prompt * L, w_output * M), if w_prompt <= w_output: L is the longest prompt and M the most
+    tokens that admitted requests may come to hold, without preemption the size of the KV.
     """
 
     PRUNE_ABOVE = 64  # counters; then once more whenever they have doubled
@@ -248,10 +246,7 @@ class VirtualCounters:
 
 
 class FairPolicy(SchedulingPolicy):
-    """The tenant served least goes first, as VirtualCounters counts; within a tenant it is `priority`.
-
-    A lane is a tenant: its requests keep their order while the tenants overtake one another.
-    """
+    """The tenant served least, by VirtualCounters, goes first; within a tenant, a lane, it is `priority`."""
 
     name = "fair"
     ranks_newcomers = False

@@ -100,7 +100,8 @@ class RequestQueue:
         """The request that `pop` would return; None when all that wait are held."""
         lanes = self._lanes
         if len(lanes) > 1:
-            return min((lane.head() for lane in lanes.values()), key=self._rank).request
+            heads = (lane.head() for lane in lanes.values())
+            return min(heads, key=lambda head: (head.is_new, self._policy.key(head.request))).request
         for lane in lanes.values():
             return lane.head().request
         return None
@@ -167,10 +168,6 @@ class RequestQueue:
             lane = self._lanes[name] = _Lane()
         rank = self._policy.rank_in_lane(request)
         lane.push(_Entry(_is_new(request), rank, next(self._serials), request))
-
-    def _rank(self, entry: _Entry) -> tuple[bool, PolicyKey]:
-        """The rank of a lane's head now."""
-        return entry.is_new, self._policy.key(entry.request)
 
 
 def _is_new(request: Request) -> bool:

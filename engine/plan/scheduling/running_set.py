@@ -56,14 +56,8 @@ class RunningSet:
         """The running request of this id."""
         return self._running.get(request_id)
 
-    # Admission.
-
     def can_admit(self, request: Request) -> bool:
-        """True if a waiting request can run now.
-
-        Beside its own blocks it must leave one for each running request, so that all of them can go on for a
-        block's worth of steps before one is preempted.
-        """
+        """True if a waiting request can run now, and one block is left for each running request."""
         if len(self._running) >= self._max_num_seqs:
             return False
         allowed = self.kv.num_free_blocks - len(self._running)
@@ -115,8 +109,6 @@ class RunningSet:
     def remove(self, request: Request) -> None:
         """The request runs no more; its row and blocks stay held until `marks.release`."""
         del self._running[request.request_id]
-
-    # Room for the next tokens.
 
     def take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
         """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
@@ -177,8 +169,6 @@ class RunningSet:
         if not self._preemption.is_spent(request):
             self.kv.rewind(request.request_id, request.num_computed_tokens)
 
-    # Preemption.
-
     def preempt(self, request: Request, *, may_swap: bool = True) -> None:
         """Stop a running request, and move its KV to the host or drop it. The caller queues it again."""
         kv, request_id, num_computed = self.kv, request.request_id, request.num_computed_tokens
@@ -201,8 +191,6 @@ class RunningSet:
         runs = request.status is RequestStatus.RUNNING
         return runs and request is not self.oldest() and not self._preemption.is_spent(request)
 
-    # What the device does before the next pass.
-
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.swap_copies()
@@ -211,7 +199,7 @@ class RunningSet:
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
         self.kv.confirm_copies()
-        self._forget_forks()
+        self._copies, self._forked = [], []
 
     def undo_block_moves(self, moves: BlockMoves) -> tuple[str, ...]:
         """A step failed and may have done any of its moves: ask again for those that can be repeated.
@@ -222,9 +210,5 @@ class RunningSet:
         self.marks.scrub(moves.scrub)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
-        self._forget_forks()
+        self._copies, self._forked = [], []
         return self.kv.drop_unsure()
-
-    def _forget_forks(self) -> None:
-        self._copies.clear()
-        self._forked.clear()

@@ -84,7 +84,6 @@ def build_step_inputs(
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
     block, offset = np.divmod(indices, kv.block_size)
     has_drafts = any(num_drafts)
-    is_ahead = max(previous) >= 0
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
     sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
@@ -99,7 +98,7 @@ def build_step_inputs(
             rows[sequences],
             [requests[s] for s in sequences.tolist()],
             positions[tokens] + 1,
-            _paths(items) if has_drafts or is_ahead else None,
+            _paths(items) if has_drafts or max(previous) >= 0 else None,
         ),
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
@@ -108,7 +107,7 @@ def build_step_inputs(
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,
         swap_in=moves.swap_in,
-        previous_rows=_previous_rows(previous, ends) if is_ahead else None,
+        previous_rows=_previous_rows(previous, ends) if max(previous) >= 0 else None,
     )
 
 
