@@ -101,17 +101,6 @@ class ServiceRates:
         compute_s, swap_s = self.prefill_s(num_tokens), self.swap_s(2 * num_bytes)
         return compute_s is not None and (swap_s is None or swap_s < compute_s)
 
-    def time_to_finish_s(self, request: Request, num_to_compute: int, tokens_a_step: int) -> float | None:
-        """The least seconds the request needs if it runs alone from now on; None while unknown.
-
-        `num_to_compute` of its known tokens are not computed yet; a step computes up to `tokens_a_step`.
-        """
-        prefill, decode = self.prefill_s(num_to_compute), self.step_s(0, 1)
-        if prefill is None or decode is None:
-            return None
-        num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
-        return prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + decode * num_decodes
-
     def earliest_finish_s(
         self,
         request: Request,
@@ -122,13 +111,15 @@ class ServiceRates:
     ) -> float | None:
         """The least seconds until the request ends behind those `before` it; None while unknown.
 
-        One of the `places` in a step becomes free, then the request has the server to itself. Requests that
-        may stop early are taken to stop at once, and the prompts of those before to cost nothing.
+        One of the `places` in a step becomes free, then the request has the server to itself and computes
+        `num_to_compute` known tokens, `tokens_a_step` at once. Requests that may stop early are taken to stop
+        at once, and the prompts of those before to cost nothing.
         """
-        own = self.time_to_finish_s(request, num_to_compute, tokens_a_step)
-        one, full = self.step_s(0, 1), self.step_s(0, places)
-        if own is None or one is None or full is None:
+        prefill, one, full = self.prefill_s(num_to_compute), self.step_s(0, 1), self.step_s(0, places)
+        if prefill is None or one is None or full is None:
             return None
+        num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
+        own = prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + one * num_decodes
         num_to_end = len(before) + 1 - places  # before this one can run
         if num_to_end <= 0:
             return own
