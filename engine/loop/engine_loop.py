@@ -24,8 +24,8 @@ from engine.loop.step_pipeline import StepPipeline
 from engine.loop.watchdog import Watchdog
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.committed_token import CommittedToken
 from engine.plan.scheduling.drain_rate import DrainRate
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.step_records import BatchDecision, PromptRows, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")
@@ -233,14 +233,14 @@ class EngineLoop:
             self._decoder.keep_features(request_id, features)
 
     def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
-        costs = self._batcher.costs
+        rates = self._batcher.rates
         seconds = result.forward_s + result.sample_s
         if decision.num_draft_tokens == 0:
-            costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+            rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         else:
             self._metrics.verify_duration.observe(seconds)
         if result.swap_bytes:
-            costs.observe_swap(result.swap_bytes, result.swap_s)
+            rates.observe_swap(result.swap_bytes, result.swap_s)
 
     def _learn_draft_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
         """Tell what the step took by the clock: laying out and committing drafts costs the host, too.
@@ -333,7 +333,7 @@ class EngineLoop:
         request, reason = token.request, token.finish_reason
         if reason is None:
             self._batcher.finish(request.request_id, FinishReason.STOP)
-            request.cut(token.num_tokens)  # this step may have committed more
+            request.cut(token.num_tokens)  # those of this step behind the stop string
         if stop is not None:
             self._requests.finish(request, FinishReason.STOP, stop_reason=stop)
         elif reason is not None:

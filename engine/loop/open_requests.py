@@ -14,7 +14,7 @@ from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.metrics.tenant_shares import TenantShares
 from engine.plan.metrics.token_gaps import TokenGaps
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.step_records import TokenLogprobs
 
 GRAVITY = (

@@ -44,10 +44,10 @@ class RequestStatus(Enum):
 class SamplingParams:
     """How to draw tokens and when to stop, already checked against the limits.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off.
-    `seed` is always set: the admission draws one when the caller gave none. `logprobs` None returns none,
-    0 the sampled token's only, n > 0 the n likeliest as well; `prompt_logprobs` is the same for the prompt's
-    tokens. `bad_words` are token sequences of which the last token is not drawn where the others just were.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off. `seed` is
+    drawn at admission when the caller gave none. `logprobs` None returns none, 0 the sampled token's, n > 0
+    the n likeliest as well; `prompt_logprobs` is the same for the prompt. The last token of each sequence in
+    `bad_words` is not drawn where the others were just drawn.
     """
 
     max_tokens: int
@@ -92,14 +92,13 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One generation as a caller asks for it, after validation: nobody downstream checks it again.
+    """One generation as a caller asks for it, validated.
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` is None for the anonymous tenant. `deadline_s` is in seconds from the
-    arrival, None for as long as it takes. Only requests with the same `cache_salt` share cached prefixes;
-    `engine.owned_salt` makes one that no other tenant has.
-    `fork_of` is the request_id of an earlier choice with the same prompt, which is then computed once.
-    `grammar` is what the output must follow; None for any output.
+    None is a group of its own. `tenant` None is the anonymous tenant. `deadline_s` counts from the arrival,
+    None is no limit. Only requests with the same `cache_salt` share cached prefixes; `engine.owned_salt`
+    makes one that no other tenant has. `fork_of` is the request_id of an earlier choice with the same prompt,
+    which is computed once for both. `grammar` is what the output must follow, None for any output.
     """
 
     request_id: str
@@ -117,15 +116,15 @@ class GenerationRequest:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The scheduler's record of one generation.
+    """The scheduler's record of one generation. Its own methods are the only writers of its progress.
 
     A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
-    `token_ids` is prompt then output, one list. `stop_token_ids` is the caller's set plus the model's EOS set
-    unless EOS is ignored. `arrival` is a counter that breaks every tie; `arrival_time` is in seconds of the
-    engine's monotonic clock, and so is `deadline`, None without one. `first_scheduled_time` is None until the
-    request first runs. `num_cached_tokens` counts prompt tokens whose KV was found, not computed, when the
-    request first ran. `fork_of` names the request whose prompt KV this one shares; None for no one.
-    `spec_stats` is None while nothing has been drafted for it.
+    `token_ids` is prompt then output. `stop_token_ids` includes the model's EOS set unless EOS is ignored.
+    `arrival` is a counter that breaks every tie. `arrival_time`, `first_scheduled_time` and `deadline` are
+    seconds of the engine's monotonic clock, None for not yet and for no limit; `preemptions` are (clock,
+    "recompute" or "swap"). `num_cached_tokens` counts prompt tokens whose KV was found when it first ran.
+    `fork_of` names the request whose prompt KV it shares. `turn_tokens`, `backlog_tokens` and
+    `num_charged_tokens` belong to the policy. `spec_stats` is None until something is drafted.
     """
 
     request_id: str
@@ -146,7 +145,6 @@ class Request:
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    num_preemptions: int = 0
     first_scheduled_time: float | None = None
     preemptions: list[tuple[float, str]] = field(default_factory=list)
     turn_tokens: int = 0
@@ -170,9 +168,24 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
     def num_remaining_tokens(self) -> int:
-        """Tokens still to be computed if the request goes on to its `max_tokens`."""
+        """Tokens still to be computed if the request reaches its `max_tokens`."""
         return self.max_num_tokens - self.num_computed_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was preempted."""
+        return len(self.preemptions)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has ended; that never changes back."""
+        return self.status is RequestStatus.FINISHED
 
     @property
     def least_output_tokens(self) -> int:
@@ -183,50 +196,67 @@ class Request:
 
     @property
     def draws_by_history(self) -> bool:
-        """True when what may be drawn depends on the tokens drawn before, not only on their number.
-
-        That is beside the model, which is always told of them.
-        """
+        """True when the processors of its logits depend on which tokens were drawn, not only on how many."""
         sampling = self.sampling
         return sampling.has_penalties or bool(sampling.bad_words) or self.grammar is not None
 
     @property
     def wants_only_draws(self) -> bool:
-        """True when nothing but a draw is wanted of its logits, from the token after the next one on.
-
-        Then a device can go on by itself: no logits to be changed, none to be told of.
-        """
+        """True when, from the token after the next on, its raw logits are drawn from and not reported."""
         sampling = self.sampling
         is_changed = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
         is_banning = self.num_output_tokens + 1 < sampling.min_tokens
         return not (is_changed or is_banning or sampling.logprobs is not None or self.draws_by_history)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of the generated tokens."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def scores_prompt(self) -> bool:
-        """True while log-probabilities of its prompt are wanted: then the whole prompt is computed for it."""
+        """True while log-probabilities of its prompt are wanted: the whole prompt is computed for it then."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
-    @property
-    def is_finished(self) -> bool:
-        """True once a terminal status is set; it never changes back."""
-        return self.status is RequestStatus.FINISHED
+    def admit(self, now: float, num_computed_tokens: int, num_cached_tokens: int) -> None:
+        """It runs, with KV for so many tokens; `num_cached_tokens` counts the first time only."""
+        self.status = RequestStatus.RUNNING
+        self.num_computed_tokens = num_computed_tokens
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = now
+            self.num_cached_tokens = num_cached_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Commit one generated token; the finish reason it causes by its id, the grammar or length."""
+        """Commit one generated token; the finish reason it causes by its id, the grammar or the length."""
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
         if self.grammar is not None and self.grammar.accept(token_id):
             return FinishReason.STOP
-        if len(self.token_ids) >= self.max_num_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None
 
     def cut(self, num_tokens: int) -> None:
-        """Drop the committed tokens after the first `num_tokens`: they follow a stop string."""
+        """Drop the tokens behind the first `num_tokens`: they follow a stop string."""
         del self.token_ids[num_tokens:]
+
+    def advance_to(self, num_tokens: int) -> None:
+        """A step has computed the KV of its first `num_tokens`."""
+        self.num_computed_tokens = num_tokens
+
+    def recompute_from(self, position: int) -> None:
+        """Its KV from `position` on is lost; while it waits, it has no KV on the host any more."""
+        self.num_computed_tokens = min(self.num_computed_tokens, position)
+        if self.status is RequestStatus.SWAPPED:
+            self.status = RequestStatus.PREEMPTED
+
+    def preempt(self, now: float, *, swapped: bool) -> None:
+        """It has to wait again, with its KV on the host if `swapped`, else without any."""
+        self.status = RequestStatus.SWAPPED if swapped else RequestStatus.PREEMPTED
+        self.preemptions.append((now, "swap" if swapped else "recompute"))
+        if not swapped:
+            self.num_computed_tokens = 0
+
+    def reprioritize(self, priority: int | None, deadline: float | None) -> None:
+        """Set a new priority or deadline; None leaves the old one."""
+        self.priority = self.priority if priority is None else priority
+        self.deadline = self.deadline if deadline is None else deadline
+
+    def finish(self, reason: FinishReason) -> None:
+        """It has ended."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason

@@ -37,10 +37,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy the whole K/V block `source` onto `target` before the forward pass.
-
-    Both are device blocks (copy-on-write), or one of them is a host block (a swap).
-    """
+    """Copy block `source` onto `target` before the pass: both on the device, or one on the host (a swap)."""
 
     source: int
     target: int
@@ -59,7 +56,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustment:
-    """What one sampled row needs beyond the columns of `SamplingInputs`; built only for rows that need it.
+    """What one sampled row needs beyond the columns of `SamplingInputs`; built only for such rows.
 
     `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` and
     `allowed_mask`, a grammar's, allow all where they are None; the grammar is lent to the target thread for
@@ -82,7 +79,7 @@ class SamplingInputs:
     """The sampling parameters of the R rows of one step, as columns.
 
     `temperature` 0 = greedy; `top_k` 0, `top_p` 1, `min_p` 0 = off. `seed` is the request's 64 bits as int64;
-    `position` is the absolute index in the sequence of the token to draw. `num_logprobs` is -1 for none.
+    `position` is the absolute index of the token to draw. `num_logprobs` is -1 for none.
     """
 
     temperature: Float32  # [R]
@@ -102,13 +99,12 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """The drafts that a step verifies: V sequences with at least one each, D drafts in all, in packed order.
+    """The drafts that a step verifies: V sequences with at least one each, D drafts in packed order.
 
-    Sequence v owns the rows `first_row[v] .. first_row[v] + num_drafts[v]` of the logits: the newest known
-    token's, then one for each draft. `parents` None means that all are chains; else an entry is the index,
-    among its sequence's drafts, of the draft it follows, below its own, and -1 follows the newest token.
-    `probs` has for each draft the float32 [vocab] distribution it was drawn from, None for a certain one;
-    empty when no verification rule needs it.
+    Sequence v owns the rows `first_row[v] .. first_row[v] + num_drafts[v]`: the newest known token's, then
+    one for each draft. `parents` None means that all are chains; else an entry is the index of the parent
+    among its sequence's drafts, and -1 is the newest token. `probs` has each draft's float32 [vocab]
+    distribution, None for a certain draft; it is empty when the verification rule needs none.
     """
 
     sequence: Int32  # [V] indices into [0, S)
@@ -121,9 +117,9 @@ class DraftInputs:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Prompt tokens whose log-probabilities a step has to tell: P of them, in packed order.
+    """The P prompt tokens whose log-probabilities a step reports, in packed order.
 
-    `rows` are the tokens before them, whose logits they are read from. `num_top` is how many of the likeliest
+    `rows` are the tokens before them, whose logits they are read from; `num_top` is how many of the likeliest
     to report beside each.
     """
 
@@ -139,18 +135,15 @@ class StepInputs:
 
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
+    Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
+    `seats` are the requests' rows, constant and exclusive while they run: the key of state kept outside the
+    blocks, which begins anew where `positions` begin at 0.
 
-    Slots follow a sequence's tokens one by one, drafts included; positions count depth, so the drafts of a
-    tree may share one. `seats` is constant while a request runs and nobody else's: the key of state that is
-    kept outside the blocks, which begins anew where `positions` begin at 0.
+    Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
+    block that `swap_out` saves may be reused in the same step; what `swap_in` reads must not be its target.
 
-    Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`: a
-    device block that is saved may be scrubbed and reused in the same step, but a host block that `swap_in`
-    reads must not be a target of `swap_out`.
-
-    A step that is launched before the last one's tokens were read does not know them: `previous_rows` has for
-    such a token the row, of the step launched just before, that draws it, and -1 for a known one. Its entry
-    of `token_ids` is 0.
+    `previous_rows` is for a step launched before the last one's result: it has, for a token not known yet,
+    the row of the last step that draws it, and -1 for known ones. Its entry of `token_ids` is 0.
     """
 
     token_ids: Int64  # [N]
@@ -175,10 +168,9 @@ class StepInputs:
 class BatchDecision:
     """The scheduler's order for one step; immutable, so the model's thread may read it freely.
 
-    `scheduled` lists decodes first, then prefill chunks in policy order, then decodes with drafts; each that
-    `samples` has one row of logits and one more for each of its drafts, in this order. `inputs` is None
-    exactly when nothing is scheduled. Of the `preempted`, those `swapped` keep their KV on the host; the
-    others compute it again.
+    `scheduled` lists decodes, then prefill chunks in policy order, then decodes with drafts; each that
+    `samples` has one row of logits and one more a draft, in this order. `inputs` is None exactly when nothing
+    is scheduled. Of the `preempted`, those `swapped` keep their KV on the host.
     """
 
     step_id: int
@@ -198,9 +190,9 @@ class BatchDecision:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities (before any processor) at one position.
+    """Raw log-probabilities (before any processor) at one position; `rank` is 1 for the likeliest token.
 
-    `rank` is 1 for the likeliest token. `top` is sorted, likeliest first, with as many entries as asked for.
+    `top` is sorted, likeliest first, with as many entries as asked for.
     """
 
     token_id: int
@@ -211,12 +203,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What was drawn: `token_ids[r]` for row r, and what went wrong for single rows.
+    """The token drawn for each row, and what went wrong for single rows.
 
-    The rows of a sequence with drafts hold what it commits, in order: the accepted drafts, then the recovered
-    or bonus token, then NO_TOKEN. `row_errors` maps a row to a one-line reason; its token means nothing, and
-    nothing follows it. `spoiled_rows` are rows past a sequence's last token that were not finite either:
-    their K/V must not be read again. `logprobs` is None when none asked.
+    The rows of a sequence with drafts hold what it commits: the accepted drafts, then the recovered or bonus
+    token, then NO_TOKEN. `row_errors` maps a row to a one-line reason; its token means nothing and none
+    follows. `spoiled_rows` lie past a sequence's last token and were not finite: their K/V must not be read
+    again. `logprobs` is None when no request asked.
     """
 
     token_ids: list[int]  # [R]
@@ -229,10 +221,10 @@ class SampledRows:
 class StepResult:
     """What the model's thread gives back for one decision, with the seconds it took.
 
-    `forward_s` does not include `swap_s`, which moved `swap_bytes` between device and host; `sample_s`
-    includes verification. Where drafts formed a tree, the K/V of the accepted ones lies at their positions.
-    `features` has one row for each sampled sequence, for drafters that read the target; None when none does.
-    `prompt_logprobs` has a record for each of the inputs' prompt rows, None where the logits are not finite.
+    `forward_s` excludes `swap_s`, in which `swap_bytes` moved between device and host; `sample_s` includes
+    verification. The K/V of accepted drafts of a tree lies at their positions. `features` has one row for
+    each sampled sequence, for drafters that read the target, or is None. `prompt_logprobs` has a record for
+    each prompt row, None where the logits are not finite.
     """
 
     rows: SampledRows
@@ -248,8 +240,8 @@ class StepResult:
 class RequestExplanation:
     """How one live request stands between two steps, and why it waits.
 
-    `waits_because` is one plain sentence, and `position` its place in the queue, 1 for the next; both None
-    while it runs. `preemptions` are (engine clock, "recompute" or "swap"). Blocks are those on the device.
+    `waits_because` is one plain sentence and `position` its place in the queue, from 1; both are None while
+    it runs. `preemptions` are (engine clock, "recompute" or "swap"). Blocks are those on the device.
     """
 
     request_id: str

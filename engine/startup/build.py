@@ -134,7 +134,7 @@ def seed_costs(batcher: ContinuousBatcher, profile: StepProfile) -> None:
     plain = [(0, num_seqs, s) for num_seqs, num_tokens, s in profile.decodes if num_seqs == num_tokens]
     if profile.chunk is not None and plain:
         num_tokens, seconds = profile.chunk
-        batcher.costs.seed([*plain, (num_tokens, 0, seconds)])
+        batcher.rates.seed([*plain, (num_tokens, 0, seconds)])
 
 
 def worthwhile_threads() -> tuple[int, ...]:

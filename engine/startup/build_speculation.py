@@ -13,7 +13,7 @@ from engine.compute.drafters.ngram import NgramDrafter
 from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
-from engine.plan.kv.rewindable import Rewindable
+from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
@@ -53,7 +53,7 @@ def load_sources(
 
 
 def make_decoder(
-    settings: Settings, sources: tuple[DraftSource, ...], vocab_size: int, kv: Rewindable
+    settings: Settings, sources: tuple[DraftSource, ...], vocab_size: int, kv: PagedKvManager
 ) -> SpeculativeDecoder | None:
     """The decoder over these sources; None without any."""
     if not sources:

@@ -63,7 +63,7 @@ def write(request: Request, num_tokens: int, family: str = "llama") -> list[int]
     """Prompt and output that the target gives without any speculation."""
     loaded, table = load_tiny(family), SamplingTable(1)
     sampler = Sampler(VOCAB_SIZE, loaded.device)
-    table.seat(0, request)
+    table.write(0, request)
     for _ in range(num_tokens):
         logits = plain_logits(loaded, request.token_ids)[-1:]
         inputs = table.gather(np.array([0]), [request], np.array([request.num_tokens]))

@@ -52,7 +52,7 @@ def test_costs_are_known_from_what_was_measured() -> None:
     seed_costs(batcher, StepProfile(decodes, chunk=(128, 0.050)))
     assert batcher.decoder.costs.seconds(1, 9) == 0.014
     assert not batcher.decoder.costs.needs_plain(1)
-    step, chunk = batcher.costs.step_s(0, 8), batcher.costs.step_s(128, 0)
+    step, chunk = batcher.rates.step_s(0, 8), batcher.rates.step_s(128, 0)
     assert step is not None and abs(step - 0.017) < 0.002
     assert chunk is not None and abs(chunk - 0.050) < 0.005
 
@@ -60,4 +60,4 @@ def test_costs_are_known_from_what_was_measured() -> None:
 def test_nothing_measured_leaves_costs_unknown() -> None:
     batcher = make_batcher()
     seed_costs(batcher, StepProfile())
-    assert not batcher.costs.is_known
+    assert not batcher.rates.is_known

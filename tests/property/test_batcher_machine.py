@@ -344,7 +344,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if not self.launched:
             self.launch()
         decision = self.flying.pop(0)
-        self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
+        self.batcher.rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
         return decision, self.launched.pop(decision.step_id).wait().rows
 
     def lose(self, ran: bool) -> BatchDecision:

@@ -208,7 +208,7 @@ def test_the_next_of_a_fair_queue_is_the_least_of_all_that_wait(commands: list[t
             served.tenant = f"t{which}"
             policy.charge(served, max(1, amount), 0)
         elif command == "let go":
-            queue.let_go(str(which))
+            queue.unhold(str(which))
         elif command == "pop" and queue.peek() is not None:
             queue.pop()
         elif command == "remove" and chosen is not None:

@@ -9,8 +9,9 @@ from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision
 from tests.support.fakes import FakeRunner, ManualClock
 
@@ -45,6 +46,12 @@ def make_request(
     )
 
 
+def preempted(request: Request, times: int) -> Request:
+    """The request, as if it had been preempted so many times before."""
+    request.preemptions[:] = [(0.0, "recompute")] * times
+    return request
+
+
 def make_kv(
     num_blocks: int = 8,
     block_size: int = 4,
@@ -69,6 +76,7 @@ def make_batcher(
     aging_s: float = 0.0,
     clock: Callable[[], float] | None = None,
     num_host_blocks: int = 0,
+    decoder: SpeculativeDecoder | None = None,
     **further: Any,
 ) -> ContinuousBatcher:
     """A batcher over a KV manager of its own; limits not given follow the budget and the seats."""
@@ -81,7 +89,7 @@ def make_batcher(
         **further,
     )
     kv = make_kv(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size), num_host_blocks)
-    return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock())
+    return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
 
 
 def make_runner(batcher: ContinuousBatcher) -> FakeRunner:

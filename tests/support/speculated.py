@@ -106,7 +106,7 @@ async def engine_of(
 async def assert_quiet(engine: Engine) -> None:
     """No request, no block, neither the target's nor a draft model's, and no error of any kind."""
     async with asyncio.timeout(5):
-        while engine._loaded.batcher._flights:  # noqa: ASYNC110  # a step ahead, for nobody
+        while engine._loaded.batcher._in_flight:  # noqa: ASYNC110  # a step ahead, for nobody
             await asyncio.sleep(0.001)
     gauges, metrics = engine.gauges(), engine.metrics
     assert gauges.kv_blocks_used == gauges.num_requests_swapped == 0

@@ -21,7 +21,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.scheduling.sampling_table import Behind, adjustment_of, as_int64, history_of
+from engine.plan.scheduling.sampling_table import Before, adjustment_of, as_int64, history_of
 from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
 from engine.plan.speculation.speculation_config import Verification
@@ -367,8 +367,8 @@ def depends_on_newest_only(known: _Known) -> bool:
 def adjustment_after(known: _Known, row: int) -> LogitAdjustment | None:
     """What the row that draws the token after this sequence needs beyond its columns."""
     request = known.request
-    behind = Behind(known.token_ids, request.num_prompt_tokens, known.history)
-    return adjustment_of(row, request.sampling, request.stop_token_ids, behind)
+    before = Before(known.token_ids, request.num_prompt_tokens, known.history)
+    return adjustment_of(row, request.sampling, request.stop_token_ids, before)
 
 
 def sampling_inputs(sequences: Sequence[_Known]) -> SamplingInputs:

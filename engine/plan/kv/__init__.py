@@ -1,1 +1,1 @@
-"""KV accounting: which block belongs to whom. Ids and counts only; the tensors live in `engine.compute`."""
+"""KV accounting: which sequence holds which block. Ids and counts; the tensors live in `engine.compute`."""

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 class BlockPool:
     """Hands out block ids and takes them back; every operation is O(1) a block.
 
-    A block is either referenced (count >= 1) or free, never both. A free block whose contents are *kept* may
-    be referenced again, as it is, until it is taken for something else. Blocks are taken in LRU order, the
-    one released longest ago first, but kept ones only when there are no others. The free lists are linked
-    maps, so that a block may also be taken out of their middle in O(1).
+    A block is either referenced (count >= 1) or free. A free block whose contents are *kept* may be
+    referenced again until it is taken. Blocks are taken in LRU order, kept ones only when there are no
+    others. The free lists are linked maps, so that a block leaves their middle in O(1).
     """
 
     __slots__ = ("_free", "_free_kept", "_kept", "_ref_counts", "num_blocks")
@@ -26,16 +25,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references."""
+        """Blocks without a reference."""
         return len(self._free) + len(self._free_kept)
 
     @property
     def num_free_kept(self) -> int:
-        """Those of them whose contents are kept."""
+        """Free blocks whose contents are kept."""
         return len(self._free_kept)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, in LRU order; None if there are too few. None is kept."""
+        """`count` blocks with one reference each, none of them kept; None if there are too few."""
         plain = len(self._free)
         if count > plain + len(self._free_kept):
             return None
@@ -56,7 +55,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each, in order; a block left without any goes to the tail of its free list."""
+        """Drop a reference to each, in order; a block left with none goes to the tail of its free list."""
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released more often than taken"
@@ -70,7 +69,7 @@ class BlockPool:
         self._kept.add(block_id)
 
     def drop(self, block_id: int) -> None:
-        """The contents of this kept block are worth nothing any more."""
+        """Keep the contents of this block no longer."""
         self._kept.remove(block_id)
         if self._ref_counts[block_id] == 0:
             del self._free_kept[block_id]

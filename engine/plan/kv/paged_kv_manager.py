@@ -1,7 +1,4 @@
-"""PagedKvManager: the block table of every sequence that holds KV, and the seat it occupies.
-
-Accounting only: it never touches a tensor. Loop thread only.
-"""
+"""PagedKvManager: the block table of every sequence that holds KV. Accounting only; loop thread only."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from engine.plan.step_records import BlockCopy, Int32
 
 @dataclass(slots=True)
 class _Sequence:
-    """What one sequence holds: a row of the table matrix, blocks in order, the tokens they are there for.
-
-    Its first `num_published` blocks, all full, were published, they or their equals.
-    """
+    """A row of the table matrix, blocks in token order, the tokens they hold, and how many are published."""
 
     row: int
     num_tokens: int
@@ -35,15 +29,12 @@ class PagedKvManager:
     """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
 
     A sequence has a *row* from its first blocks until `free`; `block_tables[row]` lists its blocks, with 0
-    behind the last. Blocks may be shared, by forks and by sequences that begin with the same published
-    blocks; whoever writes into a block that is shared or published calls `copy_on_write` first. "Does not
-    fit" is False or None and changes nothing; an unknown request id is a KeyError.
+    behind the last. Forks share blocks, and so do sequences that begin with the same published blocks; call
+    `copy_on_write` before writing into such a block. "Does not fit" is False or None and changes nothing; an
+    unknown request id is a KeyError.
 
-    Published blocks are found through `prefixes` and count as free once nobody references them. `host` is
-    where swapped-out sequences' blocks are; the manager itself takes no part in swapping.
-    `prefix_cache_queries` counts tokens of requests that looked for their prefix, `prefix_cache_hits` those
-    found; whoever looks counts. `can_rewind` False is for models that keep state outside the blocks, which
-    has no earlier self: their sequences can be neither cut nor forked.
+    Published blocks are found by their hashes and count as free once no sequence holds them. `can_rewind` is
+    False for models that keep state outside the blocks: their sequences can be neither cut nor forked.
     """
 
     def __init__(
@@ -56,25 +47,18 @@ class PagedKvManager:
         *,
         can_rewind: bool = True,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.can_rewind = can_rewind
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
+        self.max_tokens_per_seq = self.max_blocks_per_seq * block_size  # of one that is alone
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         self._sequences: dict[str, _Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
-
-    # What there is.
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks."""
-        return self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -84,7 +68,7 @@ class PagedKvManager:
     @property
     def num_used_blocks(self) -> int:
         """Blocks referenced by at least one sequence."""
-        return self.pool.num_blocks - self.pool.num_free
+        return self.num_blocks - self.pool.num_free
 
     @property
     def num_cached_blocks(self) -> int:
@@ -95,11 +79,6 @@ class PagedKvManager:
     def usage(self) -> float:
         """Used blocks over all blocks, 0 to 1."""
         return self.num_used_blocks / self.num_blocks
-
-    @property
-    def max_tokens_per_seq(self) -> int:
-        """The longest sequence that fits when it is alone."""
-        return self.max_blocks_per_seq * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
@@ -112,7 +91,7 @@ class PagedKvManager:
     def row_for(self, request_id: str, num_tokens: int) -> int:
         """The same, for a pass that reaches `num_tokens` tokens. AssertionError if it holds fewer blocks.
 
-        Behind its last block a row says 0, which is somebody's block, and the pass would write there.
+        Behind its last block a row says 0: such a pass would write into another sequence's block.
         """
         sequence = self._sequences[request_id]
         assert num_tokens <= sequence.num_tokens, (
@@ -129,28 +108,33 @@ class PagedKvManager:
         return len(self._sequences[request_id].block_ids)
 
     def num_published(self, request_id: str) -> int:
-        """How many of the sequence's blocks, from the first on, were published, they or their equals."""
+        """How many of its leading blocks were published, they or others with the same contents."""
         return self._sequences[request_id].num_published
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
-    # What changes it.
+    def blocks_to_start(self, num_tokens: int, found: Sequence[int]) -> int:
+        """Free blocks that `start` would take: those beside the `found`, and the found ones that are free."""
+        return self.blocks_for(num_tokens) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
 
     def start(self, request_id: str, num_tokens: int, found: Sequence[int] = ()) -> bool:
-        """Give a new sequence a row and blocks for `num_tokens`, the first being those `found` published."""
+        """Give a new sequence a row and blocks for `num_tokens`, the first being those `found` published.
+
+        If its KV is on the host, the blocks behind those found are copied back from there.
+        """
         assert request_id not in self._sequences, f"{request_id} already holds KV"
-        free_found = sum(1 for block_id in found if self.pool.ref_count(block_id) == 0)
-        missing = self.blocks_for(num_tokens) - len(found)
-        if not self._free_rows or missing > self.num_free_blocks - free_found:
+        if not self._free_rows or self.blocks_to_start(num_tokens, found) > self.num_free_blocks:
             return False
-        if missing + len(found) > self.max_blocks_per_seq:
+        if self.blocks_for(num_tokens) > self.max_blocks_per_seq:
             return False
         sequence = _Sequence(self._free_rows.pop(), len(found) * self.block_size, list(found), len(found))
         self.pool.share(found)
         self.block_tables[sequence.row, : len(found)] = found
         self._grow(sequence, num_tokens)
         self._sequences[request_id] = sequence
+        if request_id in self.host:
+            self.host.restore(request_id, sequence.block_ids, len(found))
         return True
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
@@ -163,7 +147,7 @@ class PagedKvManager:
     def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
         held = len(sequence.block_ids)
         if num_tokens > held * self.block_size:
-            needed = -(-num_tokens // self.block_size)
+            needed = self.blocks_for(num_tokens)
             new = self._take(needed - held) if needed <= self.max_blocks_per_seq else None
             if new is None:
                 return False
@@ -193,8 +177,8 @@ class PagedKvManager:
     def copy_on_write(self, request_id: str, first_position: int) -> tuple[BlockCopy, ...] | None:
         """Make the blocks from `first_position` on the sequence's own; the copies to do before writing there.
 
-        Empty when none of them is shared. None when too few blocks are free; nothing has changed then. What
-        was published of them is found no more where it is to be written over.
+        Empty when none of them is shared. None when too few blocks are free; nothing has changed then. Those
+        of them that were published are withdrawn.
         """
         sequence = self._sequences[request_id]
         first = first_position // self.block_size
@@ -217,9 +201,9 @@ class PagedKvManager:
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
-        Nothing is erased: stale slots are overwritten before they are read again. A published block that is
-        cut in its middle can be written to only after `copy_on_write`. Raises RewindError: NOT_SUPPORTED
-        unless `can_rewind`, POSITION_BEYOND_END if the sequence holds fewer tokens.
+        Stale slots are overwritten before they are read again. A published block that is cut in its middle
+        needs `copy_on_write` before it is written. Raises RewindError: NOT_SUPPORTED unless `can_rewind`,
+        POSITION_BEYOND_END if the sequence holds fewer tokens.
         """
         sequence = self._sequences[request_id]
         if not self.can_rewind:
@@ -239,32 +223,98 @@ class PagedKvManager:
         self.block_tables[sequence.row, kept:] = 0
         sequence.num_tokens = num_tokens
 
-    def free(self, request_id: str) -> None:
-        """Release all the sequence holds and give its row back.
+    def free(self, request_id: str) -> list[int]:
+        """Release all the sequence holds, its row and its claims; the blocks that no longer hold anything.
 
-        The last block goes first, so that a prefix, which others may want again, is reused last.
+        Those are neither another sequence's nor published. The last block is released first, so that a
+        prefix, which other requests may want again, is reused last.
         """
         sequence = self._sequences.pop(request_id)
+        self.prefixes.unclaim(request_id)
         self.pool.release(reversed(sequence.block_ids))
         self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
         self._free_rows.append(sequence.row)
+        return [b for b in sequence.block_ids if self.pool.ref_count(b) == 0 and b not in self.prefixes]
 
-    # What others may find.
+    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """The published blocks of the longest run of these hashes from the first on, at most `limit`."""
+        return self.prefixes.find(hashes, limit)
+
+    def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Note that this request is computing the blocks of these hashes, where no other request does."""
+        self.prefixes.claim(request_id, hashes)
+
+    def claimant(self, block_hash: bytes) -> str | None:
+        """The request that is computing the block of this hash."""
+        return self.prefixes.claimant(block_hash)
 
     def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
-        """Let the sequence's first `num_blocks` blocks be found; all full, computed and known to be good."""
+        """Let the sequence's first `num_blocks` blocks be found: all full, computed and known to be good.
+
+        Its claims end: what it claimed is published now.
+        """
         sequence = self._sequences[request_id]
+        self.prefixes.unclaim(request_id)
         publish = self.prefixes.publish
         for index in range(sequence.num_published, num_blocks):
             publish(sequence.block_ids[index], hashes[index])
         sequence.num_published = max(sequence.num_published, num_blocks)
 
     def unpublish(self, request_id: str) -> None:
-        """Let no block of this sequence be found: what it holds may be bad."""
+        """Let no block of this sequence be found: its contents may be bad."""
         sequence = self._sequences[request_id]
         for block_id in sequence.block_ids:
             self.prefixes.withdraw(block_id)
         sequence.num_published = 0
+
+    def reset_prefix_cache(self, owner: str | None = None) -> int:
+        """Withdraw `owner`'s published blocks, or all if None, that no sequence holds; how many they were."""
+        return self.prefixes.reset(owner)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose KV is on the host only."""
+        return self.host.num_saved
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that hold nothing."""
+        return self.host.num_free
+
+    def is_on_host(self, request_id: str) -> bool:
+        """True while the host holds KV of this request, or is about to."""
+        return request_id in self.host
+
+    def swap_out(self, request_id: str, num_tokens: int) -> None:
+        """Keep the KV of its first `num_tokens` on the host, before its blocks are freed. They must fit."""
+        if request_id in self.host:
+            self.host.stay(request_id)  # the step that should have restored it failed
+        else:
+            blocks = self._sequences[request_id].block_ids[: self.blocks_for(num_tokens)]
+            self.host.save(request_id, blocks)
+
+    def drop_unsaved(self, request_id: str) -> bool:
+        """Free its host blocks if no step has copied its KV there yet; True if so."""
+        if request_id not in self.host or self.host.is_saved(request_id):
+            return False
+        self.host.release(request_id)
+        return True
+
+    def drop_from_host(self, request_id: str) -> None:
+        """Free its host blocks, if it has any."""
+        self.host.release(request_id)
+
+    def swap_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+        """The copies to do before the next pass: to the host, then back."""
+        return self.host.copies()
+
+    def confirm_copies(self) -> None:
+        """A step has done the copies handed out last."""
+        self.host.confirm_copies()
+
+    def drop_unsure(self) -> tuple[str, ...]:
+        """A step failed: drop from the host what it may not have copied there; the requests that lost KV."""
+        return self.host.drop_unsure()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""

@@ -20,10 +20,10 @@ def owned_salt(owner: str | None, salt: str | None) -> str | None:
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str | None
 ) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` up to `num_blocks`.
+    """Append the hashes of the full blocks of `token_ids` up to `num_blocks`.
 
-    A block's hash is sha256 over its parent's and its tokens; the first one's parent is that of the salt. In
-    front of it stands the owner's tag, where the salt has an owner.
+    A block's hash is sha256 over its parent's hash and its tokens; the first block's parent is the salt. The
+    owner's tag stands in front of it where the salt has an owner.
     """
     owner, is_owned, _ = ("" if salt is None else salt).partition(_OWNER_END)
     tag = _tag_of(owner) if is_owned else b""
@@ -39,11 +39,10 @@ def _tag_of(owner: str) -> bytes:
 
 
 class PrefixCache:
-    """Which block holds the contents of which hash, and which hashes somebody is computing just now.
+    """Which block holds the contents of a hash, and which request is computing them.
 
-    Only blocks that nobody will write again are published. They are kept by the pool when they are free, and
-    stay findable until the pool hands them out for something else. At most one block is found for a hash, and
-    at most one request claims it.
+    Only blocks that are not written again are published. The pool keeps them when they are free, until it
+    hands them out. At most one block is found for a hash, and at most one request claims it.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -55,8 +54,6 @@ class PrefixCache:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hash_of
-
-    # Contents.
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest run of these hashes from the first on, at most `limit`."""
@@ -84,7 +81,7 @@ class PrefixCache:
             self._pool.drop(block_id)
 
     def forget_taken(self, block_ids: Sequence[int]) -> None:
-        """The pool has handed these blocks out: what they held is gone."""
+        """The pool has handed these blocks out: their contents are gone."""
         if self._hash_of:
             for block_id in block_ids:
                 block_hash = self._hash_of.pop(block_id, None)
@@ -92,7 +89,7 @@ class PrefixCache:
                     del self._block_of[block_hash]
 
     def reset(self, owner: str | None = None) -> int:
-        """Withdraw every block of `owner` (None: anybody's) that nobody references; how many they were."""
+        """Withdraw every free block of `owner`, or of all if None; how many they were."""
         tag = b"" if owner is None else _tag_of(owner)
         kept = self._pool.free_kept_block_ids()
         block_ids = [block_id for block_id in kept if self._hash_of[block_id].startswith(tag)]
@@ -100,20 +97,18 @@ class PrefixCache:
             self.withdraw(block_id)
         return len(block_ids)
 
-    # Contents to come.
-
     def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """This request is computing the blocks of these hashes, as far as nobody else does."""
+        """This request is computing the blocks of these hashes, where no other request does."""
         claims = [block_hash for block_hash in hashes if block_hash not in self._claimant_of]
         self._claimant_of.update(dict.fromkeys(claims, request_id))
         self._claims[request_id] = claims
 
     def claimant(self, block_hash: bytes) -> str | None:
-        """Who is computing the block of this hash."""
+        """The request that is computing the block of this hash."""
         return self._claimant_of.get(block_hash)
 
     def unclaim(self, request_id: str) -> None:
-        """This request computes nothing more that others might wait for."""
+        """This request computes no block that others might wait for."""
         for block_hash in self._claims.pop(request_id, ()):
             del self._claimant_of[block_hash]
 

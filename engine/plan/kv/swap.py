@@ -11,10 +11,9 @@ from engine.plan.step_records import BlockCopy
 class SwapSpace:
     """Accounts for host blocks. A request holds some from `save` until `release`; ids only, no tensor.
 
-    Copies are asked for by `save` and `restore`, handed out by `copies` for every step, and done when
-    `settle` says that the step gave its result. A step that did not leaves it unknown which of them were
-    done: `unsure` names whose saved contents may be wrong, since their device blocks may be overwritten by
-    now. What is being restored is still on the host, so that is simply asked for again.
+    `save` and `restore` ask for copies, `copies` hands them out for every step, and `confirm_copies` says
+    that the step did them. After a step that failed it is unknown which were done: `drop_unsure` names the
+    requests whose saved contents may be wrong. What was being restored is still here, and asked for again.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,7 +25,7 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
-        """Host blocks that nobody holds."""
+        """Host blocks that hold nothing."""
         return len(self._free)
 
     @property
@@ -36,10 +35,6 @@ class SwapSpace:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
-
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
-        """The host blocks of a request in token order."""
-        return tuple(self._held[request_id])
 
     def save(self, request_id: str, device_blocks: Sequence[int]) -> None:
         """Copy these blocks to the host before the next pass writes anything. There must be enough free."""
@@ -60,11 +55,11 @@ class SwapSpace:
         self._restoring[request_id] = tuple(map(BlockCopy, held[first:], device_blocks[first : len(held)]))
 
     def stay(self, request_id: str) -> None:
-        """Undo a `restore` that is not settled: the request goes on being saved."""
+        """Undo a `restore` that is not confirmed: the request stays saved."""
         del self._restoring[request_id]
 
     def release(self, request_id: str) -> None:
-        """Give back what the request holds, if anything; copies not handed out are not done any more."""
+        """Free what the request holds, if anything; its copies not handed out yet are dropped."""
         self._free += reversed(self._held.pop(request_id, ()))
         self._saving.pop(request_id, None)
         self._restoring.pop(request_id, None)
@@ -75,15 +70,15 @@ class SwapSpace:
             return (), ()
         return tuple(chain(*self._saving.values())), tuple(chain(*self._restoring.values()))
 
-    def settle(self) -> None:
-        """The copies handed out last are done; what is back on the device leaves the host."""
+    def confirm_copies(self) -> None:
+        """The copies handed out last are done: what is back on the device leaves the host."""
         if self._restoring:
             for request_id in list(self._restoring):
                 self.release(request_id)
         self._saving.clear()
 
-    def unsure(self) -> tuple[str, ...]:
-        """Whose copies to the host may have been done or not; they hold nothing on the host any more."""
+    def drop_unsure(self) -> tuple[str, ...]:
+        """Release the requests whose copies to the host may have been done or not; their ids."""
         request_ids = tuple(self._saving)
         for request_id in request_ids:
             self.release(request_id)

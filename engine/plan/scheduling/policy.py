@@ -1,12 +1,15 @@
-"""SchedulingPolicy: who runs before whom, as one key a request."""
+"""SchedulingPolicy: which request runs before which, as one key a request."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.errors import StartRefused
 from engine.plan.request import Request
-from engine.plan.scheduling.fairness import FairnessWeights, VirtualCounters
+from engine.plan.scheduling.rising_heap import RisingHeap
 
 PolicyKey = tuple[float, ...]
 
@@ -14,12 +17,11 @@ PolicyKey = tuple[float, ...]
 class SchedulingPolicy:
     """Ranks requests: the smaller key runs first, the largest is preempted first.
 
-    Keys are total (they end with `arrival`, which breaks every tie) and take no account of the time. Requests
-    of one lane never change their order among one another unless they change themselves: that lets the queue
-    keep a heap a lane, which is not sorted again at each step. Lanes may overtake one another at any step, as
-    what is done to a waiting request's key, but by changing the request, makes it greater.
-    A policy holds at most one state, fed by the hooks below; it has one queue. What is not overridden does
-    nothing, and all requests share one lane.
+    Keys are total (they end with `arrival`, which breaks every tie) and do not depend on the time. Requests
+    of one lane keep their order unless they change themselves, so the queue needs one heap a lane; lanes may
+    overtake one another at any step, but the key of a waiting request only rises unless the request changes.
+    A policy serves one queue. The hooks feed its state, if it has any; by default they do nothing, and all
+    requests share one lane.
     """
 
     name: str  # as in `scheduling_policy`
@@ -27,19 +29,19 @@ class SchedulingPolicy:
     ranks_newcomers = True  # False: `key` means something only once the request has been enqueued
 
     def key(self, request: Request) -> PolicyKey:
-        """The request's rank now; it may depend on the request's fields and on the policy's state."""
+        """The request's rank now, by its fields and the policy's state."""
         raise NotImplementedError
 
     def lane(self, request: Request) -> str:
-        """Within which the order never changes."""
+        """The lane that the request waits in."""
         return ""
 
     def rank_in_lane(self, request: Request) -> PolicyKey:
-        """The order within the lane: that of `key`, by what does not change while the request waits."""
+        """The order of `key` within the lane, by what does not change while the request waits."""
         return self.key(request)
 
     def enqueue(self, request: Request) -> None:
-        """The request starts to wait: it is new, or it was preempted. Comes before `key` is asked."""
+        """The request starts to wait, new or preempted. Comes before `key` is asked."""
 
     def dequeue(self, request: Request) -> None:
         """The request waits no longer: it runs, or it has ended."""
@@ -61,10 +63,9 @@ class FcfsPolicy(SchedulingPolicy):
 class OrcaPolicy(FcfsPolicy):
     """Iteration-level first come, first served, as in Orca (Yu et al., OSDI 2022, algorithm 1).
 
-    Every step selects the oldest requests that fit and batches whatever each of them needs, prompt chunk or
-    next token. Nobody overtakes: a request has never had fewer steps than one that arrived after it. That is
-    the difference to `fcfs`, where requests take turns and prefill keeps a share of a step that decodes
-    could fill. Orca's reservation of KV for all of `max_tokens` is not part of it: blocks grow as needed.
+    Every step selects the oldest requests that fit and batches what each needs, prompt chunk or next token: a
+    request never has fewer steps than one that arrived after it. Under `fcfs`, requests take turns instead,
+    and prefill keeps a share of the step. Unlike Orca, blocks grow as needed: none are reserved.
     """
 
     name = "orca"
@@ -74,12 +75,10 @@ class OrcaPolicy(FcfsPolicy):
 class SjfPolicy(SchedulingPolicy):
     """Fewest remaining tokens first, with a bound on overtaking, so that long requests do not starve.
 
-    Time is counted in work: a request's *turn* is all the work, in tokens, that ever arrived up to and with
-    it, and its *backlog* what was unfinished then. The key is its turn plus what it may be put off by, which
-    grows with its remaining tokens, but never exceeds MAX_PUT_OFF backlogs. A request that arrives later has
-    a turn greater by its own work at least, so whoever overtakes arrived within that much work: all
-    overtakers together are at most MAX_PUT_OFF backlogs. First come, first served does one backlog before it,
-    so one request at a time, nobody waits more than MAX_PUT_OFF + 1 = 10 times as long here as there.
+    Time is counted in work: a request's *turn* is all the work, in tokens, that arrived up to and with it,
+    and its *backlog* what was unfinished then. The key is its turn plus what it may be put off by, which
+    grows with its remaining tokens up to MAX_PUT_OFF backlogs. A later request has a turn greater by its own
+    work at least, so those that overtake are at most MAX_PUT_OFF backlogs together; fcfs has one before it.
     """
 
     name = "sjf"
@@ -139,9 +138,10 @@ class PriorityPolicy(SchedulingPolicy):
     """By class, then by arrival; each `aging_s` seconds since arrival count as one period (0: never).
 
     The effective class, aging_periods(priority) - (now - arrival_time) / aging_s, falls at the same speed for
-    everyone, so `now` cancels out of every comparison: the order is that of aging_periods(priority) * aging_s
-    + arrival_time, a constant. A request of class p goes before those of a better class q that arrive more
-    than (aging_periods(p) - aging_periods(q)) * aging_s after it, at most 113 periods: nobody starves.
+    all requests, so `now` cancels out of every comparison: the order is that of
+    aging_periods(priority) * aging_s + arrival_time, a constant. A request of class p goes before
+    those of a better class q that arrive more than (aging_periods(p) - aging_periods(q)) * aging_s after it,
+    at most 113 periods: none starves.
     """
 
     name = "priority"
@@ -157,11 +157,9 @@ class PriorityPolicy(SchedulingPolicy):
 
 
 class DeadlinePolicy(SchedulingPolicy):
-    """Earliest deadline first; those without one come last, by arrival.
+    """Earliest deadline first; requests without one come last, by arrival, and may wait indefinitely.
 
-    Meeting deadlines under overload needs hopeless requests out of the way: admission refuses them
-    (`ContinuousBatcher.can_meet`), and those that expire are ended. Requests without a deadline have no claim
-    against those with one: they may wait as long as such keep coming.
+    Admission refuses hopeless requests (`ContinuousBatcher.can_meet`), and those that expire are ended.
     """
 
     name = "deadline"
@@ -171,12 +169,118 @@ class DeadlinePolicy(SchedulingPolicy):
         return (math.inf if request.deadline is None else request.deadline, request.arrival)
 
 
-class FairPolicy(SchedulingPolicy):
-    """The tenant served least goes first; within a tenant it is `priority`.
+@dataclass(frozen=True, slots=True)
+class FairnessWeights:
+    """What a computed prompt token and an output token cost, and each tenant's weight (1 by default).
 
-    Served is counted by VirtualCounters, which also says how far two tenants can come apart. A lane is a
-    tenant; its requests keep their order while the tenants overtake one another. Among tenants served equally
-    the one goes first that began to wait first, so that no priority reaches beyond its own tenant.
+    A tenant of weight 2 gets twice the service of one of weight 1 while both have work. StartRefused unless
+    all are above 0.
+    """
+
+    prompt: float = 1.0
+    output: float = 2.0
+    tenants: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = {"prompt": self.prompt, "output": self.output, **self.tenants}
+        for name, weight in named.items():
+            if not weight > 0:
+                raise StartRefused(f"The fairness weight of {name!r} is {weight}: it must be above 0.")
+
+
+class VirtualCounters:
+    """The Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
+
+    A tenant's counter grows by the weighted tokens computed for it over its weight, each token once, however
+    often preemption has it computed. A tenant that comes back is lifted to the least counter of the waiting
+    ones (to that of the last to leave, if none waits), so it saves up no credit. `_floor` is that least
+    counter; it never falls, and tenants that do not wait count as being there at least.
+
+    While two tenants always have requests waiting, their service over any interval differs by at most
+    2 * max(w_prompt * L, w_output * M), if w_prompt <= w_output: L is the longest prompt and M the most
+    tokens that admitted requests may come to hold, without preemption the size of the KV.
+    """
+
+    PRUNE_ABOVE = 64  # counters; then once more whenever they have doubled
+
+    def __init__(self, weights: FairnessWeights) -> None:
+        self._weights = weights
+        self._counters: dict[str, float] = {}
+        self._num_waiting: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}
+        self._last_turn = 0
+        self._order: RisingHeap[float] = RisingHeap(self.of)  # of the tenants that wait
+        self._floor = 0.0
+        self._last_left: str | None = None
+        self._prune_above = self.PRUNE_ABOVE
+
+    def __len__(self) -> int:
+        """Counters kept."""
+        return len(self._counters)
+
+    def of(self, tenant: str) -> float:
+        """The tenant's counter now."""
+        counter = self._counters.get(tenant, self._floor)
+        return counter if tenant in self._num_waiting else max(counter, self._floor)
+
+    def turn_of(self, tenant: str) -> int:
+        """When the tenant last began to wait: the lower, the earlier; 0 if its counter was dropped since."""
+        return self._turns.get(tenant, 0)
+
+    def join(self, tenant: str) -> None:
+        """One more request of this tenant waits. O(log n) of the waiting tenants, amortised."""
+        if tenant not in self._num_waiting:
+            self._raise_floor()
+            self._counters[tenant] = self.of(tenant)
+            self._num_waiting[tenant] = 0
+            self._last_turn += 1
+            self._turns[tenant] = self._last_turn
+            self._order.put(tenant)
+            self._prune()
+        self._num_waiting[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """One request of this tenant waits no longer. O(1), amortised."""
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant]
+            self._order.drop(tenant)
+            self._last_left = tenant
+
+    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count service for this tenant."""
+        cost = self._weights.prompt * num_prompt_tokens + self._weights.output * num_output_tokens
+        counter = self._counters.get(tenant, self._floor)
+        self._counters[tenant] = counter + cost / self._weights.tenants.get(tenant, 1.0)
+
+    def _raise_floor(self) -> None:
+        first = self._order.least()
+        if first is not None:
+            least = self._counters[first]
+        elif self._last_left is not None:
+            least = self.of(self._last_left)
+        else:
+            return
+        self._floor = max(self._floor, least)
+
+    def _prune(self) -> None:
+        """Drop the counters of tenants that the floor has overtaken."""
+        if len(self._counters) <= self._prune_above:
+            return
+        self._counters = {
+            tenant: counter
+            for tenant, counter in self._counters.items()
+            if tenant in self._num_waiting or counter > self._floor
+        }
+        self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in self._counters}
+        self._prune_above = max(self.PRUNE_ABOVE, 2 * len(self._counters))
+
+
+class FairPolicy(SchedulingPolicy):
+    """The tenant served least, by VirtualCounters, goes first; within a tenant, a lane, it is `priority`.
+
+    Among tenants served equally the one that began to wait first goes first, so a priority does not reach
+    beyond its own tenant.
     """
 
     name = "fair"

@@ -13,9 +13,9 @@ from engine.plan.scheduling.rising_heap import RisingHeap
 
 
 class _Entry(NamedTuple):
-    """A place in a lane's heap; `serial` makes places comparable without comparing requests."""
+    """A place in a lane's heap. Work that has run before goes first; `serial` breaks the last ties."""
 
-    is_new: bool  # False for work that has run before, which goes first
+    is_new: bool
     rank: PolicyKey
     serial: int
     request: Request
@@ -31,7 +31,7 @@ class _Lane:
         self.live: dict[str, _Entry] = {}
 
     def push(self, entry: _Entry) -> None:
-        """Give a request a place, instead of the one it may have."""
+        """Give a request a place in exchange for its old one."""
         self.live[entry.request.request_id] = entry
         heapq.heappush(self.heap, entry)
         self._compact()
@@ -58,21 +58,21 @@ class RequestQueue:
     """Orders waiting requests: those that have run before first, each group by policy.
 
     Inside a lane of the policy the order is a heap's, and so is that of the lanes by their heads, which are
-    looked at again when they come out first, as lanes may overtake one another. Every operation is O(log n),
-    amortised. When more places of a heap are dead than alive it is built anew. The policy hears of everybody
-    that comes and goes.
+    ranked again when they come out first, because lanes may overtake one another. Every operation is
+    O(log n), amortised: a heap with more dead places than live ones is built anew. The policy hears of every
+    request that comes and goes.
 
-    A request may be *held* until another has computed what both need. It waits like the rest, but `peek` and
-    `pop` pass over it until it is let go.
+    A request may be *held* until another has computed what both need: `peek` and `pop` pass over it until
+    `unhold`.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._lanes: dict[str, _Lane] = {}  # those with anybody in them
+        self._lanes: dict[str, _Lane] = {}  # those that are not empty
         self._order: RisingHeap[PolicyKey] = RisingHeap(self._rank)  # of the lanes
         self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
-        self._held: dict[str, str] = {}  # by id, with the id of whom it is held for; these are in no lane
-        self._held_for: dict[str, list[str]] = {}  # may name some that are held no more
+        self._held: dict[str, str] = {}  # by id, with the leader's id; these are in no lane
+        self._held_for: dict[str, list[str]] = {}  # by leader; may name requests that are not held any more
         self._serials = count()
         self.num_tokens = 0  # known tokens of all that wait
 
@@ -100,20 +100,20 @@ class RequestQueue:
         self.num_tokens += len(request.token_ids)
 
     def peek(self) -> Request | None:
-        """The request that `pop` would return; None when nobody waits who is not held."""
+        """The request that `pop` would return; None when all that wait are held."""
         name = self._order.least()
         return None if name is None else self._lanes[name].head().request
 
     def pop(self) -> Request:
-        """Take the next request out. Raises IndexError when `peek` gives nobody."""
+        """Take the next request out. Raises IndexError when `peek` gives None."""
         request = self.peek()
         if request is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         self.remove(request.request_id)
         return request
 
     def remove(self, request_id: str) -> Request | None:
-        """Take this request out, wherever it stands; None when it does not wait."""
+        """Take this request out; None when it does not wait."""
         found = self._waiting.pop(request_id, None)
         if found is None:
             return None
@@ -131,24 +131,24 @@ class RequestQueue:
             self._push(request)
 
     def hold(self, request_id: str, leader: str) -> None:
-        """Pass over this waiting request until `let_go(leader)`."""
+        """Pass over this waiting request until `unhold(leader)`."""
         self._leave_lane(request_id, self._waiting[request_id][1])
         self._held[request_id] = leader
         self._held_for.setdefault(leader, []).append(request_id)
 
-    def let_go(self, leader: str) -> None:
-        """Return those that are held for this request to their places."""
+    def unhold(self, leader: str) -> None:
+        """Return the requests that are held for this one to their places."""
         for request_id in self._held_for.pop(leader, ()):
             if self._held.get(request_id) == leader:
                 del self._held[request_id]
                 self._push(self._waiting[request_id][0])
 
     def held_for(self, request_id: str) -> str | None:
-        """Whom this request is held for; None when it is not held."""
+        """The request that this one is held for; None when it is not held."""
         return self._held.get(request_id)
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """Those that would come out now before this request, which may or may not wait here. O(n)."""
+        """The requests that would come out before this one, which may or may not wait here. O(n)."""
         rank, held = (_is_new(request), self._policy.key(request)), self._held
         free = (other for other in self if other.request_id not in held)
         return [other for other in free if (_is_new(other), self._policy.key(other)) < rank]

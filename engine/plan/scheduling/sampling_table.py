@@ -1,4 +1,4 @@
-"""SamplingTable: the sampling parameters of every seated request, as columns."""
+"""SamplingTable: the sampling parameters of every running request, as columns."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, TokenCounts
 from engine.plan.structured_output import MaskOf
 
+_COLUMNS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "num_logprobs": np.int32,
+}
+
 
 class SamplingTable:
-    """One row a seat, written when a request takes it: a step's parameters are then one gather a column."""
+    """A row for each row of block tables, so that a step's parameters are one gather a column."""
 
     def __init__(self, num_rows: int) -> None:
-        self._temperature = np.zeros(num_rows, np.float32)
-        self._top_k = np.zeros(num_rows, np.int32)
-        self._top_p = np.ones(num_rows, np.float32)
-        self._min_p = np.zeros(num_rows, np.float32)
-        self._seed = np.zeros(num_rows, np.int64)
-        self._num_logprobs = np.full(num_rows, -1, np.int32)
+        self._columns = {name: np.zeros(num_rows, kind) for name, kind in _COLUMNS.items()}
         self._may_adjust = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
         self._histories: list[TokenHistory | None] = [None] * num_rows
 
-    def seat(self, row: int, request: Request) -> None:
-        """Write the request's parameters into its row, over whatever an earlier one left there."""
-        sampling = request.sampling
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = sampling.top_k
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seed[row] = as_int64(sampling.seed)
-        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+    def write(self, row: int, request: Request) -> None:
+        """Write the request's parameters into its row, over those of an earlier request."""
+        sampling, columns = request.sampling, self._columns
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            columns[name][row] = getattr(sampling, name)
+        columns["seed"][row] = as_int64(sampling.seed)
+        columns["num_logprobs"][row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._may_adjust[row] = bool(
             sampling.logit_bias
             or sampling.allowed_token_ids is not None
-            or sampling.has_penalties
-            or sampling.bad_words
-            or request.grammar is not None
+            or request.draws_by_history
             or request.num_output_tokens < sampling.min_tokens
         )
         self._scores_prompt[row] = request.scores_prompt
@@ -59,24 +59,20 @@ class SamplingTable:
         positions: Int64,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingInputs:
-        """The columns for these rows in this order, to which the other arguments belong one by one.
+        """The columns for these rows in this order; the other arguments have an entry for each of them.
 
-        `paths` are the drafts that a row takes for given beside its request's tokens; None is none anywhere.
+        `paths` are the drafts between a request's tokens and a row; None where no request has any.
         """
-        flagged = np.flatnonzero(self._may_adjust[rows]).tolist()
-        adjustments = [
-            _adjustment(index, requests[index], self._histories[rows[index]], paths[index] if paths else ())
-            for index in flagged
-        ]
+        adjustments = []
+        for index in np.flatnonzero(self._may_adjust[rows]).tolist():
+            request, path = requests[index], paths[index] if paths else ()
+            before = Before(request.token_ids, request.num_prompt_tokens, self._histories[rows[index]], path)
+            mask = None if request.grammar is None else MaskOf(request.grammar, path)
+            adjustments.append(adjustment_of(index, request.sampling, request.stop_token_ids, before, mask))
         return SamplingInputs(
-            temperature=self._temperature[rows],  # [R]
-            top_k=self._top_k[rows],  # [R]
-            top_p=self._top_p[rows],  # [R]
-            min_p=self._min_p[rows],  # [R]
-            seed=self._seed[rows],  # [R]
-            position=positions,  # [R]
-            num_logprobs=self._num_logprobs[rows],  # [R]
+            position=positions,
             adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
+            **{name: column[rows] for name, column in self._columns.items()},
         )
 
 
@@ -90,7 +86,7 @@ def history_of(sampling: SamplingParams, num_prompt_tokens: int) -> TokenHistory
     return TokenHistory(num_prompt_tokens) if sampling.has_penalties else None
 
 
-class Behind(NamedTuple):
+class Before(NamedTuple):
     """What stands before the token that a row draws: a sequence's known tokens, then `path`, drafts.
 
     `history` has counted some of the known ones; None if no penalty is set.
@@ -122,29 +118,21 @@ class Behind(NamedTuple):
         return self.history.counts(self.path)
 
 
-def _adjustment(
-    index: int, request: Request, history: TokenHistory | None, path: tuple[int, ...]
-) -> LogitAdjustment | None:
-    behind = Behind(request.token_ids, request.num_prompt_tokens, history, path)
-    mask = None if request.grammar is None else MaskOf(request.grammar, path)
-    return adjustment_of(index, request.sampling, request.stop_token_ids, behind, mask)
-
-
 def adjustment_of(
     row: int,
     sampling: SamplingParams,
     stop_token_ids: frozenset[int],
-    behind: Behind,
+    before: Before,
     allowed_mask: MaskOf | None = None,
 ) -> LogitAdjustment | None:
-    """What the row that draws the token after `behind` needs beyond the columns.
+    """What the row that draws the token after `before` needs beyond the columns.
 
     None if nothing, which includes a row for which only min_tokens was set, once it is reached.
     """
     banned: tuple[int, ...] = ()
-    if behind.num_output_tokens < sampling.min_tokens:
+    if before.num_output_tokens < sampling.min_tokens:
         banned = tuple(sorted(stop_token_ids))
-    banned += tuple(word[-1] for word in sampling.bad_words if behind.ends_with(word[:-1]))
+    banned += tuple(word[-1] for word in sampling.bad_words if before.ends_with(word[:-1]))
     is_limited = sampling.allowed_token_ids is not None or allowed_mask is not None
     if not (banned or sampling.logit_bias or is_limited or sampling.has_penalties):
         return None
@@ -157,5 +145,5 @@ def adjustment_of(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        history=behind.counts(),
+        history=before.counts(),
     )

@@ -1,4 +1,4 @@
-"""build_step_inputs: from what the scheduler chose to the arrays of one packed forward pass."""
+"""build_step_inputs: the arrays of one packed forward pass, from the items that the scheduler chose."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class BlockMoves(NamedTuple):
 NO_MOVES = BlockMoves()
 
 
-class Cargo(NamedTuple):
-    """One scheduled request with what it brings: itself, and the drafts after its newest token.
+class ScheduledItem(NamedTuple):
+    """What one request computes in a step, and the drafts after its newest token.
 
-    Its last token, if that is not known yet, is what row `previous_row` of the step before draws; else -1.
+    `previous_row` is the row of the step before that draws its last token, -1 if that is known.
     """
 
     scheduled: ScheduledRequest
@@ -48,28 +48,30 @@ class Cargo(NamedTuple):
     previous_row: int = -1
 
 
-def next_tokens(request: Request, count: int = 1) -> Cargo:
+def next_tokens(request: Request, count: int = 1) -> ScheduledItem:
     """The next `count` known tokens of a request."""
     first = request.num_computed_tokens
     samples = first + count == len(request.token_ids)
-    return Cargo(ScheduledRequest(request.request_id, first, count, samples), request)
+    return ScheduledItem(ScheduledRequest(request.request_id, first, count, samples), request)
 
 
-def token_drawn_by(request: Request, row: int) -> Cargo:
-    """The token behind those that a request knows, which this row of the step before draws."""
+def token_drawn_by(request: Request, row: int) -> ScheduledItem:
+    """The token after the known ones of a request, which this row of the step before draws."""
     first = len(request.token_ids)
-    return Cargo(ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row)
+    return ScheduledItem(
+        ScheduledRequest(request.request_id, first, 1, samples=True), request, previous_row=row
+    )
 
 
 def build_step_inputs(
-    cargo: Sequence[Cargo], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
+    items: Sequence[ScheduledItem], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
 ) -> StepInputs:
-    """The packed pass over `cargo`, at least one.
+    """The packed pass over `items`, at least one.
 
     Blocks for every scheduled token must be allocated: AssertionError if they are not. The arrays are new:
     nothing of `kv` is aliased.
     """
-    scheduled, requests, drafted, previous = zip(*cargo, strict=True)
+    scheduled, requests, drafted, previous = zip(*items, strict=True)
     _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
@@ -82,77 +84,64 @@ def build_step_inputs(
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
     block, offset = np.divmod(indices, kv.block_size)
     has_drafts = any(num_drafts)
-    is_ahead = max(previous) >= 0
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
-    sampled = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
+    sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
-        token_ids=_token_ids(cargo),
+        token_ids=_token_ids(items),
         positions=positions,
         slot_mapping=block_tables[sequence, block].astype(np.int64) * kv.block_size + offset,
         query_lens=query_lens,
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
-        logits_rows=sampled.tokens,
+        logits_rows=tokens,
         sampling=sampling.gather(
-            rows[sampled.sequences],
-            [requests[s] for s in sampled.sequences.tolist()],
-            positions[sampled.tokens] + 1,
-            _paths(cargo) if has_drafts or is_ahead else None,
+            rows[sequences],
+            [requests[s] for s in sequences.tolist()],
+            positions[tokens] + 1,
+            _paths(items) if has_drafts or max(previous) >= 0 else None,
         ),
-        drafts=_draft_inputs(drafted, sampled.sequences) if has_drafts else None,
-        prompt_rows=_prompt_rows(cargo, sampling.scoring(rows), ends),
+        drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
+        prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         seats=rows.astype(np.int32),
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,
         swap_in=moves.swap_in,
-        previous_rows=_previous_rows(previous, ends) if is_ahead else None,
+        previous_rows=_previous_rows(previous, ends) if max(previous) >= 0 else None,
     )
 
 
-class _Sampled(NamedTuple):
-    """The R rows of logits: whose they are, and which token each belongs to."""
-
-    sequences: Int64  # [R] indices into [0, S)
-    tokens: Int64  # [R] indices into [0, N)
-
-
-def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> _Sampled:
-    """The newest token of each sequence that samples, and its drafts."""
+def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> tuple[Int64, Int64]:
+    """For each of the R rows of logits, its sequence and its token, as indices into [0, S) and [0, N)."""
     counts = (num_drafts + 1) * samples  # [S]
     sequences = np.repeat(np.arange(len(ends)), counts)  # [R]
     behind = np.cumsum(counts)[sequences] - np.arange(len(sequences))  # [R] rows to its sequence's last, +1
-    return _Sampled(sequences, ends[sequences] - behind)
+    return sequences, ends[sequences] - behind
 
 
-def _prompt_rows(cargo: Sequence[Cargo], asking: Sequence[int], ends: Int64) -> PromptRows | None:
+def _prompt_rows(items: Sequence[ScheduledItem], asking: Sequence[int], ends: Int64) -> PromptRows | None:
     """The prompt tokens that follow those computed for the sequences that ask; None if there are none."""
-    sequence: list[int] = []
-    rows: list[int] = []
-    token_ids: list[int] = []
-    num_top: list[int] = []
+    found: list[tuple[int, int, int, int]] = []
     for s in asking:
-        (_, first, count, _, _), request, *_ = cargo[s]
+        (_, first, count, _, _), request, *_ = items[s]
         known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
-        start = int(ends[s]) - count
-        sequence += [s] * len(known)
-        rows += range(start, start + len(known))
-        token_ids += known
-        num_top += [request.sampling.prompt_logprobs or 0] * len(known)
-    if not rows:
+        start, num_top = int(ends[s]) - count, request.sampling.prompt_logprobs or 0
+        found += [(s, start + i, token_id, num_top) for i, token_id in enumerate(known)]
+    if not found:
         return None
+    sequence, rows, token_ids, tops = zip(*found, strict=True)
     return PromptRows(
         np.array(sequence, np.int32),
         np.array(rows, np.int64),
         np.array(token_ids, np.int64),
-        np.array(num_top, np.int32),
+        np.array(tops, np.int32),
     )
 
 
-def _token_ids(cargo: Sequence[Cargo]) -> Int64:
+def _token_ids(items: Sequence[ScheduledItem]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, _, num_drafts), request, drafted, previous_row in cargo:
+    for (_, first, count, _, num_drafts), request, drafted, previous_row in items:
         num_known = count - num_drafts
         if previous_row >= 0:
             token_ids.append(0)
@@ -170,10 +159,9 @@ def _positions(indices: Int64, ends: Int64, drafted: Sequence[Sequence[DraftedTo
     positions = indices.copy()
     for s, drafts in enumerate(drafted):
         if drafts and drafts[0].parent is not None:
-            newest = int(ends[s]) - len(drafts) - 1
-            for i, draft in enumerate(drafts):
-                assert draft.parent is not None
-                positions[newest + 1 + i] = positions[newest + 1 + draft.parent] + 1
+            first = int(ends[s]) - len(drafts)
+            for i, parent in enumerate(_parents(drafts)):
+                positions[first + i] = positions[first + parent] + 1
     return positions
 
 
@@ -184,19 +172,15 @@ def _previous_rows(previous: Sequence[int], ends: Int64) -> Int64:
     return rows
 
 
-def _paths(cargo: Sequence[Cargo]) -> list[tuple[int, ...]]:
-    """The drafts between the known tokens and each sampled row, that row's own included. [R]
-
-    A token that is not known yet counts as one, with NO_TOKEN for its id.
-    """
+def _paths(items: Sequence[ScheduledItem]) -> list[tuple[int, ...]]:
+    """The drafts between the known tokens and each sampled row, its own included; NO_TOKEN if unknown. [R]"""
     paths: list[tuple[int, ...]] = []
-    for scheduled, _, drafts, previous_row in cargo:
+    for scheduled, _, drafts, previous_row in items:
         if not scheduled.samples:
             continue
         base = len(paths)
         paths.append((NO_TOKEN,) if previous_row >= 0 else ())
-        for i, draft in enumerate(drafts):
-            parent = i - 1 if draft.parent is None else draft.parent
+        for draft, parent in zip(drafts, _parents(drafts), strict=True):
             paths.append((*paths[base + 1 + parent], draft.token_id))
     return paths
 

@@ -1,59 +1,92 @@
-"""StepPlanner: who computes how many known tokens in the next step, and who is seated for it."""
+"""StepPlanner: which tokens of which requests the next step computes, and which requests it admits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
-from engine.plan.scheduling.cost_model import CostModel
+from engine.plan.scheduling.in_flight import InFlightStep
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
-from engine.plan.scheduling.seats import Seats
-from engine.plan.scheduling.token_budget import TokenBudget
+from engine.plan.scheduling.running_set import RunningSet
+from engine.plan.scheduling.service_rates import ServiceRates
+from engine.plan.scheduling.step_inputs import ScheduledItem, next_tokens, token_drawn_by
+from engine.plan.speculation.length_policy import StepLoad
+from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
+from engine.plan.step_records import ScheduledRequest
 
 _LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
-Chunk = tuple[Request, int]  # with the tokens that the step computes
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """What one step may compute, in all and of prompts, and what has been taken of it so far."""
+
+    max_tokens: int
+    max_prefill: int
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_draft_tokens: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens not taken yet."""
+        return self.max_tokens - self.num_decode_tokens - self.num_prefill_tokens - self.num_draft_tokens
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens that prefill chunks may still take."""
+        return min(self.max_prefill - self.num_prefill_tokens, self.left)
+
+    def limit_others(self, num_tokens: int) -> None:
+        """Let prefill and drafts take at most that many together, beside the decodes taken before."""
+        self.max_tokens = min(self.max_tokens, self.num_decode_tokens + num_tokens)
+
+    def take_chunk(self, wanted: int) -> int:
+        """Take up to `wanted` tokens for one prefill chunk; how many it got."""
+        granted = min(wanted, self.prefill_left)
+        self.num_prefill_tokens += granted
+        return granted
 
 
 class StepPlan(NamedTuple):
-    """Those who compute their newest token, chunks of prompts, newcomers, and what is left for drafts."""
+    """Plain decodes, then chunks of prompts, then decodes with drafts; the tokens of each kind.
 
-    decodes: list[Request]
-    chunks: list[Chunk]
-    newcomers: list[Request]
+    `preempted` has the requests preempted since the last plan, with True where their KV went to the host.
+    """
+
+    items: list[ScheduledItem]
     budget: TokenBudget
+    preempted: list[tuple[str, bool]]
 
 
 class StepPlanner:
     """Spends a step's budget: one token for each request that lacks only its newest, then chunks of prompts.
 
-    Seats whom it finds in the queue, and preempts where blocks are short; `requeue` takes those back. Plan
-    tier; loop thread only.
+    What is left goes to drafts. Admits requests from the queue, and preempts where blocks are short. Loop
+    thread only.
     """
 
     def __init__(
         self,
         config: BatchConfig,
         queue: RequestQueue,
-        seats: Seats,
+        running: RunningSet,
         policy: SchedulingPolicy,
-        costs: CostModel,
-        requeue: Callable[[list[Request]], None],
+        rates: ServiceRates,
+        decoder: SpeculativeDecoder,
     ) -> None:
         self._config = config
         self._queue = queue
-        self._seats = seats
+        self._running = running
         self._policy = policy
-        self._costs = costs
-        self._requeue = requeue
+        self._rates = rates
+        self._decoder = decoder
         self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
-
-    @property
-    def max_decodes(self) -> int:
-        """How many may decode in a step of nothing else."""
-        return min(self._config.max_decode_seqs, self._token_limit)
+        self._preempted: list[tuple[str, bool]] = []  # since the last plan; True if swapped
 
     def allow_less(self, num_tokens: int) -> None:
         """Plan no more than so many tokens, or one, in the next step."""
@@ -63,70 +96,69 @@ class StepPlanner:
         """A step went well: allow one token more, up to the configured limit."""
         self._token_limit = min(self._token_limit + 1, self._config.max_num_batched_tokens)
 
+    def requeue(self, preempted: Sequence[Request]) -> None:
+        """Let requests wait again that were just preempted, and drop their drafts."""
+        for request in preempted:
+            self._decoder.pause(request.request_id)
+            self._queue.add(request)
+            self._queue.unhold(request.request_id)
+            self._preempted.append((request.request_id, request.status is RequestStatus.SWAPPED))
+
     def plan(self, turn: int) -> StepPlan:
         """Plan the next step; `turn` counts steps. Blocks for all of it are there on return."""
-        config = self._config
-        self._seats.begin_step()
-        budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_decode_seqs)
+        self._running.lookup.begin_step()
+        budget = TokenBudget(self._token_limit, self._config.max_prefill_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self._seats:
+        for request in self._running:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
-        limit = budget.decode_limit(self._reserve(prefills, turn))
+        limit = min(self._config.max_decode_seqs, self._token_limit - self._reserve(prefills, turn))
         decodes = self._choose_decodes(decodes, limit)
-        prefills = _running(prefills)
-        budget.take_decodes(len(decodes))
+        prefills = _still_running(prefills)
+        budget.num_decode_tokens = len(decodes)
         if decodes:
             self._keep_gap_short(budget)
-        chunks, newcomers = self._chunk(prefills, budget)
-        return StepPlan(decodes, chunks, newcomers, budget)
+        chunks = self._take_chunks(prefills, budget)
+        verified = self._take_drafts(decodes, budget)
+        drafted = {item.scheduled.request_id for item in verified}
+        plain = [next_tokens(request) for request in decodes if request.request_id not in drafted]
+        preempted, self._preempted = self._preempted, []
+        return StepPlan([*plain, *chunks, *verified], budget, preempted)
 
-    def _choose_decodes(self, decodes: list[Request], limit: int) -> list[Request]:
-        """The `limit` of `decodes` whose turn it is, with a slot for each one's newest token.
+    def plan_ahead(self, step: InFlightStep) -> list[ScheduledItem] | None:
+        """The next token of each running request, by the row of `step` that draws the one before it.
 
-        Blocks for it may be taken from anybody who runs. Who gets no slot all the same misses the step, and
-        somebody else has the turn, who must get a slot too.
+        None if the next step has to wait for the result: a request waits that could be admitted, `step` has
+        drafts or does not draw for all that run, drafts are at hand or waited for, logits are to be
+        processed or reported (which may need the token before, and holds the device up anyway), or blocks
+        are short. Requests whose last token `step` draws are left out. For one that a stop token or string
+        ends, a token is drawn in vain, and the commit drops it. This is async scheduling as in vLLM and
+        SGLang's overlap scheduling, but nothing is written into a request before its token is read.
         """
-        while True:
-            chosen = self._seats.take_turns(decodes, limit)
-            preempted, stalled = self._seats.make_room(chosen)
-            self._requeue(preempted)
-            if not stalled:
-                return _running(chosen) if preempted else chosen
-            decodes = [request for request in _running(decodes) if request not in stalled]
-
-    def _keep_gap_short(self, budget: TokenBudget) -> None:
-        """Leave prefill and drafts what the step has time for by what steps cost, but always some.
-
-        Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
-        the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
-        """
-        if self._config.gap_limit_s is not None:
-            fitting = self._costs.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
-            if fitting is not None:
-                budget.limit_others(max(fitting, _LEAST_CHUNK))
-
-    def _reserve(self, prefills: list[Request], turn: int) -> int:
-        """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.
-
-        A budget of one token goes to decodes and prefill by turns. Nothing, where nobody takes turns.
-        """
-        if not self._policy.takes_turns:
-            return 0
-        if not prefills and self.next_in_queue() is None:
-            return 0
-        half = (self._token_limit + turn % 2) // 2
-        return min(half, self._seats.kv.block_size, self._config.max_prefill_tokens)
+        if self.next_in_queue() is not None or step.decision.num_draft_tokens:
+            return None
+        pairs = zip(step.items, step.rows, strict=True)
+        rows = {item.scheduled.request_id: own.start for item, own in pairs if own}
+        if any(request.request_id not in rows for request in self._running):
+            return None
+        going_on = [r for r in self._running if len(r.token_ids) + 1 < r.max_num_tokens]
+        limit = min(self._config.max_decode_seqs, self._token_limit)
+        if not 0 < len(going_on) <= limit or not all(request.wants_only_draws for request in going_on):
+            return None
+        if self._decoder.expects_drafts(going_on) or not self._running.make_room_ahead(going_on):
+            return None
+        self._decoder.choose(going_on, StepLoad(len(going_on), len(going_on), 0, max_draft_tokens=0))
+        return [token_drawn_by(request, rows[request.request_id]) for request in going_on]
 
     def next_in_queue(self) -> Request | None:
-        """The first in the queue if it can be seated now; nobody overtakes it if it cannot.
+        """The first in the queue if it can be admitted now; if it cannot, no other request overtakes it.
 
-        Those that could, but had better not, are held on the way.
+        Requests that had better wait for another's KV are held on the way.
         """
-        seats = self._seats
+        running = self._running
         while (request := self._queue.peek()) is not None:
-            if not (seats.may_look_at(request) and seats.can_take(request)):
+            if not (running.lookup.may_look_up(request) and running.can_admit(request)):
                 return None
             leader = self._leader(request)
             if leader is None:
@@ -135,37 +167,89 @@ class StepPlanner:
         return None
 
     def _leader(self, request: Request) -> str | None:
-        """Whom a waiting request should be held for, not to compute what that one will."""
-        parent = self._queue.get(request.fork_of or "") if self._seats.kv.can_rewind else None
+        """The request to hold a waiting one for, so as not to compute what that one will."""
+        parent = self._queue.get(request.fork_of or "") if self._running.kv.can_rewind else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
-        return self._seats.leader(request)
+        return self._running.lookup.leader(request)
 
-    def _chunk(self, prefills: list[Request], budget: TokenBudget) -> tuple[list[Chunk], list[Request]]:
-        """Spend what is left of the budget on prefill: seated and waiting requests, merged by policy.
+    def _choose_decodes(self, decodes: list[Request], limit: int) -> list[Request]:
+        """The `limit` of `decodes` whose turn it is, with a slot for each one's newest token.
 
-        With those newly seated.
+        Any running request may be preempted for blocks. One that gets no slot all the same misses the step,
+        and another takes its turn, which must get a slot too.
         """
+        while True:
+            chosen = self._running.take_turns(decodes, limit)
+            preempted, stalled = self._running.make_room(chosen)
+            self.requeue(preempted)
+            if not stalled:
+                return _still_running(chosen) if preempted else chosen
+            decodes = [request for request in _still_running(decodes) if request not in stalled]
+
+    def _keep_gap_short(self, budget: TokenBudget) -> None:
+        """Leave prefill and drafts what the step has time for by measured rates, but always some.
+
+        Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
+        the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
+        """
+        if self._config.gap_limit_s is not None:
+            fitting = self._rates.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
+            if fitting is not None:
+                budget.limit_others(max(fitting, _LEAST_CHUNK))
+
+    def _reserve(self, prefills: list[Request], turn: int) -> int:
+        """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.
+
+        A budget of one token alternates between decodes and prefill. 0 under a policy without turns.
+        """
+        if not self._policy.takes_turns or not (prefills or self.next_in_queue() is not None):
+            return 0
+        half = (self._token_limit + turn % 2) // 2
+        return min(half, self._running.kv.block_size, self._config.max_prefill_tokens)
+
+    def _take_chunks(self, prefills: list[Request], budget: TokenBudget) -> list[ScheduledItem]:
+        """Spend what is left of the budget on prompts: running and waiting requests, merged by policy."""
         key = self._policy.key
-        seated = sorted(prefills, key=key, reverse=True)  # the best is last
-        chunks: list[Chunk] = []
-        newcomers: list[Request] = []
+        running = sorted(prefills, key=key, reverse=True)  # the best is last
+        chunks: list[ScheduledItem] = []
         while budget.prefill_left > 0:
             waiting = self.next_in_queue()
-            if waiting is not None and not (seated and key(seated[-1]) < key(waiting)):
+            if waiting is not None and not (running and key(running[-1]) < key(waiting)):
                 request = self._queue.pop()
-                self._seats.take(request)
-                newcomers.append(request)
-            elif seated:
-                request = seated.pop()
+                self._running.admit(request)
+                self._decoder.open(request)
+            elif running:
+                request = running.pop()
             else:
                 break
-            missing = len(request.token_ids) - request.num_computed_tokens
-            chunks.append((request, budget.take_chunk(missing)))
-            self._policy.charge(request, chunks[-1][1], 0)
-        chunks.sort(key=lambda chunk: chunk[1] > 1)  # sequences of one token come first
-        return chunks, newcomers
+            count = budget.take_chunk(len(request.token_ids) - request.num_computed_tokens)
+            self._policy.charge(request, count, 0)
+            chunks.append(next_tokens(request, count))
+        chunks.sort(key=lambda item: item.scheduled.num_tokens > 1)  # sequences of one token come first
+        return chunks
+
+    def _take_drafts(self, decodes: Sequence[Request], budget: TokenBudget) -> list[ScheduledItem]:
+        """Spend what decodes and prefill leave of the budget on drafts, in blocks that are free anyway."""
+        if not decodes:
+            return []
+        load = StepLoad(
+            num_seqs=len(decodes),
+            num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
+            num_prefill_tokens=budget.num_prefill_tokens,
+            max_draft_tokens=budget.left,
+            draft_s=self._decoder.waited_s,
+        )
+        verified: list[ScheduledItem] = []
+        for request, drafted in self._decoder.choose(decodes, load):
+            count = self._running.make_room_for_drafts(request, len(drafted))
+            if count:
+                budget.num_draft_tokens += count
+                first = request.num_computed_tokens
+                scheduled = ScheduledRequest(request.request_id, first, 1 + count, True, count)
+                verified.append(ScheduledItem(scheduled, request, drafted[:count]))
+        return verified
 
 
-def _running(requests: list[Request]) -> list[Request]:
+def _still_running(requests: list[Request]) -> list[Request]:
     return [request for request in requests if request.status is RequestStatus.RUNNING]

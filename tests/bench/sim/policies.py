@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from engine.plan.scheduling.fairness import FairnessWeights
+from engine.plan.scheduling.policy import FairnessWeights
 from tests.bench.report import Bar, Section
 from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.run import Run, percentile

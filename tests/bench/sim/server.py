@@ -116,7 +116,7 @@ class Simulation:
             return
         seconds = self.server.cost.step_s(decision.num_prefill_tokens, decision.num_decode_tokens)
         self.now += seconds
-        self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        self.batcher.rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         self.num_steps += 1
         self.ended.clear()
         for token in self.batcher.commit(

@@ -7,17 +7,16 @@ def test_blocks_go_out_and_come_back() -> None:
     host = SwapSpace(4)
     host.save("a", [7, 3])
     assert "a" in host
-    assert host.block_ids("a") == (0, 1)
     assert (host.num_free, host.num_saved, host.is_saved("a")) == (2, 1, False)
     assert host.copies() == (((7, 0), (3, 1)), ())
-    assert host.copies() == (((7, 0), (3, 1)), ()), "until they are settled"
-    host.settle()
+    assert host.copies() == (((7, 0), (3, 1)), ()), "until they are confirmed"
+    host.confirm_copies()
     assert host.is_saved("a")
     assert host.copies() == ((), ())
     host.restore("a", [5, 6, 9], 0)
     assert host.copies() == ((), ((0, 5), (1, 6)))
     assert (host.num_free, host.num_saved) == (2, 0), "the host keeps them until they are known to be back"
-    host.settle()
+    host.confirm_copies()
     assert "a" not in host
     assert host.num_free == 4
     host.check_integrity()
@@ -26,7 +25,7 @@ def test_blocks_go_out_and_come_back() -> None:
 def test_what_was_found_on_the_device_is_not_brought_back() -> None:
     host = SwapSpace(4)
     host.save("a", [7, 3, 4])
-    host.settle()
+    host.confirm_copies()
     host.restore("a", [7, 3, 5, 6], 2)
     assert host.copies() == ((), ((2, 5),))
 
@@ -34,10 +33,10 @@ def test_what_was_found_on_the_device_is_not_brought_back() -> None:
 def test_what_may_not_have_been_saved_is_given_up() -> None:
     host = SwapSpace(4)
     host.save("a", [7])
-    host.settle()
+    host.confirm_copies()
     host.save("b", [8])
     host.restore("a", [9], 0)
-    assert host.unsure() == ("b",)
+    assert host.drop_unsure() == ("b",)
     assert host.copies() == ((), ((0, 9),)), "what comes back is asked for again"
     assert host.num_free == 3
     host.stay("a")
@@ -52,11 +51,11 @@ def test_release_drops_what_was_still_to_be_copied() -> None:
     host.release("a")
     assert host.copies() == ((), ())
     host.save("b", [8, 9])
-    assert host.block_ids("b") == (0, 1), "the lowest host blocks come first"
-    host.settle()
+    assert host.copies() == (((8, 0), (9, 1)), ()), "the lowest host blocks come first"
+    host.confirm_copies()
     host.restore("b", [1, 2], 0)
     host.release("b")
-    host.settle()
+    host.confirm_copies()
     assert (host.copies(), host.num_free, host.num_saved) == (((), ()), 2, 0)
 
 

@@ -295,7 +295,7 @@ def learn_costs(batcher: ContinuousBatcher) -> None:
     """Steps of 10 ms, and 1 ms more for each prompt token."""
     for step in range(40):
         tokens = 64 * (step % 2)
-        batcher.costs.observe(tokens, 4, 0.01 + 0.001 * tokens)
+        batcher.rates.observe(tokens, 4, 0.01 + 0.001 * tokens)
 
 
 def test_a_prompt_beside_decodes_is_cut_to_the_time_that_a_step_may_take() -> None:

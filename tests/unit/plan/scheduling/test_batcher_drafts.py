@@ -11,12 +11,12 @@ import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus, SpeculationOptions
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.speculation.drafter import Draft
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import NO_TOKEN, BatchDecision, SampledRows
 from tests.support.engines import EngineShape, make_decoder
-from tests.support.factories import make_batcher, make_request, make_runner, run_step
+from tests.support.factories import make_batcher, make_request, make_runner, preempted, run_step
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import FakeRunner, expected_output
 
@@ -30,8 +30,7 @@ class Bench:
         self.decoder: SpeculativeDecoder = make_decoder(
             EngineShape(max_draft_tokens=max_draft_tokens), [FakeDrafter(method="ngram")]
         )
-        self.batcher: ContinuousBatcher = make_batcher(**{"block_size": 4, **sizes})
-        self.batcher.decoder = self.decoder
+        self.batcher: ContinuousBatcher = make_batcher(decoder=self.decoder, **{"block_size": 4, **sizes})
         self.runner: FakeRunner = make_runner(self.batcher)
 
     def add(self, request_id: str, prompt: Sequence[int] | int = 3, **how: Any) -> Request:
@@ -207,7 +206,7 @@ def test_the_blocks_that_a_spent_request_may_ever_need_outlive_a_round_of_drafts
     bench = Bench(num_blocks=8, max_num_seqs=2, max_model_len=24)
     bench.add("old", max_tokens=12)
     spent = make_request("spent", 3, arrival=1, max_tokens=12)
-    spent.num_preemptions = 8
+    preempted(spent, 8)
     bench.batcher.add(spent)
     bench.step()
     held = bench.blocks(spent)
@@ -224,7 +223,7 @@ def test_nobody_is_scheduled_without_a_block_where_the_oldest_and_a_spent_reques
     requests = {"old": bench.add("old", max_tokens=13)}
     for arrival, (name, length, max_tokens) in enumerate((("drafted", 3, 13), ("last", 1, 15)), start=1):
         requests[name] = make_request(name, length, arrival=arrival, max_tokens=max_tokens)
-        requests[name].num_preemptions = 8
+        preempted(requests[name], 8)
     bench.batcher.add(requests["drafted"])
     bench.step()
     bench.draft_right(requests["drafted"], 1, num_wrong=3)
@@ -245,7 +244,7 @@ def test_nobody_is_scheduled_without_a_block_where_the_oldest_and_a_spent_reques
 def test_a_spent_request_drafts_into_the_blocks_that_it_holds_anyway() -> None:
     bench = Bench(num_blocks=5, max_num_seqs=1, max_model_len=20)
     spent = make_request("spent", 3, max_tokens=17)
-    spent.num_preemptions = 8
+    preempted(spent, 8)
     bench.batcher.add(spent)
     bench.step()
     assert bench.batcher.kv.num_free_blocks == 0

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import StartRefused
-from engine.plan.scheduling.fairness import FairnessWeights, VirtualCounters
+from engine.plan.scheduling.policy import FairnessWeights, VirtualCounters
 
 
 def make_counters(**tenants: float) -> VirtualCounters:

@@ -135,7 +135,7 @@ def test_preemptions_are_remembered() -> None:
 def learned(batcher: ContinuousBatcher) -> ContinuousBatcher:
     """A step takes 10 ms, and 1 ms more for each token."""
     for tokens in range(64):
-        batcher.costs.observe(tokens % 16, tokens // 16, 0.010 + 0.001 * (tokens % 16 + tokens // 16))
+        batcher.rates.observe(tokens % 16, tokens // 16, 0.010 + 0.001 * (tokens % 16 + tokens // 16))
     return batcher
 
 

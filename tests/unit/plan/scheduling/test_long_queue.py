@@ -6,7 +6,7 @@ import pytest
 
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.fairness import FairnessWeights, VirtualCounters
+from engine.plan.scheduling.policy import FairnessWeights, VirtualCounters
 from engine.plan.step_records import SampledRows
 from tests.support.factories import make_batcher, make_request
 

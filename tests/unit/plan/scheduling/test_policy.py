@@ -4,8 +4,13 @@ import pytest
 
 from engine.errors import StartRefused
 from engine.plan.request import MAX_PRIORITY, MIN_PRIORITY, Priority, Request, RequestStatus
-from engine.plan.scheduling.fairness import FairnessWeights
-from engine.plan.scheduling.policy import FairPolicy, SchedulingPolicy, aging_periods, make_policy
+from engine.plan.scheduling.policy import (
+    FairnessWeights,
+    FairPolicy,
+    SchedulingPolicy,
+    aging_periods,
+    make_policy,
+)
 from tests.support.factories import make_request
 
 

@@ -2,32 +2,36 @@ import pytest
 
 from engine.errors import StartRefused
 from engine.plan.request import Request
-from engine.plan.scheduling.cost_model import CostModel
 from engine.plan.scheduling.policy import FcfsPolicy
-from engine.plan.scheduling.preemption import MeasuredSwapCost, PreemptionPolicy
-from tests.support.factories import make_request
+from engine.plan.scheduling.preemption import PreemptionPolicy
+from engine.plan.scheduling.service_rates import ServiceRates
+from tests.support.factories import make_request, preempted
 
 
-class Cost:
-    def __init__(self, swap_is_cheaper: bool) -> None:
-        self.answer = swap_is_cheaper
+def rates(swap_bytes_a_second: float) -> ServiceRates:
+    """A token takes a millisecond to compute."""
+    found = ServiceRates()
+    for num_prefill in (0, 100, 200, 300) * 8:
+        found.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
+    found.observe_swap(1_000_000, 1_000_000 / swap_bytes_a_second)
+    return found
 
-    def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        return self.answer
+
+CHEAP, DEAR = rates(1e9), rates(1e3)
 
 
 @pytest.mark.parametrize(
-    ("mode", "cost", "expected"),
+    ("mode", "rates", "expected"),
     [
-        ("recompute", Cost(True), False),
-        ("swap", Cost(False), True),
-        ("auto", Cost(True), True),
-        ("auto", Cost(False), False),
+        ("recompute", CHEAP, False),
+        ("swap", DEAR, True),
+        ("auto", CHEAP, True),
+        ("auto", DEAR, False),
         ("auto", None, False),
     ],
 )
-def test_the_mode_decides(mode: str, cost: Cost | None, expected: bool) -> None:
-    policy = PreemptionPolicy(mode, 8, cost)
+def test_the_mode_decides(mode: str, rates: ServiceRates | None, expected: bool) -> None:
+    policy = PreemptionPolicy(mode, 8, rates, 1000)
     assert policy.swaps(9, 3, 3) is expected
     assert not policy.swaps(9, 3, 2), "a full host means recompute"
     assert not policy.swaps(0, 0, 3), "there is nothing to save"
@@ -44,20 +48,19 @@ def test_the_last_by_policy_gives_way_but_neither_the_oldest_nor_the_spent() -> 
     running: list[Request] = [b, c, a]
     key = FcfsPolicy().key
     assert policy.victim(running, a, key) is c
-    c.num_preemptions = 2
+    preempted(c, 2)
     assert policy.is_spent(c)
     assert policy.victim(running, a, key) is b
-    b.num_preemptions = 3
+    preempted(b, 3)
     assert policy.victim(running, a, key) is None
 
 
-def test_measured_costs_are_compared() -> None:
-    costs = CostModel()
-    cost = MeasuredSwapCost(costs, 1000)
-    assert not cost.swap_is_cheaper(64, 4), "nobody knows what computing takes"
+def test_measured_rates_are_compared() -> None:
+    rates = ServiceRates()
+    assert not rates.swap_is_cheaper(64, 4_000), "how long computing takes is unknown"
     for num_prefill in (0, 100, 200, 300) * 8:
-        costs.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
-    assert cost.swap_is_cheaper(64, 4), "it must be tried to be known"
-    costs.observe_swap(1_000_000, 1.0)
-    assert cost.swap_is_cheaper(64, 4), "8 ms against 64"
-    assert not cost.swap_is_cheaper(64, 40), "80 ms against 64"
+        rates.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
+    assert rates.swap_is_cheaper(64, 4_000), "it must be tried to be known"
+    rates.observe_swap(1_000_000, 1.0)
+    assert rates.swap_is_cheaper(64, 4_000), "8 ms against 64"
+    assert not rates.swap_is_cheaper(64, 40_000), "80 ms against 64"

@@ -127,8 +127,8 @@ def test_a_held_request_is_passed_over_until_it_is_let_go() -> None:
     assert queue.remove("b") is b
     assert queue.pop() is c
     assert queue.peek() is None
-    queue.let_go("nobody")
-    queue.let_go("leader")
+    queue.unhold("nobody")
+    queue.unhold("leader")
     assert drain(queue) == ["a"]
 
 
@@ -141,8 +141,8 @@ def test_a_held_request_waits_like_the_rest() -> None:
     assert queue.held_for("a") == "x"
     assert queue.held_for("b") is None
     assert (len(queue), queue.num_tokens, "a" in queue, queue.get("a")) == (3, 6, True, a)
-    queue.let_go("nobody")
-    queue.let_go("x")
+    queue.unhold("nobody")
+    queue.unhold("x")
     assert queue.peek() is a
     assert queue.held_for("a") is None
     assert queue.pop() is a
@@ -157,13 +157,13 @@ def test_a_held_request_may_leave_and_be_held_for_another() -> None:
     queue.hold("a", "x")
     assert queue.remove("a") is a
     queue.add(a)
-    queue.let_go("x")
+    queue.unhold("x")
     assert queue.peek() is a
     queue.hold("a", "x")
     queue.remove("a")
     queue.add(a)
     queue.hold("a", "y")
-    queue.let_go("x")
+    queue.unhold("x")
     assert (queue.peek(), queue.held_for("a")) == (b, "y")
 
 
@@ -174,5 +174,5 @@ def test_a_held_request_is_ranked_when_it_is_let_go() -> None:
     b.priority = -10
     queue.reprioritize("b")
     assert queue.peek() is a
-    queue.let_go("x")
+    queue.unhold("x")
     assert queue.peek() is b

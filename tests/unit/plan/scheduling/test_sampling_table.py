@@ -11,7 +11,7 @@ from tests.support.factories import make_request
 
 def gather_one(request: Request) -> SamplingInputs:
     table = SamplingTable(2)
-    table.seat(1, request)
+    table.write(1, request)
     return table.gather(np.array([1]), [request], np.array([request.num_tokens]))
 
 
@@ -19,8 +19,8 @@ def test_columns_follow_the_rows_asked_for() -> None:
     table = SamplingTable(4)
     a = make_request("a", temperature=0.0, seed=7)
     b = make_request("b", 6, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=9, logprobs=2)
-    table.seat(2, a)
-    table.seat(0, b)
+    table.write(2, a)
+    table.write(0, b)
     columns = table.gather(np.array([0, 2]), [b, a], np.array([6, 4]))
     assert columns.temperature.tolist() == [0.5, 0.0]
     assert columns.top_k.tolist() == [3, 0]
@@ -38,9 +38,9 @@ def test_columns_follow_the_rows_asked_for() -> None:
 
 def test_a_row_forgets_who_sat_there_before() -> None:
     table = SamplingTable(1)
-    table.seat(0, make_request("a", logit_bias=((1, 2.0),), logprobs=5, top_k=4))
+    table.write(0, make_request("a", logit_bias=((1, 2.0),), logprobs=5, top_k=4))
     b = make_request("b")
-    table.seat(0, b)
+    table.write(0, b)
     columns = table.gather(np.array([0]), [b], np.array([4]))
     assert (columns.top_k[0], columns.num_logprobs[0], columns.adjustments) == (0, -1, ())
 
@@ -48,9 +48,9 @@ def test_a_row_forgets_who_sat_there_before() -> None:
 def test_gathered_columns_do_not_change_with_the_table() -> None:
     table = SamplingTable(1)
     a = make_request("a", temperature=0.5)
-    table.seat(0, a)
+    table.write(0, a)
     columns = table.gather(np.array([0]), [a], np.array([4]))
-    table.seat(0, make_request("b", temperature=0.75))
+    table.write(0, make_request("b", temperature=0.75))
     assert columns.temperature.tolist() == [0.5]
 
 
@@ -91,7 +91,7 @@ def test_penalties_carry_counts_of_the_history(penalty: str) -> None:
 def test_the_stop_set_is_banned_until_min_tokens_are_out() -> None:
     request = make_request("a", min_tokens=2, stop_token_ids=frozenset((9, 2)))
     table = SamplingTable(1)
-    table.seat(0, request)
+    table.write(0, request)
     banned = []
     for _ in range(3):
         columns = table.gather(np.array([0]), [request], np.array([request.num_tokens]))
@@ -112,7 +112,7 @@ def test_adjustments_name_their_row() -> None:
         make_request("c", presence_penalty=1.0),
     ]
     for row, request in enumerate(requests):
-        table.seat(row, request)
+        table.write(row, request)
     columns = table.gather(np.array([2, 0, 1]), [requests[2], requests[0], requests[1]], np.array([4, 4, 4]))
     assert [(adjustment.row, bool(adjustment.logit_bias)) for adjustment in columns.adjustments] == [
         (0, False),
@@ -123,7 +123,7 @@ def test_adjustments_name_their_row() -> None:
 def banned_after(request: Request, *path: int) -> tuple[int, ...]:
     """What the row that follows the request's tokens and these drafts may not draw."""
     table = SamplingTable(1)
-    table.seat(0, request)
+    table.write(0, request)
     columns = table.gather(np.array([0]), [request], np.array([request.num_tokens]), [path])
     return columns.adjustments[0].banned_token_ids if columns.adjustments else ()
 
@@ -156,5 +156,5 @@ def test_rows_that_score_their_prompt_are_told_until_there_is_output() -> None:
     for row, request in enumerate(
         (make_request("a", prompt_logprobs=0), make_request("b"), done, make_request("c", prompt_logprobs=2))
     ):
-        table.seat(row, request)
+        table.write(row, request)
     assert table.scoring(np.array([3, 2, 1, 0])) == [0, 3]

@@ -7,7 +7,7 @@ import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.prefix_lookup import PrefixLookup
 from engine.plan.step_records import SampledRows
 from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
 from tests.support.fakes import FakeRunner, expected_output
@@ -45,7 +45,6 @@ def test_a_prefix_is_found_by_the_next_request() -> None:
     assert shape_of(decision) == [("b", 8, 2, True)]
     assert batcher.kv.block_ids("b")[:2] == (0, 1)
     assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 8)
-    assert (batcher.kv.prefix_cache_queries, batcher.kv.prefix_cache_hits) == (19, 8)
     run_all(batcher, runner)
     assert_text_is_right(a, b)
 
@@ -63,10 +62,11 @@ def test_output_is_found_too() -> None:
 def test_the_last_token_is_always_computed() -> None:
     batcher, runner = make()
     for name in "ab":
-        batcher.add(make_request(name, PREFIX, max_tokens=1))
+        request = make_request(name, PREFIX, max_tokens=1)
+        batcher.add(request)
         decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 4, 4, True)]
-    assert batcher.kv.prefix_cache_hits == 4
+    assert request.num_cached_tokens == 4
 
 
 def test_salts_do_not_share() -> None:
@@ -323,12 +323,12 @@ def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> Non
     batcher.add(make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4))
     decision = batcher.step()
     newcomer = make_request("b", [*PREFIX, 91], arrival=1, max_tokens=4)
-    seats = batcher._seats
-    assert seats.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
+    running = batcher._running
+    assert running.lookup.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
     assert decision.inputs is not None
     batcher.commit(decision, runner.run(decision.inputs).rows)
-    assert seats.num_to_compute(newcomer) == 1, "the prefix is published"
-    assert seats.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
+    assert running.lookup.num_to_compute(newcomer) == 1, "the prefix is published"
+    assert running.lookup.num_to_compute(make_request("c", [70, 71, 72, 73, 74], arrival=2)) == 5
     run_all(batcher, runner)
 
 
@@ -354,7 +354,7 @@ def test_a_step_hashes_so_much_and_no_more_though_many_wait_with_one_prefix() ->
         batcher.commit(decision, SampledRows([7] * len(decision.inputs.logits_rows)))
         most_seated = max(most_seated, batcher.num_running)
         num_steps += 1
-    assert most <= Seats.HASHES_A_STEP + num_blocks, "of 50 thousand"
+    assert most <= PrefixLookup.HASHES_A_STEP + num_blocks, "of 50 thousand"
     assert sum(request.num_cached_tokens for request in requests) == 99 * 2000
     assert most_seated > 20 and num_steps < 60, "they are many a step all the same"
 
@@ -374,7 +374,7 @@ def test_a_prefix_is_hashed_no_further_than_it_is_found() -> None:
 def test_a_long_prompt_is_taken_though_it_alone_is_more_than_a_step_hashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Seats, "HASHES_A_STEP", 1)
+    monkeypatch.setattr(PrefixLookup, "HASHES_A_STEP", 1)
     batcher, runner = make(num_blocks=400)
     a, b = (make_request(name, [*PREFIX, *PREFIX, number], max_tokens=3) for number, name in enumerate("ab"))
     for request in (a, b):

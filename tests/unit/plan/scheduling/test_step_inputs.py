@@ -3,7 +3,7 @@ import pytest
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
-from engine.plan.scheduling.step_inputs import BlockMoves, Cargo, build_step_inputs
+from engine.plan.scheduling.step_inputs import BlockMoves, ScheduledItem, build_step_inputs
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.step_records import LogitAdjustment, ScheduledRequest, StepInputs
 from tests.support.factories import make_kv, make_request
@@ -12,26 +12,26 @@ from tests.support.factories import make_kv, make_request
 def build(kv: PagedKvManager, *work: tuple[Request, int, int]) -> StepInputs:
     """Seat and schedule (request, first position, number of tokens)."""
     table = SamplingTable(kv.max_num_seqs)
-    cargo = []
+    items = []
     for request, first, count in work:
-        table.seat(kv.row(request.request_id), request)
+        table.write(kv.row(request.request_id), request)
         samples = first + count == request.num_tokens
-        cargo.append(Cargo(ScheduledRequest(request.request_id, first, count, samples), request))
-    return build_step_inputs(cargo, kv, table, BlockMoves(scrub=(7,)))
+        items.append(ScheduledItem(ScheduledRequest(request.request_id, first, count, samples), request))
+    return build_step_inputs(items, kv, table, BlockMoves(scrub=(7,)))
 
 
 def build_verify(kv: PagedKvManager, *work: tuple[Request, tuple[DraftedToken, ...]]) -> StepInputs:
     """Seat and schedule decodes with drafts."""
     table = SamplingTable(kv.max_num_seqs)
-    cargo = []
+    items = []
     for request, drafted in work:
-        table.seat(kv.row(request.request_id), request)
+        table.write(kv.row(request.request_id), request)
         count = 1 + len(drafted)
         scheduled = ScheduledRequest(
             request.request_id, request.num_tokens - 1, count, True, num_drafts=len(drafted)
         )
-        cargo.append(Cargo(scheduled, request, drafted))
-    return build_step_inputs(cargo, kv, table)
+        items.append(ScheduledItem(scheduled, request, drafted))
+    return build_step_inputs(items, kv, table)
 
 
 def test_a_mixed_step_exactly() -> None:
@@ -180,12 +180,12 @@ def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
     kv.allocate("decode", 4)
     table = SamplingTable(kv.max_num_seqs)
     for request in (chunk, decode):
-        table.seat(kv.row(request.request_id), request)
-    cargo = [
-        Cargo(ScheduledRequest("chunk", 0, 3, False), chunk),
-        Cargo(ScheduledRequest("decode", 1, 3, True, 2), decode, (DraftedToken(9), DraftedToken(10))),
+        table.write(kv.row(request.request_id), request)
+    items = [
+        ScheduledItem(ScheduledRequest("chunk", 0, 3, False), chunk),
+        ScheduledItem(ScheduledRequest("decode", 1, 3, True, 2), decode, (DraftedToken(9), DraftedToken(10))),
     ]
-    inputs = build_step_inputs(cargo, kv, table)
+    inputs = build_step_inputs(items, kv, table)
     assert inputs.logits_rows.tolist() == [3, 4, 5]
     assert inputs.drafts is not None
     assert inputs.drafts.first_row.tolist() == [0]
@@ -221,7 +221,7 @@ def test_a_scored_prompt_has_no_rows_behind_its_end() -> None:
     assert prompt_rows(build(kv, (scored, 0, 1))) == [(0, 0, 21, 2)]
     assert build(kv, (scored, 1, 1)).prompt_rows is None
     table = SamplingTable(kv.max_num_seqs)
-    table.seat(kv.row("scored"), scored)
+    table.write(kv.row("scored"), scored)
     scored.append(22)
-    cargo = [Cargo(ScheduledRequest("scored", 2, 1, True), scored)]
-    assert build_step_inputs(cargo, kv, table).prompt_rows is None
+    items = [ScheduledItem(ScheduledRequest("scored", 2, 1, True), scored)]
+    assert build_step_inputs(items, kv, table).prompt_rows is None

@@ -7,7 +7,7 @@ import pytest
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import BatchDecision, StepInputs
-from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
+from tests.support.factories import make_batcher, make_request, make_runner, preempted, run_step, shape_of
 from tests.support.fakes import FakeRunner, expected_output
 
 
@@ -99,8 +99,8 @@ def test_a_full_host_means_recompute() -> None:
 def test_auto_goes_by_the_measured_costs() -> None:
     batcher, runner, _, b = start(preemption="auto", kv_block_bytes=1000)
     for num_prefill in (0, 100, 200, 300) * 8:
-        batcher.costs.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
-    batcher.costs.observe_swap(1_000, 0.001)  # 4 ms for what takes 8 to compute
+        batcher.rates.observe(num_prefill, 1, 0.01 + 0.001 * num_prefill)
+    batcher.rates.observe_swap(1_000, 0.001)  # 4 ms for what takes 8 to compute
     run_step(batcher, runner)
     assert b.status is RequestStatus.SWAPPED
 
@@ -153,7 +153,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     batcher.abandon(batcher.step(), fail=False)
-    batcher._seats.preempt(b)
+    batcher._running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.num_swapped == 1
     assert batcher.kv.host.copies() == ((), ())
@@ -173,11 +173,11 @@ def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None
     batcher, runner, _, b = start()
     a_step = batcher.step()
     batcher.commit(a_step, runner.run(inputs_of(a_step)).rows)
-    seats, kv = batcher._seats, batcher.kv
+    seats, kv = batcher._running, batcher.kv
     batcher.finish("a", FinishReason.ABORT)
     run_step(batcher, runner)
     seats.preempt(b)
-    seats.take(b)
+    seats.admit(b)
     assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()) == (0, 8, ((), ()))
 
 
@@ -198,7 +198,7 @@ def test_the_oldest_misses_steps_beside_who_must_not_be_preempted(policy: str, m
     runner = make_runner(batcher)
     old = make_request("old", 4, arrival=0, max_tokens=8)
     spent = make_request("spent", 4, arrival=1, max_tokens=8)
-    spent.num_preemptions = 8
+    preempted(spent, 8)
     batcher.add(spent)
     batcher.add(old)
     steps = []
@@ -222,7 +222,8 @@ def test_all_that_have_no_slot_miss_the_step(max_decode_seqs: int, policy: str) 
         batcher.add(request)
     while not c.num_output_tokens:
         run_step(batcher, runner)
-    b.num_preemptions = c.num_preemptions = 8  # without the blocks that a spent request is seated with
+    preempted(b, 8)
+    preempted(c, 8)  # without the blocks that a spent request is seated with
     assert batcher.kv.allocate("somebody", 4 * batcher.kv.num_free_blocks)
     held = {name: len(batcher.kv.block_ids(name)) for name in "abc"}
     decision, _ = run_step(batcher, runner)

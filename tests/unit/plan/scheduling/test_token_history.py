@@ -86,7 +86,7 @@ def test_a_row_reads_what_is_new_and_not_the_context_again(sampling: dict[str, A
     request = make_request("a", 8000, max_tokens=1000, **sampling)
     tokens = request.token_ids = CountedTokens(request.token_ids)
     table = SamplingTable(1)
-    table.seat(0, request)
+    table.write(0, request)
 
     def gather() -> None:
         """A round of four drafts: five rows."""
@@ -106,9 +106,11 @@ class Checked:
 
     def __init__(self, seed: int, **how: Any) -> None:
         self.draw = random.Random(seed)
-        self.batcher: ContinuousBatcher = make_batcher(num_blocks=14, max_num_seqs=3, **how)
         drafter = FakeDrafter(method="ngram", alpha=0.6, tree=seed % 3, is_stepwise=False)
-        self.decoder = self.batcher.decoder = make_decoder(EngineShape(max_draft_tokens=4), [drafter])
+        self.decoder = make_decoder(EngineShape(max_draft_tokens=4), [drafter])
+        self.batcher: ContinuousBatcher = make_batcher(
+            num_blocks=14, max_num_seqs=3, decoder=self.decoder, **how
+        )
         self.drafter = drafter
         self.runner = make_runner(self.batcher)
         self.requests: dict[str, Request] = {}

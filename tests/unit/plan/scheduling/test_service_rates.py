@@ -2,14 +2,14 @@ import random
 
 import pytest
 
-from engine.plan.scheduling.cost_model import CostModel
+from engine.plan.scheduling.service_rates import ServiceRates
 from tests.support.factories import make_request
 
 
 def trained(
     num_steps: int = 400, fixed: float = 0.02, prefill: float = 1e-4, decode: float = 5e-4
-) -> CostModel:
-    model, rng = CostModel(), random.Random(0)
+) -> ServiceRates:
+    model, rng = ServiceRates(), random.Random(0)
     for _ in range(num_steps):
         tokens, decodes = rng.choice((0, 0, 128, 512)), rng.randint(1, 64)
         model.observe(tokens, decodes, fixed + prefill * tokens + decode * decodes)
@@ -17,12 +17,12 @@ def trained(
 
 
 def test_nothing_is_known_before_the_first_steps() -> None:
-    model = CostModel()
+    model = ServiceRates()
     for _ in range(8):
         assert not model.is_known
         assert model.step_s(1, 1) is None
         assert model.prefill_s(1) is None
-        assert model.time_to_finish_s(make_request(), 4, 64) is None
+        assert model.earliest_finish_s(make_request(), 4, 64, [], 1) is None
         model.observe(4, 0, 0.1)
     assert model.is_known
     assert model.step_s(4, 0) == pytest.approx(0.1)
@@ -56,7 +56,7 @@ def test_one_stall_counts_for_a_few_steps_at_most() -> None:
 
 
 def test_no_cost_is_ever_negative() -> None:
-    model = CostModel()
+    model = ServiceRates()
     for tokens in (1, 2, 3, 4) * 20:  # more tokens, less time
         model.observe(tokens, 0, 1.0 / tokens)
     costs = [model.step_s(0, 0), model.prefill_s(1)]
@@ -64,7 +64,7 @@ def test_no_cost_is_ever_negative() -> None:
 
 
 def test_costs_that_cannot_be_told_apart_make_a_single_request_look_fast() -> None:
-    model = CostModel()
+    model = ServiceRates()
     for _ in range(100):
         model.observe(0, 64, 0.1)
     one, many = model.step_s(0, 1), model.step_s(0, 64)
@@ -73,7 +73,7 @@ def test_costs_that_cannot_be_told_apart_make_a_single_request_look_fast() -> No
 
 
 def test_swapping_is_timed_by_the_byte() -> None:
-    model = CostModel()
+    model = ServiceRates()
     assert model.swap_s(1) is None
     model.observe_swap(1000, 0.5)
     model.observe_swap(3000, 1.5)
@@ -84,9 +84,11 @@ def test_the_time_to_finish_is_the_prompts_chunks_and_one_step_a_further_token()
     model = trained()
     request = make_request(prompt=1000, max_tokens=11)  # nothing can stop it sooner
     expected = 0.1 + 2 * 0.02 + 10 * 0.0205
-    assert model.time_to_finish_s(request, 1000, 512) == pytest.approx(expected, rel=0.01)
+    assert model.earliest_finish_s(request, 1000, 512, [], 1) == pytest.approx(expected, rel=0.01)
     request.token_ids.append(1)
-    assert model.time_to_finish_s(request, 1, 512) == pytest.approx(0.0001 + 0.02 + 9 * 0.0205, rel=0.02)
+    assert model.earliest_finish_s(request, 1, 512, [], 1) == pytest.approx(
+        0.0001 + 0.02 + 9 * 0.0205, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,14 +105,14 @@ def test_a_request_that_may_stop_early_is_given_the_benefit_of_the_doubt(
 
 
 def test_the_prompt_tokens_that_fit_a_step_are_what_its_decodes_leave() -> None:
-    assert CostModel().prefill_tokens_within(0.15, 4) is None
+    assert ServiceRates().prefill_tokens_within(0.15, 4) is None
     model = trained()
     assert model.prefill_tokens_within(0.15, 60) == pytest.approx(1000, rel=0.02)
     assert model.prefill_tokens_within(0.03, 60) == 0
 
 
 def test_one_long_chunk_tells_its_cost_at_once() -> None:
-    model = CostModel()
+    model = ServiceRates()
     for _ in range(9):
         model.observe(0, 1, 0.01)
     assert model.prefill_tokens_within(0.15, 1) is None, "no prompt was computed yet"

@@ -1,9 +1,10 @@
-"""CostModel: what a step costs, learnt from the steps that ran."""
+"""ServiceRates: measured seconds of prefill, decode and swap, and what a request needs by them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from heapq import nsmallest
 
 from engine.plan.request import Request
 
@@ -12,16 +13,16 @@ _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
 _SEED_ROUNDS = 4  # each as good as so many steps
 _LONG_CHUNK = 64  # prefill tokens from which one step alone tells what they cost
 _SWEEPS = 24
-_MAX_SURPRISE = 4.0  # a step counts as so many times the expected at most: a stall is no cost
+_MAX_SURPRISE = 4.0  # a step counts as at most this many times the expected: a stall is no rate
 
 
-class CostModel:
+class ServiceRates:
     """Seconds of a step = fixed + one cost a prefill token + one cost a decode, none of them below 0.
 
-    Fitted by least squares with exponential forgetting: `observe` adds to the sums, and every few steps they
-    are solved by coordinate descent from the last answer. Nothing measured is None; a part that no step so
-    far tells from the others gets no more than its share, so that estimates for a single request err towards
-    too fast. Swapping is timed apart, in bytes.
+    Fitted by least squares with exponential forgetting: `observe` adds to the sums, and every few steps
+    coordinate descent solves them from the last answer. Estimates are None while unknown. A part that no step
+    tells from the others gets at most its share, so that estimates for one request err towards too fast.
+    Swapping is timed apart, by the byte.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,6 @@ class CostModel:
     def is_known(self) -> bool:
         """True once enough steps were observed for an estimate."""
         return self._num_steps >= _FIRST_FIT
-
-    # What is learnt.
 
     def observe(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
         """Learn from one step that ran."""
@@ -55,7 +54,7 @@ class CostModel:
             self._fit()
 
     def seed(self, profile: Iterable[tuple[int, int, float]]) -> None:
-        """Take (prefill tokens, decodes, seconds) that were measured beforehand: known from then on."""
+        """Learn from (prefill tokens, decodes, seconds) measured beforehand, which count several times."""
         for num_prefill_tokens, num_decode_tokens, seconds in list(profile) * _SEED_ROUNDS:
             self.observe(num_prefill_tokens, num_decode_tokens, seconds)
 
@@ -72,38 +71,58 @@ class CostModel:
                     predicted = row[0] * costs[0] + row[1] * costs[1] + row[2] * costs[2]
                     costs[i] = max(0.0, costs[i] + (self._times[i] - predicted) / row[i])
 
-    # What it says.
-
     def step_s(self, num_prefill_tokens: int, num_decode_tokens: int) -> float | None:
-        """Seconds of a step that computes so much; None while unknown."""
+        """Seconds of a step that computes this many tokens; None while unknown."""
         if not self.is_known:
             return None
         fixed, prefill, decode = self._costs
         return fixed + prefill * num_prefill_tokens + decode * num_decode_tokens
 
     def prefill_tokens_within(self, seconds: float, num_decodes: int) -> int | None:
-        """How many prompt tokens fit a step of so many decodes and `seconds`; None while unknown."""
+        """Prompt tokens that fit a step of `seconds` beside the decodes; None while unknown."""
         step = self.step_s(0, num_decodes)
         if step is None or self._costs[1] <= 0:
             return None
         return max(0, int((seconds - step) / self._costs[1]))
 
     def prefill_s(self, num_tokens: int) -> float | None:
-        """Seconds that computing so many prompt tokens adds to steps that run anyway; None while unknown."""
+        """Seconds that computing prompt tokens adds to steps that run anyway; None while unknown."""
         return self._costs[1] * num_tokens if self.is_known else None
 
     def swap_s(self, num_bytes: int) -> float | None:
-        """Seconds to copy so many bytes between device and host; None while unknown."""
+        """Seconds to copy bytes between device and host; None while unknown."""
         return self._swap_seconds / self._swap_bytes * num_bytes if self._swap_bytes else None
 
-    def time_to_finish_s(self, request: Request, num_to_compute: int, tokens_a_step: int) -> float | None:
-        """Seconds the request still needs if it runs from now on and alone; None while unknown.
+    def swap_is_cheaper(self, num_tokens: int, num_bytes: int) -> bool:
+        """True if copying KV out and back takes less time than computing its tokens again.
 
-        A lower bound: of the tokens it has now `num_to_compute` are to be computed, `tokens_a_step` a step,
-        and it ends as soon as it possibly can.
+        False while the rate of computing is unknown. Copying is tried once to learn its rate.
         """
-        prefill, decode = self.prefill_s(num_to_compute), self.step_s(0, 1)
-        if prefill is None or decode is None:
+        compute_s, swap_s = self.prefill_s(num_tokens), self.swap_s(2 * num_bytes)
+        return compute_s is not None and (swap_s is None or swap_s < compute_s)
+
+    def earliest_finish_s(
+        self,
+        request: Request,
+        num_to_compute: int,
+        tokens_a_step: int,
+        before: Sequence[Request],
+        places: int,
+    ) -> float | None:
+        """The least seconds until the request ends behind those `before` it; None while unknown.
+
+        One of the `places` in a step becomes free, then the request has the server to itself and computes
+        `num_to_compute` known tokens, `tokens_a_step` at once. Requests that may stop early are taken to stop
+        at once, and the prompts of those before to cost nothing.
+        """
+        prefill, one, full = self.prefill_s(num_to_compute), self.step_s(0, 1), self.step_s(0, places)
+        if prefill is None or one is None or full is None:
             return None
         num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
-        return prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + decode * num_decodes
+        own = prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + one * num_decodes
+        num_to_end = len(before) + 1 - places  # before this one can run
+        if num_to_end <= 0:
+            return own
+        steps_left = (max(1, other.least_output_tokens - other.num_output_tokens) for other in before)
+        shortest = nsmallest(num_to_end, steps_left)
+        return own + max(shortest[-1] * one, sum(shortest) / places * full)

@@ -1,0 +1,125 @@
+"""PrefixLookup: the KV that a waiting request can share with others instead of computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.plan.kv.kv_marks import KvMarks
+from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.prefix_cache import extend_block_hashes
+from engine.plan.request import Request, RequestStatus
+from engine.plan.scheduling.policy import PolicyKey
+
+_FIRST_HASHES = 4  # blocks to hash before the first look-up; then twice as many as were found
+
+
+class PrefixLookup:
+    """Finds published prefixes, parents to fork from, and the running requests worth waiting for.
+
+    A request whose prefix is published begins on those blocks; one that forks begins on the blocks of its
+    parent's prompt. Both still compute their last prompt token, whose logits they need. `caching` False
+    publishes and finds nothing; forks need only a model whose KV can be rewound.
+
+    A prefix is hashed no further than it is found, and hashing for waiting requests is bounded in each step
+    (`may_look_up`), so that many of them do not hold up the event loop.
+    """
+
+    HASHES_A_STEP = 4096  # blocks, a few milliseconds; requests beyond it are looked up in the next step
+
+    def __init__(
+        self,
+        kv: PagedKvManager,
+        marks: KvMarks,
+        running: Mapping[str, Request],
+        key: Callable[[Request], PolicyKey],
+        caching: bool,
+    ) -> None:
+        self._kv = kv
+        self._marks = marks
+        self._running = running
+        self._key = key
+        self._caching = caching
+        self._num_hashed = 0  # blocks, in this step
+
+    def begin_step(self) -> None:
+        """A step is to be planned: HASHES_A_STEP blocks may be hashed again."""
+        self._num_hashed = 0
+
+    def may_look_up(self, request: Request) -> bool:
+        """False if looking this waiting request up may have to wait for the next step."""
+        if self._num_hashed < self.HASHES_A_STEP:
+            return True
+        return not self._caching or len(request.block_hashes) >= self._num_findable(request)
+
+    def find(self, request: Request) -> list[int]:
+        """The published blocks that this waiting request can begin on."""
+        if not self._caching:
+            return []
+        limit, hashes = self._num_findable(request), request.block_hashes
+        while True:
+            found = self._kv.find(hashes, min(limit, len(hashes)))
+            if len(found) < len(hashes) or len(hashes) >= limit:
+                return found
+            self._hashes(request, min(limit, max(_FIRST_HASHES, 2 * len(hashes))))
+
+    def ready_parent(self, request: Request) -> Request | None:
+        """The request to fork this waiting one from now: it runs, and its prompt's KV is good."""
+        if request.scores_prompt or not self._may_fork(request):
+            return None
+        parent = self._running.get(request.fork_of or "")
+        return None if parent is None or self._marks.is_suspect(parent.request_id) else parent
+
+    def leader(self, request: Request) -> str | None:
+        """The running request to hold this waiting one for; None if there is none.
+
+        It is the parent that it forks from, or the one that computes the next block of its prefix and ranks
+        before it: no request is put off by a less urgent one.
+        """
+        parent_id = request.fork_of or ""
+        if self._may_fork(request) and parent_id in self._running:
+            return parent_id if self._marks.is_suspect(parent_id) else None
+        if not self._caching or self._kv.is_on_host(request.request_id):
+            return None
+        num_found = len(self.find(request))
+        if num_found == self._num_findable(request):
+            return None
+        claimant = self._running.get(self._kv.claimant(request.block_hashes[num_found]) or "")
+        return None if claimant is None or self._key(claimant) > self._key(request) else claimant.request_id
+
+    def num_to_compute(self, request: Request) -> int:
+        """Known tokens of a waiting request that no request has computed or is computing; at least one."""
+        if self.leader(request) is not None or self.ready_parent(request) is not None:
+            return 1
+        return len(request.token_ids) - len(self.find(request)) * self._kv.block_size
+
+    def claim(self, request: Request, num_found: int) -> None:
+        """Note that the request computes its known full blocks behind the `num_found` first."""
+        if self._caching:
+            hashes = self._hashes(request, len(request.token_ids) // self._kv.block_size)
+            self._kv.claim(request.request_id, hashes[num_found:])
+
+    def publish(self, request: Request) -> None:
+        """Let the blocks be found that the request has filled; a finite row was drawn from all its KV."""
+        num_blocks = request.num_computed_tokens // self._kv.block_size
+        if self._caching and num_blocks > self._kv.num_published(request.request_id):
+            self._kv.publish(request.request_id, self._hashes(request, num_blocks), num_blocks)
+
+    def _may_fork(self, request: Request) -> bool:
+        is_new = request.status is RequestStatus.WAITING
+        return is_new and request.fork_of is not None and self._kv.can_rewind
+
+    def _num_findable(self, request: Request) -> int:
+        """Full blocks that the request need not compute; it computes at least one token."""
+        if request.scores_prompt:
+            return 0  # the logits of every prompt token are wanted, and no logits are kept
+        saved = self._kv.is_on_host(request.request_id)
+        num_tokens = request.num_computed_tokens if saved else len(request.token_ids) - 1
+        return num_tokens // self._kv.block_size
+
+    def _hashes(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+        """The request's block hashes, at least `num_blocks`; each is computed once in its life."""
+        if len(request.block_hashes) < num_blocks:
+            self._num_hashed += num_blocks - len(request.block_hashes)
+            token_ids, block_size, salt = request.token_ids, self._kv.block_size, request.cache_salt
+            extend_block_hashes(request.block_hashes, token_ids, block_size, num_blocks, salt)
+        return request.block_hashes
