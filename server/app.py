@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -20,7 +20,7 @@ from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
 from server.http.middleware import ExchangeMiddleware
-from server.http.site_guard import SiteGuard, allow_origins, refuse_simple, rules_of
+from server.http.site_guard import SiteGuard, allow_origins, rules_of
 from server.observability import health, server_info
 from server.observability.health import server_version
 from server.observability.http_metrics import HttpMetrics
@@ -46,7 +46,6 @@ def build_app(
         version=server_version(),
         redirect_slashes=False,
         separate_input_output_schemas=False,
-        dependencies=[Depends(refuse_simple)],
         # Requests are traced by `tracer`; FastAPI's own spans would say it twice, with the client's URLs.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )

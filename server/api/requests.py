@@ -19,6 +19,7 @@ from server.api.time_limit import allowed_s
 from server.http.context import cache_owner, context_of, exchange_of
 from server.http.errors import invalid, request_not_found
 from server.http.json_reply import json_response
+from server.http.site_guard import refuse_simple
 
 router = APIRouter(tags=["requests"])
 
@@ -27,6 +28,7 @@ router = APIRouter(tags=["requests"])
 @router.post("/v1/requests/{request_id:path}/cancel")
 async def cancel_request(request: Request, request_id: str) -> Response:
     """End it within a step; its reply ends with `finish_reason` abort."""
+    refuse_simple(request)
     reply, engine = find_reply(request, request_id), context_of(request).engine
     if not any([engine.cancel(each) for each in reply.request_ids]):
         raise request_not_found(request_id)
@@ -68,6 +70,7 @@ async def explain_request(request: Request, request_id: str) -> Response:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached block that no request uses, of the caller's where each key has its own."""
+    refuse_simple(request)
     context = context_of(request)
     owner = cache_owner(context, exchange_of(request.scope))
     return json_response({"num_freed_blocks": context.engine.reset_prefix_cache(owner)})

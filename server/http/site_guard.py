@@ -87,6 +87,7 @@ class SiteGuard:
     def __init__(self, app: ASGIApp, rules: SiteRules) -> None:
         self.app = app
         self._rules = rules
+        self._last_answered = b""  # nearly all requests name the server in the same way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it before its body is read."""
@@ -98,11 +99,12 @@ class SiteGuard:
 
     def _refusal(self, scope: Scope) -> ErrorReply | None:
         # A connection lets no second Host in. Browsers always send one; HTTP/1.0 probes need not.
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        host = hosts[0] if hosts else ""
-        if host and not self._rules.answers(host):
+        given = next((value for name, value in scope["headers"] if name == b"host"), b"")
+        host = given.decode("latin-1")
+        if given and given != self._last_answered and not self._rules.answers(host):
             message = f"The server does not answer to the name '{shown(host)}': --allowed-host would let it."
             return ErrorReply(403, PERMISSION, message, code="host_not_allowed")
+        self._last_answered = given
         if scope["method"] in _SAFE_METHODS:
             return None
         for name, value in scope["headers"]:
@@ -112,13 +114,13 @@ class SiteGuard:
         return None
 
 
-async def refuse_simple(request: Request) -> None:
+def refuse_simple(request: Request) -> None:
     """Refuse a POST that a browser would send for any page without asking first. Raises ApiError (415).
 
     A body must be JSON anyway, which says the same; this is for routes that need none.
     """
     headers = request.headers
-    if request.method != "POST" or any(name in headers for name in _ASKED_FIRST):
+    if any(name in headers for name in _ASKED_FIRST):
         return
     if not is_json(headers.get("content-type", "").encode("latin-1")):
         message = "A POST without a body needs the header 'content-type: application/json'."

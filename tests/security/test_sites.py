@@ -175,6 +175,7 @@ async def test_no_post_that_a_page_may_send_unasked_is_served(content_type: str)
     paths = [path for path, methods in app.openapi()["paths"].items() if "post" in methods]
     assert len(paths) >= 6
     headers = {"content-type": content_type}
+    bare = ("/reset_prefix_cache", "/v1/requests/{request_id}/cancel")
     async with server_url(FakeEngine()) as url:
         for path in paths:
             for body in (b"", b'{"prompt":"a"}'):
@@ -184,7 +185,8 @@ async def test_no_post_that_a_page_may_send_unasked_is_served(content_type: str)
                 )
                 wire.writer.write(body)
                 reply = await wire.reply()
-                assert (reply.status, reply.json()["error"]["code"]) == (415, "unsupported_media_type"), path
+                expected = (415,) if body or path in bare else (400, 415)  # no JSON at all is a 400
+                assert reply.status in expected, path
                 await wire.close()
 
 
