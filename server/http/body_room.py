@@ -8,7 +8,7 @@ from server.http.errors import OVERLOADED, ApiError, ErrorReply
 from server.http.json_body import MAX_PARTS, MAX_VALUES
 
 FREE_BYTES = 64 * 1024  # of each request: an ordinary one gets in however many large ones are there
-MAX_BODIES = 64  # of the largest size that may be held at once
+MAX_BODIES = 32  # of the largest size that may be held at once
 LEAST_BYTES = 256 * 2**20  # of all, however small a body may be: what is made of one takes more than it
 
 _KEY = "slipstream.lease"

@@ -122,7 +122,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
 
 
 def warm_up(watched: Watched) -> None:
-    """Have it touch what it takes once, whoever asks; none of it, the small cache apart, is in the idle size."""
+    """Have it touch what it takes once, whoever asks; the idle size has none of it."""
     for number in range(NUM_WARM_UPS):
         ids = [3 + (number + i) % 500 for i in range(CONTEXT - 200)]
         fields = {"prompt": ids, "max_tokens": 4, "logprobs": 5, "ignore_eos": True}
