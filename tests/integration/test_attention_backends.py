@@ -16,6 +16,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.query_groups import group_sequences
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs
+from tests.support.examples import share_of
 from tests.support.packed import random_kv
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ def test_a_step_may_be_attended_again() -> None:
         torch.testing.assert_close(first, second, atol=0, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(
     chunks=st.lists(
         st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 150))),
@@ -163,7 +164,7 @@ def test_any_packing(chunks: list[Chunk], window: int | None, block_size: int, s
     assert_equal(attend_both(chunks, LayerKv(2, 8, 8, window), block_size=block_size, softcap=softcap))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 @given(
     chunks=st.lists(
         st.tuples(st.integers(0, 4000), st.sampled_from([1, 1, 1, 2, 5, 33, 300])), min_size=1, max_size=80

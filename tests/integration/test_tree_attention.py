@@ -23,6 +23,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.tree_mask import accepted_moves, tree_masks
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import NO_TOKEN, StepInputs
+from tests.support.examples import share_of
 from tests.support.packed import load_tiny, packed_forward, plain_logits, random_kv, random_tokens
 from tests.support.tiny_models import FAMILIES, WINDOW
 
@@ -206,7 +207,7 @@ def verified_sequences(draw: st.DrawFn) -> Verified:
     return draw(st.integers(0, 40)), [draw(st.integers(-1, i - 1)) for i in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(
     verified=st.lists(verified_sequences(), min_size=1, max_size=6),
     window=st.one_of(st.none(), st.integers(1, 30)),

@@ -28,6 +28,7 @@ from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import BatchDecision, SampledRows, StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner
+from tests.support.examples import share_of
 from tests.support.factories import make_batcher, make_request
 from tests.support.fakes import VOCAB_SIZE, ManualClock, expected_output
 
@@ -433,7 +434,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
 def test_batcher() -> None:
     run_state_machine_as_test(
-        BatcherMachine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
+        BatcherMachine, settings=settings(max_examples=share_of(100), stateful_step_count=50, deadline=None)
     )
 
 

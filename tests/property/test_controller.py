@@ -10,9 +10,10 @@ from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.length_policy import Candidate, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
+from tests.support.examples import share_of
 
 POLICIES: st.SearchStrategy[LengthPolicyName] = st.sampled_from(["fixed", "threshold", "goodput"])
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=share_of(40), deadline=None)
 # By request: drafts on its tape, and how many of those that are verified are accepted at most.
 TAPES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6)
 Step = tuple[list[tuple[int, int]], int, int, float]

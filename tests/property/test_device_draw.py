@@ -21,6 +21,7 @@ from engine.compute.cuda.device_draw import (
 )
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import NO_TOKEN, LogitAdjustment
+from tests.support.examples import share_of
 from tests.support.sampling_reference import CPU, Row, inputs_of
 
 VOCAB = 40
@@ -70,7 +71,7 @@ def sampled(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 @given(st.lists(st.tuples(ROW, st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB)), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 def test_the_tokens_are_the_samplers(rows: list[tuple[Row, list[float]]]) -> None:
     logits = torch.tensor([values for _, values in rows])
     parameters = [row for row, _ in rows]

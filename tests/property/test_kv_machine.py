@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from engine.errors import RewindError, RewindFault
 from engine.plan.kv.paged_kv_manager import PagedKvManager
+from tests.support.examples import share_of
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 12, 3, 5, 6
 
@@ -276,7 +277,7 @@ class KvMachine(RuleBasedStateMachine):
 
 def test_kv() -> None:
     run_state_machine_as_test(
-        KvMachine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None)
+        KvMachine, settings=settings(max_examples=share_of(200), stateful_step_count=50, deadline=None)
     )
 
 

@@ -13,12 +13,13 @@ from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.step_records import SampledRows
+from tests.support.examples import share_of
 from tests.support.factories import make_batcher, make_request
 
 W_PROMPT, W_OUTPUT = 1, 2
 MAX_LEN = 48
 JOBS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 18)), min_size=1, max_size=6)
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=share_of(60), deadline=None)
 
 
 def run_step(batcher: ContinuousBatcher) -> list[Request]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import LogitAdjustment
+from tests.support.examples import share_of
 from tests.support.sampling_reference import (
     CPU,
     Row,
@@ -66,7 +67,7 @@ ADJUSTMENT = st.builds(
 DRAWN = rows(st.floats(0.0625, 16, width=32))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=share_of(100))
 @given(
     logits=st.lists(st.integers(-40, 40).map(lambda n: n / 4), min_size=VOCAB, max_size=VOCAB),
     row=DRAWN,
@@ -82,7 +83,7 @@ def test_probabilities_equal_the_float64_reading(
     assert engine_probs(torch.tensor([logits]), [row])[0] == pytest.approx(expected, abs=2e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=share_of(60))
 @given(
     logits=st.lists(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=6),
     row=st.lists(DRAWN, min_size=6, max_size=6),
@@ -92,7 +93,7 @@ def test_a_draw_equals_the_draw_over_all_tokens(logits: list[list[float]], row: 
     assert sample(tensor, row[: len(logits)]) == dense_draw(tensor, row[: len(logits)])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=share_of(40))
 @given(
     spread=st.floats(0, 40),
     generator=st.integers(0, 2**32 - 1),
@@ -112,7 +113,7 @@ def test_pruning_loses_no_winner(
     assert sample(logits, drawn) == dense_draw(logits, drawn)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=share_of(50))
 @given(data=st.data(), size=st.integers(1, 16), generator=st.integers(0, 2**32 - 1))
 def test_neighbours_and_order_change_nothing(data: st.DataObject, size: int, generator: int) -> None:
     """Any rows, some broken: a row's token and error are what it gets alone."""

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.examples import share_of
 from tests.support.simulation import simulate
 
-NUM_SEEDS = 500
+MOST_SEEDS = 500
+NUM_SEEDS = share_of(MOST_SEEDS)
 NUM_SLOW_SEEDS = 20_000
 
-# What a simulation that has gone lame would no longer do, and how often it does at least.
+# What a simulation that has gone lame would no longer do, and how often most seeds do it at least.
 EVENTS = {
     "length": 1000,
     "stop": 200,
@@ -55,7 +57,7 @@ def test_every_request_gets_its_serial_text_or_ends_for_a_reason(faulty: bool) -
     for seed in range(NUM_SEEDS):
         seen += simulate(seed, faulty=faulty).seen
     for event, least in EVENTS.items():
-        assert seen[event] >= least, f"{event} hardly ever happens: {seen}"
+        assert seen[event] * MOST_SEEDS >= least * NUM_SEEDS, f"{event} hardly ever happens: {seen}"
     for event in ("error", "drafters failed", "drafts dropped: error"):
         assert (seen[event] > 0) is faulty, f"{event}: {seen}"
 
@@ -63,7 +65,7 @@ def test_every_request_gets_its_serial_text_or_ends_for_a_reason(faulty: bool) -
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_thousand_seeds(faulty: bool) -> None:
-    for seed in range(NUM_SEEDS, NUM_SLOW_SEEDS):
+    for seed in range(MOST_SEEDS, NUM_SLOW_SEEDS):
         simulate(seed, faulty=faulty)
 
 

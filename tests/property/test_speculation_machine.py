@@ -29,6 +29,7 @@ from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from tests.support.examples import share_of
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, expected_output
@@ -343,7 +344,8 @@ class SpeculationMachine(RuleBasedStateMachine):
 
 def test_speculation() -> None:
     run_state_machine_as_test(
-        SpeculationMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
+        SpeculationMachine,
+        settings=settings(max_examples=share_of(80), stateful_step_count=40, deadline=None),
     )
 
 

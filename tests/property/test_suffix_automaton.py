@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from engine.compute.drafters.suffix_automaton import Match, SuffixAutomaton
+from tests.support.examples import share_of
 
 TEXT = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), max_size=40))
 
@@ -25,7 +26,7 @@ def longest_repeat(text: list[int]) -> int:
 
 
 @given(text=TEXT)
-@settings(max_examples=300)
+@settings(max_examples=share_of(300))
 def test_longest_repeat_is_that_of_a_search_after_every_token(text: list[int]) -> None:
     automaton = SuffixAutomaton()
     for end, token_id in enumerate(text, start=1):
@@ -35,7 +36,7 @@ def test_longest_repeat_is_that_of_a_search_after_every_token(text: list[int]) -
 
 
 @given(text=TEXT, more=TEXT)
-@settings(max_examples=300)
+@settings(max_examples=share_of(300))
 def test_following_tokens_matches_like_a_search_and_adds_nothing(text: list[int], more: list[int]) -> None:
     automaton = SuffixAutomaton()
     automaton.extend(text)
@@ -48,7 +49,7 @@ def test_following_tokens_matches_like_a_search_and_adds_nothing(text: list[int]
 
 
 @given(text=TEXT, num_wanted=st.integers(0, 12))
-@settings(max_examples=300)
+@settings(max_examples=share_of(300))
 def test_each_proposed_token_followed_the_longest_match_before_the_end(
     text: list[int], num_wanted: int
 ) -> None:

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import Detokenizer
+from tests.support.examples import share_of
 from tests.unit.text.builders import load
 
 FEW_CHARACTERS = st.text("ab é🦀", max_size=25)
-quick = settings(max_examples=300, deadline=None)
+quick = settings(max_examples=share_of(300), deadline=None)
 
 
 @st.composite

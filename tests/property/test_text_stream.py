@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import Detokenizer
+from tests.support.examples import share_of
 from tests.unit.text.builders import BACKENDS, load
 
 KINDS = list(BACKENDS)
@@ -34,7 +35,7 @@ SPELLINGS = [
 CHARACTERS = st.lists(st.sampled_from(SPELLINGS), max_size=30).map("".join)
 ANY_TEXT = st.one_of(CHARACTERS, st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=share_of(150), deadline=None)
 
 
 @cache

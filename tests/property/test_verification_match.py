@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import MatchVerifier, make_verifier
 from engine.plan.step_records import Int64, LogitAdjustment, SampledRows, SamplingInputs
+from tests.support.examples import share_of
 from tests.support.sampling_reference import CPU, Row
 from tests.support.verification_law import Known, Proposal, Propose, World, generate, nothing
 
@@ -69,7 +70,7 @@ def guesses(texts: Int64, seeds: Int64, parents: tuple[int, ...], luck: float, g
     return propose
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=share_of(80))
 @given(
     row=ROW,
     parents=PLANS,

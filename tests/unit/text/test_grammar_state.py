@@ -15,6 +15,7 @@ from engine.plan.structured_output import Frame, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.grammar_state import FIRST_S, TOKEN_S, GrammarState
 from tests.support.engines import text_tokenizer
+from tests.support.examples import share_of
 from tests.support.structures import SCHEMAS, allowed, compiled
 from tests.support.tiny_models import BOS_ID, EOS_ID, START_ID, VOCAB_SIZE
 
@@ -276,7 +277,7 @@ def walks(draw: st.DrawFn) -> tuple[str, int, list[list[int]]]:
 
 
 @given(walks())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share_of(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_wherever_drafts_have_led_a_state_is_what_a_fresh_one_would_be(
     walk: tuple[str, int, list[list[int]]],
 ) -> None:

@@ -19,6 +19,7 @@ from engine.compute.cuda.triton_work import (
     max_items,
 )
 from tests.support.attention_noise import Chunk
+from tests.support.examples import share_of
 
 GROUPED = HeadShape(8, 2, None)
 H200 = 132
@@ -75,7 +76,7 @@ chunks_strategy = st.lists(
 windows = st.one_of(st.none(), st.integers(1, 200), st.integers(1, 9000))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(chunks_strategy, windows, st.sampled_from([2, 4]), st.sampled_from([1, 16, H200]))
 def test_every_query_meets_all_that_it_sees_once(
     chunks: list[Chunk], window: int | None, itemsize: int, processors: int
@@ -95,7 +96,7 @@ def test_every_query_meets_all_that_it_sees_once(
         assert all(run.start % KEY_STEP == 0 for run in found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(chunks_strategy, windows, st.sampled_from([HeadShape(8, 2, None), HeadShape(71, 1, None)]))
 def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], window: int | None, heads: HeadShape) -> None:
     shape = heads._replace(window=window)

@@ -16,6 +16,7 @@ from engine.compute.drafters.draft_tree import (
     tree_from_accuracy,
     tree_from_ranks,
 )
+from tests.support.examples import share_of
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def accuracies(draw: st.DrawFn) -> list[list[float]]:
     ]  # the ranks of a head exclude each other: at most 0.99 together
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=share_of(60))
 @given(accuracy=accuracies(), max_nodes=st.integers(1, 8))
 def test_every_prefix_of_a_chosen_tree_is_a_tree_with_distinct_siblings(
     accuracy: list[list[float]], max_nodes: int

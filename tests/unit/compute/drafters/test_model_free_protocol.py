@@ -15,6 +15,7 @@ from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
 from engine.plan.speculation.drafter import Drafter
 from tests.support.draft_jobs import ToldSequence, draft_request
+from tests.support.examples import share_of
 
 TOKEN = st.integers(0, 5)
 STOP = 5
@@ -73,5 +74,5 @@ def machine(kind: Callable[[], Drafter]) -> type[RuleBasedStateMachine]:
 )
 def test_answers_depend_on_the_tokens_alone(kind: Callable[[], Drafter]) -> None:
     run_state_machine_as_test(
-        machine(kind), settings=settings(max_examples=60, stateful_step_count=25, deadline=None)
+        machine(kind), settings=settings(max_examples=share_of(60), stateful_step_count=25, deadline=None)
     )

@@ -18,6 +18,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.dummy_steps import Part, pack_step
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, tree
+from tests.support.examples import share_of
 from tests.support.native import compiled_kernels
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def any_chunk(draw: st.DrawFn) -> Chunk:
     return tree(context, [draw(st.integers(-1, at - 1)) for at in range(draw(st.integers(0, 20)))])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(
     chunks=st.lists(any_chunk(), min_size=1, max_size=5),
     dim=st.sampled_from([32, 64, 96]),
