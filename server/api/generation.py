@@ -1,51 +1,15 @@
-"""Generation: the open engine streams behind one HTTP reply, one a choice, read as one.
-
-Everything that can refuse a request happens in `open_generation`, before the status line.
-"""
+"""Generation: the open engine streams behind one HTTP reply, one a choice, read as one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from engine import (
-    CompiledGrammar,
-    ContextLengthExceeded,
-    Engine,
-    EngineInfo,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    InvalidRequest,
-    OutputDelta,
-    RequestTiming,
-    SamplingParams,
-    SpeculationOptions,
-    StructuredOutput,
-    owned_salt,
-)
-from server.api.bad_words import read_bad_words
-from server.api.live_replies import LiveReply
+from engine import Finish, FinishReason, OutputDelta, RequestTiming
 from server.api.openai.protocol import GenerationBody
-from server.api.prompt_scores import PromptScores, ScoresOnly, scoring_request
-from server.api.reply_size import ReplyPart, check_reply_size, reply_size
-from server.api.sampling import (
-    base_seed,
-    check_limits,
-    check_min_tokens,
-    check_token_ids,
-    choice_seed,
-    priority_of,
-    sampling_params,
-)
-from server.api.speculation import read_prediction, speculation_options
-from server.api.structure import read_structure
-from server.api.time_limit import allowed_s, in_time
-from server.http.body_room import Lease
-from server.http.context import Exchange, ServerContext, cache_owner
-from server.http.errors import invalid
+from server.api.prompt_scores import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,25 +180,6 @@ class EmptyStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to generate for one reply: `prepare` reads the prompts once queue places are taken for them.
-
-    `reply_id` is fresh; the engine's request ids are derived from it. `exchange` says who asked, and when.
-    `structure` is the form that every choice must have; None for what the body asks for. `lease` counts the
-    memory of the request; `held_bytes` of it stay in use after the prompts have been read.
-    """
-
-    reply_id: str
-    body: GenerationBody
-    num_prompts: int
-    prepare: Callable[[Engine], Awaitable[list[Prompt]]]
-    exchange: Exchange
-    lease: Lease
-    structure: StructuredOutput | None = None
-    held_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Accepted:
     """A request that passed every check, and what answers it. Queued `prepared_s` after its arrival."""
 
@@ -242,174 +187,3 @@ class Accepted:
     body: GenerationBody
     generation: Generation
     prepared_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What of a request had to be read off the loop."""
-
-    prompts: Sequence[Prompt]
-    speculation: SpeculationOptions
-    bad_words: tuple[tuple[int, ...], ...]
-    grammar: CompiledGrammar | None
-
-
-async def open_generation(context: ServerContext, order: Order) -> Generation:
-    """Take queue places, read the prompts, submit. Raises ApiError or an EngineError; then nothing runs.
-
-    On return the order's body has forgotten all that may be large.
-    """
-    body, engine, lease = order.body, context.engine, order.lease
-    tenant, grammar = order.exchange.tenant, None
-    check_limits(body, context.settings.server)
-    structure = order.structure or read_structure(body)
-    num_requests = order.num_prompts * body.num_choices
-    _check_queueable(order, num_requests, context.settings.server.max_queued_requests)
-    with engine.admit(num_requests):
-        try:
-            speculation = speculation_options(body, engine.info)
-            limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
-            async with in_time(limit_s, order.exchange.age_s, engine.metrics):
-                prompts = await order.prepare(engine)
-                speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))
-                bad_words = await read_bad_words(body.bad_words or (), engine, tenant)
-                if structure is not None:
-                    grammar = await engine.compile_grammar(structure, tenant=tenant)
-            wanted = Wanted(prompts, speculation, bad_words, grammar)
-            requests = _make_requests(order, wanted, context)
-            size = reply_size(body, _reply_parts(wanted.prompts, requests, body.num_choices))
-            check_reply_size(size)
-            lease.hold(lease.num_bytes + size.held_bytes)
-            choices = _submit(engine, requests)
-        except InvalidRequest as error:
-            error.param = body.prompt_param if error.param == "prompt" else error.param
-            raise
-    body.forget_input()
-    lease.hold(order.held_bytes + size.held_bytes)
-    request_ids = [request.request_id for _, request in requests]
-    exchange = order.exchange
-    reply = LiveReply(order.reply_id, exchange.caller_id, exchange.tenant, request_ids, exchange.age_s)
-    context.live.open(reply)
-
-    def on_close() -> None:
-        context.live.close(reply)
-        if exchange.peer.stalled:  # closing the streams would count it as a client that left
-            for request_id in request_ids:
-                engine.cancel(request_id, abort="timeout")
-
-    generation = Generation(choices, on_close)
-    exchange.accepted = Accepted(order.reply_id, body, generation, reply.prepared_s)
-    return generation
-
-
-def _check_queueable(order: Order, num_requests: int, limit: int) -> None:
-    """Refuse for good what no empty queue could hold."""
-    if num_requests > limit:
-        name = "n" if order.num_prompts == 1 else order.body.prompt_param
-        raise invalid(
-            f"The request asks for {num_requests} generations at once; the queue holds {limit}.", name
-        )
-
-
-def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) -> Sequence[int]:
-    """The last tokens of a prompt when the request asks for that, else all; -1 keeps what fits."""
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return token_ids
-    if keep < 0:
-        keep = max(1, info.max_model_len - (1 if body.tokens_asked is None else body.tokens_asked))
-    return token_ids[-keep:]
-
-
-def _make_requests(
-    order: Order, wanted: Wanted, context: ServerContext
-) -> list[tuple[Prompt, GenerationRequest]]:
-    """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
-    body, info = order.body, context.engine.info
-    limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
-    requests: list[tuple[Prompt, GenerationRequest]] = []
-    shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
-    for prompt in wanted.prompts:
-        if not prompt.token_ids:
-            raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
-        max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
-        check_min_tokens(body, max_tokens)
-        if shared is None:
-            shared = replace(sampling_params(body, info, max_tokens), bad_words=wanted.bad_words)
-        sampling = replace(shared, max_tokens=max_tokens)
-        if sampling.prompt_logprobs is not None:
-            prompt = replace(prompt, scores=PromptScores())
-        first_id = f"{order.reply_id}-{len(requests)}"
-        seed = base_seed(body)  # without one in the body each prompt has its own, equal prompts too
-        for j in range(body.num_choices):
-            request = GenerationRequest(
-                request_id=f"{order.reply_id}-{len(requests)}",
-                prompt_token_ids=prompt.token_ids,
-                sampling=replace(
-                    sampling,
-                    seed=choice_seed(seed, j),
-                    prompt_logprobs=None if j else sampling.prompt_logprobs,
-                ),
-                priority=priority_of(body),
-                group=order.reply_id,
-                tenant=order.exchange.tenant,
-                deadline_s=None if limit_s is None else limit_s - order.exchange.age_s,
-                cache_salt=owned_salt(cache_owner(context, order.exchange), body.cache_salt),
-                fork_of=first_id if j else None,
-                speculation=wanted.speculation,
-                grammar=wanted.grammar,
-            )
-            requests.append((prompt, request))
-    return requests
-
-
-def _reply_parts(
-    prompts: Sequence[Prompt], requests: Sequence[tuple[Prompt, GenerationRequest]], num_choices: int
-) -> list[ReplyPart]:
-    """One a prompt; the choices of one are requests that follow each other."""
-    firsts = [request for _, request in requests[::num_choices]]
-    return [
-        ReplyPart(len(prompt.token_ids), prompt.text, num_choices, first.sampling.max_tokens)
-        for prompt, first in zip(prompts, firsts, strict=True)
-    ]
-
-
-def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int) -> int:
-    """The tokens asked for, or all that the context leaves. Raises ContextLengthExceeded."""
-    asked = body.tokens_asked
-    num_tokens = max(1, limit - num_prompt_tokens) if asked is None else asked
-    if num_prompt_tokens + num_tokens > limit:
-        too_long = num_prompt_tokens >= limit or asked is None
-        raise ContextLengthExceeded(
-            limit=limit,
-            prompt_tokens=num_prompt_tokens,
-            max_tokens=num_tokens,
-            param=body.prompt_param if too_long else "max_tokens",
-        )
-    return num_tokens
-
-
-def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]) -> list[Choice]:
-    """Queue all of them or none."""
-    choices: list[Choice] = []
-    try:
-        for prompt, request in requests:
-            brings_scores = request.sampling.prompt_logprobs is not None
-            stream = _open_stream(engine, request)
-            choices.append(Choice(len(choices), prompt, stream, brings_scores))
-    except Exception:
-        for choice in choices:
-            choice.stream.close()
-        raise
-    return choices
-
-
-def _open_stream(engine: Engine, request: GenerationRequest) -> DeltaStream:
-    """The engine's own stream, if there is anything to compute."""
-    if request.sampling.max_tokens > 0:
-        return engine.submit(request)
-    num_prompt_tokens = len(request.prompt_token_ids)
-    if request.sampling.prompt_logprobs is None or num_prompt_tokens == 1:
-        return EmptyStream(num_prompt_tokens)
-    check_token_ids("prompt", request.prompt_token_ids, engine.info.vocab_size)
-    return ScoresOnly(engine.submit(scoring_request(request)), num_prompt_tokens)

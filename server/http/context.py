@@ -5,20 +5,18 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.types import Scope
 
 from config import Settings
 from engine import Engine, EngineInfo, Overloaded
+from server.api.generation import Accepted
 from server.api.live_replies import LiveReplies
 from server.http.peer import Peer
 from server.http.turns import Turns
 from server.observability.http_metrics import HttpMetrics
-
-if TYPE_CHECKING:
-    from server.api.generation import Accepted
 
 EXCHANGE_KEY = "slipstream.exchange"
 

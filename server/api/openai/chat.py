@@ -11,13 +11,14 @@ from starlette.responses import Response
 
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
-from server.api.generation import Choice, Generation, Order, Prompt, open_generation, truncated
+from server.api.generation import Choice, Generation, Prompt
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.api.openai.models import check_model
 from server.api.openai.protocol import ChatCompletionRequest
 from server.api.openai.protocol_refusals import ON_CHAT
 from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
 from server.api.openapi import json_body
+from server.api.submission import Submission, open_generation, truncated
 from server.api.tools.history import Conversation, messages_for_template, tool_template
 from server.api.tools.message import ToolReply
 from server.api.tools.turn import ToolTurn, check_tool_fields, read_tools
@@ -66,7 +67,7 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
     shape = ChatShape(body, TokenSpelling.of(context.engine, body), tools)
     structure = None if tools is None else tools.structure()
     lease = lease_of(request.scope)
-    order = Order(
+    submission = Submission(
         reply_id=fresh_id(shape),
         body=body,
         num_prompts=1,
@@ -76,8 +77,8 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
         structure=structure,
         held_bytes=0 if tools is None else lease.num_bytes,
     )
-    reply = Reply(context, body, shape, order.reply_id)
-    return reply, await open_generation(context, order)
+    reply = Reply(context, body, shape, submission.reply_id)
+    return reply, await open_generation(context, submission)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
-from server.api.generation import Choice, Generation, Order, Prompt, open_generation, truncated
+from server.api.generation import Choice, Generation, Prompt
 from server.api.long_list import LongList
 from server.api.openai.logprobs import (
     TokenSpelling,
@@ -27,6 +27,7 @@ from server.api.openai.protocol_values import PromptItem
 from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
 from server.api.openapi import json_body
 from server.api.sampling import check_token_ids
+from server.api.submission import Submission, open_generation, truncated
 from server.http.body_room import lease_of
 from server.http.context import context_of, exchange_of
 
@@ -50,7 +51,7 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
     check_model(context, body.model)
     shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
     exchange = exchange_of(request.scope)
-    order = Order(
+    submission = Submission(
         reply_id=fresh_id(shape),
         body=body,
         num_prompts=len(body.prompt),
@@ -58,8 +59,8 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
         exchange=exchange,
         lease=lease_of(request.scope),
     )
-    reply = Reply(context, body, shape, order.reply_id)
-    return reply, await open_generation(context, order)
+    reply = Reply(context, body, shape, submission.reply_id)
+    return reply, await open_generation(context, submission)
 
 
 async def read_prompts(body: CompletionRequest, engine: Engine, tenant: str | None) -> list[Prompt]:
