@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from engine.errors import (
@@ -20,10 +21,11 @@ from engine.loop.engine_loop import Ending, EngineLoop
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.intake import make_detokenizer, make_record
 from engine.loop.open_requests import OpenRequests
+from engine.loop.request_counts import RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
 from engine.loop.thread_stacks import thread_stacks
-from engine.loop.time_limits import TimeLimits, too_late
+from engine.loop.time_limits import TimeLimits, prepared_by, too_late
 from engine.loop.watchdog import Watchdog
 from engine.plan.admission import Admission, Permit, check_choice_of_tokens, check_prompt
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
@@ -64,7 +66,8 @@ class Engine:
         self.metrics = BatchMetrics()
         self._text = TextThread(self._executors.text, self.metrics, self._executors.num_text_threads)
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
-        self._requests = OpenRequests(self.metrics, clock, self._time_limits)
+        self._counts = RequestCounts(self.metrics)
+        self._requests = OpenRequests(self.metrics, self._counts, clock, self._time_limits)
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
         self._num_arrivals = 0
         self._parts: EngineParts | None = None
@@ -171,6 +174,10 @@ class Engine:
             self._died.set()
 
     # What callers ask before and beside generating.
+
+    def now(self) -> float:
+        """Seconds of the engine's monotonic clock, in which arrivals and deadlines are given."""
+        return self._clock()
 
     @property
     def info(self) -> EngineInfo:
@@ -306,7 +313,7 @@ class Engine:
             self._check_open()
             return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
         except Overloaded as refusal:
-            self.metrics.requests_rejected[refusal.code] += 1
+            self._counts.reject(refusal.code)
             raise
 
     def admit_text(self) -> Permit:
@@ -319,8 +326,15 @@ class Engine:
             self._check_open()
             return self._text_admission.admit(1, 0)
         except Overloaded as refusal:
-            self.metrics.requests_rejected[refusal.code] += 1
+            self._counts.reject(refusal.code)
             raise
+
+    def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
+        """Use around the work on a request's text, before `submit`: it is cancelled at the deadline.
+
+        Raises DeadlineExceeded then, and counts it. None: no limit. Both times are of `now`.
+        """
+        return prepared_by(deadline, arrival_time, self._clock, self._counts.miss_deadline)
 
     def submit(self, request: GenerationRequest) -> RequestStream:
         """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
@@ -337,7 +351,7 @@ class Engine:
                 len(request.prompt_token_ids), batcher.num_waiting_tokens, batcher.num_waiting
             )
         except Overloaded as refusal:
-            self.metrics.requests_rejected[refusal.code] += 1
+            self._counts.reject(refusal.code)
             raise
         self._num_arrivals += 1
         record = make_record(request, self._loaded, self._num_arrivals, self._clock())
@@ -363,8 +377,7 @@ class Engine:
         """Refuse, and count, what could not be finished in time even if all goes well."""
         refusal = too_late(record, self._clock(), self._loaded.batcher.can_meet)
         if refusal is not None:
-            self.metrics.deadlines_missed += 1
-            self.metrics.requests_rejected["deadline_exceeded"] += 1
+            self._counts.miss_deadline()
             raise refusal
 
     def reprioritize(

@@ -8,7 +8,7 @@ from engine.text.detokenizer import Detokenizer
 
 
 def make_record(request: GenerationRequest, parts: EngineParts, arrival: int, now: float) -> Request:
-    """The `arrival`-th request as the scheduler sees it, arrived `now`."""
+    """The `arrival`-th request as the scheduler sees it, submitted `now`."""
     sampling = request.sampling
     eos = frozenset() if sampling.ignore_eos else parts.eos_token_ids
     stop_token_ids = sampling.stop_token_ids | eos
@@ -19,10 +19,10 @@ def make_record(request: GenerationRequest, parts: EngineParts, arrival: int, no
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         arrival=arrival,
-        arrival_time=now,
+        arrival_time=now if request.arrival_time is None else request.arrival_time,
         priority=request.priority,
         tenant=request.tenant,
-        deadline=None if request.deadline_s is None else now + request.deadline_s,
+        deadline=request.deadline,
         cache_salt=request.cache_salt,
         fork_of=request.fork_of,
         speculation=request.speculation,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from engine.errors import EngineError, Overloaded
+from engine.errors import EngineError
+from engine.loop.request_counts import RequestCounts
 from engine.loop.stream import Finish, RequestStream, RequestTiming
 from engine.loop.time_limits import TimeLimits
 from engine.plan.metrics.batch_metrics import BatchMetrics
@@ -17,63 +16,6 @@ from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.step_records import TokenLogprobs
 
-GRAVITY = (
-    FinishReason.STOP,
-    FinishReason.LENGTH,
-    FinishReason.ABORT,
-    FinishReason.DEADLINE,
-    FinishReason.ERROR,
-)
-
-
-class _Outcome(NamedTuple):
-    """How a choice ended; `abort` and `rejection` are labels, None for what is neither."""
-
-    reason: FinishReason
-    abort: str | None
-    rejection: str | None
-
-
-class RequestGroups:
-    """Counts a reply's choices as one request: started with the first, finished with the last.
-
-    The outcome counted is the gravest of its choices', the first of equals.
-    """
-
-    def __init__(self, metrics: BatchMetrics) -> None:
-        self._metrics = metrics
-        self._group_of: dict[str, str] = {}
-        self._num_open: Counter[str] = Counter()
-        self._gravest: dict[str, _Outcome] = {}
-
-    def open(self, request_id: str, group: str | None) -> None:
-        """A choice of `group` begins; None is a group of its own."""
-        name = self._group_of[request_id] = request_id if group is None else group
-        if not self._num_open[name]:
-            self._metrics.requests_started += 1
-        self._num_open[name] += 1
-
-    def close(
-        self, request_id: str, reason: FinishReason, abort: str | None, error: EngineError | None
-    ) -> None:
-        """A choice has ended; with the last one its group has."""
-        gave_up = isinstance(error, Overloaded) and error.code == "queue_timeout"
-        outcome = _Outcome(reason, abort, "queue_timeout" if gave_up else None)
-        name = self._group_of.pop(request_id)
-        gravest = max(self._gravest.pop(name, outcome), outcome, key=lambda each: GRAVITY.index(each.reason))
-        self._num_open[name] -= 1
-        if self._num_open[name]:
-            self._gravest[name] = gravest
-            return
-        del self._num_open[name]
-        metrics = self._metrics
-        metrics.requests_finished[gravest.reason] += 1
-        metrics.deadlines_missed += gravest.reason is FinishReason.DEADLINE
-        if gravest.abort is not None:
-            metrics.request_aborts[gravest.abort] += 1
-        if gravest.rejection is not None:
-            metrics.requests_rejected[gravest.rejection] += 1
-
 
 class OpenRequests:
     """Pairs each request with its stream and counts what happens to it. Loop thread only.
@@ -81,15 +23,21 @@ class OpenRequests:
     `finish` is the only place where a stream gets its terminal event.
     """
 
-    def __init__(self, metrics: BatchMetrics, clock: Callable[[], float], time_limits: TimeLimits) -> None:
+    def __init__(
+        self,
+        metrics: BatchMetrics,
+        counts: RequestCounts,
+        clock: Callable[[], float],
+        time_limits: TimeLimits,
+    ) -> None:
         self._metrics = metrics
+        self._counts = counts
         self._clock = clock
         self._time_limits = time_limits
         self.shares = TenantShares(clock)
         self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
-        self._groups = RequestGroups(metrics)
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._gaps = TokenGaps(metrics.inter_token_latency)
@@ -114,7 +62,7 @@ class OpenRequests:
 
     def open(self, request: Request, stream: RequestStream, group: str | None = None) -> None:
         """Take a request that was accepted, as one of its group's choices. It may have ended on return."""
-        self._groups.open(request.request_id, group)
+        self._counts.open(request.request_id, group)
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self._none_open.clear()
@@ -160,7 +108,7 @@ class OpenRequests:
         self._time_limits.forget(request.request_id)
         self.num_ended += 1
         timing = self._timing(request, stream)
-        self._groups.close(request.request_id, reason, abort, error)
+        self._counts.close(request.request_id, reason, abort, error)
         self._count(request, timing)
         self.shares.count(request.tenant, request.num_tokens)
         if not self._requests:

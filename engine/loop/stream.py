@@ -23,7 +23,8 @@ from engine.text.detokenizer import Detokenizer
 class RequestTiming:
     """Seconds spent in each part of one request's life; None where that part never came.
 
-    `preemptions` are (seconds since the arrival, "recompute" or "swap").
+    `queue_s`, up to its first step, and `time_to_first_token_s` count from the arrival. `preemptions` are
+    (seconds since the arrival, "recompute" or "swap").
     """
 
     queue_s: float

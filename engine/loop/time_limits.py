@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
 from engine.errors import DeadlineExceeded, EngineError, Overloaded
 from engine.plan.request import Request
@@ -15,7 +17,7 @@ class TimeLimits:
     """One timer a deadline and one a bounded wait in the queue; nothing is polled. Loop thread only.
 
     `on_due(request, error)` is called when a watched request's time is up: past its deadline, or not run at
-    all for `queue_timeout_s` seconds since it arrived (0: no limit).
+    all within `queue_timeout_s` seconds of being queued (0: no limit).
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class TimeLimits:
         if request.deadline is not None:
             self._check_deadline(request)
         if self._queue_timeout_s and request.request_id not in self._waits:
-            self._check_wait(request)
+            self._check_wait(request, self._clock() + self._queue_timeout_s)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -56,16 +58,16 @@ class TimeLimits:
         else:
             self._set(self._deadlines, request, left_s, self._check_deadline)
 
-    def _check_wait(self, request: Request) -> None:
+    def _check_wait(self, request: Request, until: float) -> None:
         if request.first_scheduled_time is not None:
             return
-        left_s = request.arrival_time + self._queue_timeout_s - self._clock()
+        left_s = until - self._clock()
         if left_s <= 0:
             limit = f"{self._queue_timeout_s:g} s"
             error = Overloaded(f"The request waited {limit} in the queue, the limit.", code="queue_timeout")
             self._on_due(request, error)
         else:
-            self._set(self._waits, request, left_s, self._check_wait)
+            self._set(self._waits, request, left_s, partial(self._check_wait, until=until))
 
     def _set(
         self,
@@ -79,9 +81,9 @@ class TimeLimits:
 
 
 def deadline_passed(request: Request) -> DeadlineExceeded:
-    """What a request is told whose deadline has passed."""
+    """The error of a request whose deadline has passed."""
     assert request.deadline is not None
-    limit = f"{request.deadline - request.arrival_time:.3f}".rstrip("0").rstrip(".")
+    limit = _seconds(request.deadline - request.arrival_time)
     done = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
     return DeadlineExceeded(f"The deadline, {limit} s after the request arrived, passed after {done}.")
 
@@ -94,5 +96,30 @@ def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) 
         return deadline_passed(request)
     if can_meet(request):
         return None
-    limit_s = request.deadline - request.arrival_time
-    return DeadlineExceeded(f"The deadline is {limit_s:.3g} s away, too soon at the present load.")
+    left_s = request.deadline - now
+    return DeadlineExceeded(f"The deadline is {left_s:.3g} s away, too soon at the present load.")
+
+
+@asynccontextmanager
+async def prepared_by(
+    deadline: float | None, arrival_time: float, clock: Callable[[], float], on_missed: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Bound the work on a request's text, before the request is submitted. `clock` gives both times.
+
+    At the deadline the work is cancelled, `on_missed` is called and DeadlineExceeded raised. None: no limit.
+    """
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - clock()) as timeout:
+            yield
+    except TimeoutError:
+        if deadline is None or not timeout.expired():
+            raise
+        on_missed()
+        limit = _seconds(deadline - arrival_time)
+        raise DeadlineExceeded(
+            f"The deadline, {limit} s after the request arrived, passed before its prompt was read."
+        ) from None
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")

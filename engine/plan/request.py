@@ -95,10 +95,11 @@ class GenerationRequest:
     """One generation as a caller asks for it, validated.
 
     `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` None is the anonymous tenant. `deadline_s` counts from the arrival,
-    None is no limit. Only requests with the same `cache_salt` share cached prefixes; `engine.owned_salt`
-    makes one that no other tenant has. `fork_of` is the request_id of an earlier choice with the same prompt,
-    which is computed once for both. `grammar` is what the output must follow, None for any output.
+    None is a group of its own. `tenant` is None for the anonymous tenant. `arrival_time` and `deadline` are
+    in seconds of `Engine.now`; None stands for the time of submission, and for no deadline. Only requests
+    with the same `cache_salt` share cached prefixes; `engine.owned_salt` makes one that no other tenant has.
+    `fork_of` is the request_id of an earlier choice with the same prompt, which is computed once for both.
+    `grammar` is what the output must follow; None for any output.
     """
 
     request_id: str
@@ -107,7 +108,8 @@ class GenerationRequest:
     priority: int = Priority.DEFAULT
     group: str | None = None
     tenant: str | None = None
-    deadline_s: float | None = None
+    arrival_time: float | None = None
+    deadline: float | None = None
     cache_salt: str | None = None
     fork_of: str | None = None
     speculation: SpeculationOptions = SpeculationOptions()

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 class LiveReply:
     """One reply and the engine's requests behind it, one a choice.
 
-    `label` is the caller's own id, None without one. `prepared_s` is the time from the arrival to the
-    submission, by which the engine's clock runs late.
+    `label` is the caller's own id, None without one.
     """
 
     reply_id: str
     label: str | None
     tenant: str | None
     request_ids: Sequence[str]
-    prepared_s: float
 
 
 class LiveReplies:

@@ -44,9 +44,7 @@ async def change_request(request: Request, request_id: str) -> Response:
     reply, context = find_reply(request, request_id), context_of(request)
     deadline_s = None
     if patch.deadline_ms is not None:
-        limit_s = allowed_s(patch.deadline_ms, context.settings.server.request_timeout)
-        assert limit_s is not None
-        deadline_s = limit_s - reply.prepared_s
+        deadline_s = allowed_s(patch.deadline_ms, context.settings.server.request_timeout)
     engine = context.engine
     changed = [
         engine.reprioritize(each, priority=patch.priority, deadline_s=deadline_s)

@@ -37,7 +37,7 @@ from server.api.sampling import (
 )
 from server.api.speculation import read_prediction, speculation_options
 from server.api.structure import read_structure
-from server.api.time_limit import allowed_s, in_time
+from server.api.time_limit import allowed_s
 from server.http.body_room import Lease
 from server.http.context import Exchange, ServerContext, cache_owner
 from server.http.errors import invalid
@@ -79,7 +79,9 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     On return the body holds nothing large any more.
     """
     body, engine, lease = submission.body, context.engine, submission.lease
-    tenant, grammar = submission.exchange.tenant, None
+    exchange, grammar = submission.exchange, None
+    tenant = exchange.tenant
+    deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
     structure = submission.structure or read_structure(body)
     num_requests = submission.num_prompts * body.num_choices
@@ -87,8 +89,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     with engine.admit(num_requests):
         try:
             speculation = speculation_options(body, engine.info)
-            limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
-            async with in_time(limit_s, submission.exchange.age_s, engine.metrics):
+            async with engine.prepare_by(deadline, exchange.arrival_time):
                 prompts = await submission.prepare(engine)
                 speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))
                 bad_words = await read_bad_words(body.bad_words or (), engine, tenant)
@@ -106,8 +107,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     body.forget_input()
     lease.hold(submission.held_bytes + size.held_bytes)
     request_ids = [request.request_id for _, request in requests]
-    exchange = submission.exchange
-    reply = LiveReply(submission.reply_id, exchange.caller_id, exchange.tenant, request_ids, exchange.age_s)
+    reply = LiveReply(submission.reply_id, exchange.caller_id, tenant, request_ids)
     context.live.open(reply)
 
     def on_close() -> None:
@@ -117,7 +117,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
                 engine.cancel(request_id, abort="timeout")
 
     generation = Generation(choices, on_close)
-    exchange.accepted = Accepted(submission.reply_id, body, generation, reply.prepared_s)
+    exchange.accepted = Accepted(submission.reply_id, body, generation, exchange.age_s)
     return generation
 
 
@@ -128,6 +128,12 @@ def _check_queueable(submission: Submission, num_requests: int, limit: int) -> N
         raise invalid(
             f"The request asks for {num_requests} generations at once; the queue holds {limit}.", name
         )
+
+
+def _deadline(submission: Submission, request_timeout_s: float) -> float | None:
+    """When the reply must be complete, in seconds of the engine's clock; None for no limit."""
+    limit_s = allowed_s(submission.body.deadline_ms, request_timeout_s)
+    return None if limit_s is None else submission.exchange.arrival_time + limit_s
 
 
 def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) -> Sequence[int]:
@@ -145,7 +151,7 @@ def _make_requests(
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
     body, info = submission.body, context.engine.info
-    limit_s = allowed_s(body.deadline_ms, context.settings.server.request_timeout)
+    deadline = _deadline(submission, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
     shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
     for prompt in inputs.prompts:
@@ -172,7 +178,8 @@ def _make_requests(
                 priority=priority_of(body),
                 group=submission.reply_id,
                 tenant=submission.exchange.tenant,
-                deadline_s=None if limit_s is None else limit_s - submission.exchange.age_s,
+                arrival_time=submission.exchange.arrival_time,
+                deadline=deadline,
                 cache_salt=owned_salt(cache_owner(context, submission.exchange), body.cache_salt),
                 fork_of=first_id if j else None,
                 speculation=inputs.speculation,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 from pydantic import TypeAdapter, ValidationError
 
-from engine import BatchMetrics, DeadlineExceeded
 from server.api.openai.protocol_values import MAX_WHOLE, Milliseconds
 from server.http.errors import invalid
 
@@ -41,21 +38,3 @@ def allowed_s(deadline_ms: float | None, request_timeout_s: float) -> float | No
     """Seconds from arrival that a request may take; None is without end. A timeout of 0 is none."""
     asked_s = None if deadline_ms is None else deadline_ms / 1000
     return soonest(asked_s, request_timeout_s or None)
-
-
-@asynccontextmanager
-async def in_time(limit_s: float | None, age_s: float, metrics: BatchMetrics) -> AsyncIterator[None]:
-    """For what a request of that age waits for before the engine has it and times it itself.
-
-    Raises DeadlineExceeded, counted in `metrics`, when `limit_s` seconds from its arrival are over.
-    """
-    try:
-        async with asyncio.timeout(None if limit_s is None else limit_s - age_s) as timeout:
-            yield
-    except TimeoutError:
-        if not timeout.expired():
-            raise
-        metrics.deadlines_missed += 1
-        metrics.requests_rejected["deadline_exceeded"] += 1
-        message = f"The deadline, {limit_s:g} s after the request arrived, passed before its prompt was read."
-        raise DeadlineExceeded(message) from None

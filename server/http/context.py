@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import cast
 
 from starlette.requests import Request
@@ -55,18 +56,23 @@ class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
 
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
-    names the key used, never the key. `peer` is what its connection knows of the client. `accepted` is None
+    names the key used, never the key. `arrival_time` is in seconds of `clock`, which is the engine's so that
+    both count from the same instant. `peer` is what its connection knows of the client. `accepted` is None
     until a completion or chat request has its places in the queue.
     """
 
     caller_id: str | None
     own_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
-    started: float = field(default_factory=perf_counter)
+    clock: Callable[[], float] = time.monotonic
+    arrival_time: float = field(init=False)
     tenant: str | None = None
     peer: Peer = field(default_factory=Peer)
     accepted: Accepted | None = None
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arrival_time = self.clock()
 
     @property
     def request_id(self) -> str:
@@ -76,7 +82,7 @@ class Exchange:
     @property
     def age_s(self) -> float:
         """Seconds since the request arrived."""
-        return perf_counter() - self.started
+        return self.clock() - self.arrival_time
 
     def reply_headers(self) -> list[tuple[bytes, bytes]]:
         """What every reply carries; called when its first byte is sent."""

@@ -31,6 +31,7 @@ class ExchangeMiddleware:
     def __init__(self, app: ASGIApp, context: ServerContext, request_log: RequestLog) -> None:
         self.app = app
         self._http = context.http
+        self._clock = context.engine.now
         self._log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +42,7 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope), peer=peer_of(scope))
+        exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope), clock=self._clock, peer=peer_of(scope))
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -111,24 +111,27 @@ class RequestTracer:
         )
         submitted_ns = started_ns + round(accepted.prepared_s * _NS)
         for choice in choices:
-            self._add_phases(span, choice, submitted_ns)
+            self._add_phases(span, choice, started_ns, submitted_ns)
 
-    def _add_phases(self, span: Span, choice: Choice, submitted_ns: int) -> None:
-        """The spans of one choice: queue, prefill and decode, as far as it came."""
+    def _add_phases(self, span: Span, choice: Choice, started_ns: int, submitted_ns: int) -> None:
+        """The spans of one choice: queue, prefill and decode, as far as it came.
+
+        The engine's times count from the arrival; the queue begins with the submission.
+        """
         finish = choice.finish
         if finish is None:
             return
         timing = finish.timing
         index: Attributes = {"slipstream.choice.index": choice.index}
-        run_ns = submitted_ns + round(timing.queue_s * _NS)
+        run_ns = started_ns + round(timing.queue_s * _NS)
         self._add_phase(span, "queue", submitted_ns, run_ns, index)
         if timing.time_to_first_token_s is not None:
-            first_ns = submitted_ns + round(timing.time_to_first_token_s * _NS)
+            first_ns = started_ns + round(timing.time_to_first_token_s * _NS)
             self._add_phase(span, "prefill", run_ns, first_ns, index)
             last_ns = first_ns + round(timing.generation_s * _NS)
             self._add_phase(span, "decode", first_ns, last_ns, index | decoded(choice))
         for seconds, mode in timing.preemptions:
-            at_ns = submitted_ns + round(seconds * _NS)
+            at_ns = started_ns + round(seconds * _NS)
             span.add_event("preempted", {**index, "slipstream.preemption.mode": mode}, at_ns)
 
     def _add_phase(self, parent: Span, name: str, from_ns: int, to_ns: int, attributes: Attributes) -> None:

@@ -223,6 +223,18 @@ async def test_a_deadline_while_the_prompt_is_read_is_504_then_and_not_later(
     assert (engine.metrics.deadlines_missed, engine.metrics.requests_rejected["deadline_exceeded"]) == (1, 1)
 
 
+async def test_arrival_and_deadline_are_taken_once_by_the_clock_of_the_engine() -> None:
+    engine = FakeEngine()
+    began = engine.now()
+    async with server_url(engine) as url:
+        await ask(url, "POST", "/v1/completions", {"prompt": ["abc", "d"], "deadline_ms": 5000, "n": 2})
+    assert len(engine.requests) == 4
+    ((arrival, deadline),) = {(request.arrival_time, request.deadline) for request in engine.requests}
+    assert arrival is not None
+    assert began < arrival < engine.now()
+    assert deadline == arrival + 5.0
+
+
 async def test_a_deadline_after_the_first_byte_is_an_event() -> None:
     hold = Hold(4)
     async with running_engine(before=hold) as harness, server_url(harness.engine) as url:

@@ -21,7 +21,7 @@ EVENTS = {
     "stop": 200,
     "abort": 100,
     "deadline": 100,
-    "refused": 100,
+    "refused": 5,
     "left": 100,
     "changed: cancel": 100,
     "changed: priority": 100,

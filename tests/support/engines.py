@@ -95,8 +95,9 @@ def make_parts(
     runner: StepRunner,
     eos_token_ids: frozenset[int] = frozenset(),
     drafters: Sequence[Drafter] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineParts:
-    """The engine's parts around any runner."""
+    """The engine's parts around any runner. `clock` must be the engine's."""
     config = BatchConfig(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -125,7 +126,7 @@ def make_parts(
         has_chat_template=True,
     )
     decoder = make_decoder(shape, drafters) if drafters else None
-    batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), decoder=decoder)
+    batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), clock, decoder)
     return EngineParts(runner, batcher, text_tokenizer(), eos_token_ids, info)
 
 
@@ -182,7 +183,7 @@ async def running_engine(
     runner = make_runner(
         shape.num_blocks, shape.block_size, before, row_errors, num_host_blocks=shape.num_host_blocks
     )
-    parts = make_parts(shape, runner, eos_token_ids, drafters)
+    parts = make_parts(shape, runner, eos_token_ids, drafters, clock)
     executors = Executors(InlineExecutor(), InlineExecutor(), InlineExecutor()) if inline else None
     engine = Engine(lambda: parts, limits, clock, executors)
     await engine.start()

@@ -7,8 +7,9 @@ prompt token (i + seed) % len(prompt), seed counted as 0 when greedy. Token i co
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from engine import (
@@ -31,6 +32,8 @@ from engine import (
     StructuredOutput,
     TokenLogprobs,
 )
+from engine.loop.request_counts import RequestCounts
+from engine.loop.time_limits import prepared_by
 from engine.plan.structured_output import Grammar
 
 VOCAB_SIZE = 0x110000
@@ -111,6 +114,12 @@ class FakeEngine:
     @property
     def num_open(self) -> int:
         return sum(not stream.over.is_set() for stream in self.streams)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
+        return prepared_by(deadline, arrival_time, self.now, RequestCounts(self.metrics).miss_deadline)
 
     def gauges(self) -> EngineGauges:
         return EngineGauges(

@@ -265,7 +265,7 @@ class Run:
                 priority=job.priority,
                 group=f"{number}",
                 tenant=job.tenant,
-                deadline_s=job.deadline_s,
+                deadline=None if job.deadline_s is None else self._now() + job.deadline_s,
                 cache_salt=job.salt,
                 fork_of=f"{number}.0" if choice else None,
             )

@@ -19,7 +19,7 @@ from engine.errors import (
 )
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineLimits, EngineState
-from engine.plan.request import FinishReason
+from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.step_records import StepInputs
 from tests.support.engines import EngineShape, collect, make_parts, running_engine, text_tokenizer
 from tests.support.fakes import FakeRunner, ManualClock, expected_output
@@ -350,6 +350,23 @@ async def test_timing_and_metrics_add_up() -> None:
         assert metrics.step_duration["prefill"].count == 1
         assert metrics.step_duration["decode"].count == 9
         assert metrics.requests_finished[FinishReason.LENGTH] == 1
+
+
+async def test_times_count_from_the_arrival_and_not_from_the_submission() -> None:
+    clock = ManualClock()
+    async with running_engine(clock=clock) as harness:
+        engine, arrival = harness.engine, harness.engine.now()
+        clock.advance(7.0)  # in which the text was read
+        request = GenerationRequest("late", PROMPT, SamplingParams(max_tokens=2), arrival_time=arrival)
+        timing = (await collect(engine.submit(request))).finish.timing
+        assert (timing.queue_s, timing.time_to_first_token_s) == (7.0, 7.0)
+        metrics = engine.metrics
+        for histogram in (
+            metrics.time_to_first_token,
+            metrics.request_queue_time,
+            metrics.e2e_request_latency,
+        ):
+            assert (histogram.count, histogram.sum) == (1, 7.0)
 
 
 async def test_the_choices_of_a_reply_count_as_one_request_by_their_gravest_end() -> None:

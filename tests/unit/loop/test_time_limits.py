@@ -23,7 +23,8 @@ def submit(
     harness: Harness, name: str, deadline_s: float | None = None, max_tokens: int = 100
 ) -> RequestStream:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return harness.engine.submit(GenerationRequest(name, PROMPT, sampling, deadline_s=deadline_s))
+    deadline = None if deadline_s is None else harness.engine.now() + deadline_s
+    return harness.engine.submit(GenerationRequest(name, PROMPT, sampling, deadline=deadline))
 
 
 class Hang:
@@ -100,6 +101,31 @@ async def test_a_wait_longer_than_allowed_ends_with_overloaded_and_a_run_does_no
         assert error.retry_after_s >= 1
         assert harness.engine.metrics.requests_rejected["queue_timeout"] == 1
         assert harness.engine.metrics.request_aborts["timeout"] == 1
+
+
+async def test_the_queue_timeout_counts_from_the_submission() -> None:
+    clock = ManualClock()
+    limits = EngineLimits(queue_timeout_s=5.0)
+    async with running_engine(clock=clock, limits=limits) as harness:
+        arrival = harness.engine.now()
+        clock.advance(60.0)  # a client that sent its body slowly
+        request = GenerationRequest("a", PROMPT, SamplingParams(max_tokens=3), arrival_time=arrival)
+        assert (await collect(harness.engine.submit(request))).finish.reason is FinishReason.LENGTH
+
+
+async def test_a_new_deadline_counts_from_the_arrival() -> None:
+    clock, hang = ManualClock(), Hang(2)
+    async with running_engine(before=hang, clock=clock) as harness:
+        engine, arrival = harness.engine, harness.engine.now()
+        clock.advance(3.0)
+        sampling = SamplingParams(max_tokens=100, temperature=0.0)
+        stream = engine.submit(GenerationRequest("a", PROMPT, sampling, arrival_time=arrival))
+        await asyncio.to_thread(hang.entered.wait, 10)
+        assert engine.reprioritize("a", deadline_s=2.5)
+        result = await asyncio.wait_for(collect(stream), 5)
+        hang.release.set()
+        assert result.finish.reason is FinishReason.DEADLINE
+        assert "2.5 s after the request arrived" in str(result.finish.error)
 
 
 async def test_a_timer_that_fires_before_the_clock_says_so_waits_on() -> None:
