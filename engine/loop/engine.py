@@ -19,7 +19,7 @@ from engine.errors import (
 )
 from engine.loop.engine_loop import Ending, EngineLoop
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.loop.intake import make_detokenizer, make_record
+from engine.loop.intake import computes_nothing, make_detokenizer, make_record, scores_only
 from engine.loop.open_requests import OpenRequests
 from engine.loop.request_counts import RequestCounts
 from engine.loop.stream import RequestStream
@@ -356,6 +356,10 @@ class Engine:
         self._num_arrivals += 1
         record = make_record(request, self._loaded, self._num_arrivals, self._clock())
         stream = self._make_stream(request)
+        if computes_nothing(request):
+            self._requests.open(record, stream, request.group)
+            self._end(request.request_id, Ending(FinishReason.LENGTH))
+            return stream
         self._check_deadline(record)
         batcher.add(record)
         self._requests.open(record, stream, request.group)
@@ -427,7 +431,13 @@ class Engine:
     def _make_stream(self, request: GenerationRequest) -> RequestStream:
         detokenizer = make_detokenizer(request, self._loaded)
         checks_stops = bool(request.sampling.stop)
-        return RequestStream(request.request_id, detokenizer, self._abandon, checks_stops=checks_stops)
+        return RequestStream(
+            request.request_id,
+            detokenizer,
+            self._abandon,
+            checks_stops=checks_stops,
+            scores_only=scores_only(request),
+        )
 
     def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:
         """A stream's reader has gone, or its text could not be decoded."""

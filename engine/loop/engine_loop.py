@@ -37,7 +37,10 @@ MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its p
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a request is ended from outside; `abort` is its label in request_aborts, None for faults."""
+    """Why a request is ended before its last token; `abort` is its label in request_aborts.
+
+    `abort` is None for a fault, and for a request of which nothing is to be computed.
+    """
 
     reason: FinishReason
     error: EngineError | None = None
@@ -316,7 +319,7 @@ class EngineLoop:
             if token.error is not None:
                 self._fail(token.request, "sampler", token.error)
                 continue
-            num_delivered += 1
+            num_delivered += not token.request.scores_only
             try:
                 stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
             except Exception as error:

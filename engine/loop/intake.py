@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.loop.engine_parts import EngineParts
-from engine.plan.request import GenerationRequest, Request
+from engine.plan.request import GenerationRequest, Request, SamplingParams, SpeculationOptions
 from engine.text.detokenizer import Detokenizer
+
+
+def computes_nothing(request: GenerationRequest) -> bool:
+    """True for no output and nothing to say of the prompt; its first token has no log-probability."""
+    sampling = request.sampling
+    return sampling.max_tokens == 0 and (
+        sampling.prompt_logprobs is None or len(request.prompt_token_ids) == 1
+    )
+
+
+def scores_only(request: GenerationRequest) -> bool:
+    """True for no output but the prompt's log-probabilities."""
+    return request.sampling.max_tokens == 0 and not computes_nothing(request)
 
 
 def make_record(request: GenerationRequest, parts: EngineParts, arrival: int, now: float) -> Request:
     """The `arrival`-th request as the scheduler sees it, submitted `now`."""
+    if scores_only(request):
+        record = make_record(_scoring(request), parts, arrival, now)
+        return replace(record, stop_token_ids=frozenset(), scores_only=True)
     sampling = request.sampling
     eos = frozenset() if sampling.ignore_eos else parts.eos_token_ids
     stop_token_ids = sampling.stop_token_ids | eos
@@ -27,6 +45,25 @@ def make_record(request: GenerationRequest, parts: EngineParts, arrival: int, no
         fork_of=request.fork_of,
         speculation=request.speculation,
         grammar=None if request.grammar is None else request.grammar.start(stop_token_ids),
+    )
+
+
+def _scoring(request: GenerationRequest) -> GenerationRequest:
+    """The request as it is computed: its last token is drawn, with no other allowed; see `Request`."""
+    *prompt, last = request.prompt_token_ids
+    number = request.sampling.prompt_logprobs
+    return replace(
+        request,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            allowed_token_ids=(last,),
+            logprobs=number,
+            prompt_logprobs=number,
+        ),
+        speculation=SpeculationOptions(enabled=False),
+        grammar=None,
     )
 
 

@@ -118,8 +118,8 @@ class OpenRequests:
                 reason=reason,
                 stop_reason=stop_reason,
                 error=error,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
+                num_prompt_tokens=request.reported_prompt_tokens,
+                num_output_tokens=request.reported_output_tokens,
                 num_cached_tokens=request.num_cached_tokens,
                 timing=timing,
                 speculation=request.spec_stats,
@@ -142,7 +142,7 @@ class OpenRequests:
     def _count_prompt(self, request: Request) -> None:
         """All of it has been computed, or found."""
         metrics = self._metrics
-        metrics.prompt_tokens += request.num_prompt_tokens
+        metrics.prompt_tokens += request.reported_prompt_tokens
         metrics.prompt_tokens_cached += request.num_cached_tokens
         if request.block_hashes:  # looked for
             metrics.prefix_cache_queries += request.num_prompt_tokens
@@ -155,6 +155,6 @@ class OpenRequests:
         if timing.time_to_first_token_s is not None:
             metrics.request_prefill_time.observe(timing.time_to_first_token_s - timing.queue_s)
             metrics.request_decode_time.observe(timing.generation_s)
-        metrics.request_prompt_tokens.observe(request.num_prompt_tokens)
-        metrics.request_generation_tokens.observe(request.num_output_tokens)
+        metrics.request_prompt_tokens.observe(request.reported_prompt_tokens)
+        metrics.request_generation_tokens.observe(request.reported_output_tokens)
         metrics.request_preemptions.observe(request.num_preemptions)

@@ -58,8 +58,8 @@ class OutputDelta(NamedTuple):
     """What came since the last one; `finish` is set on the last and only there.
 
     `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
-    unless asked for, else one for each of `token_ids`. `prompt_logprobs` come with the first token, one for
-    each token of the prompt but its first, if they were asked for.
+    unless asked for, else one for each of `token_ids`. `prompt_logprobs` come with the first token, or with
+    the end where no token is generated: one for each token of the prompt but its first, if asked for.
     """
 
     text: str
@@ -75,6 +75,9 @@ class RequestStream:
     `on_abandon(request_id, error)` is called when the reader closes early (error None) or when decoding its
     text fails; the engine then ends the request within a step. Of a text that fails nothing more is given but
     the end, which is an error even if the request had ended well by then.
+
+    With `scores_only` the one token that is put is the last of the prompt, see `Request`: only its
+    log-probability is given.
     """
 
     __slots__ = (
@@ -87,6 +90,7 @@ class RequestStream:
         "_loop",
         "_on_abandon",
         "_prompt_logprobs",
+        "_scores_only",
         "_stopped",
         "_taken",
         "_text",
@@ -104,6 +108,7 @@ class RequestStream:
         on_abandon: Callable[[str, RequestFailed | None], None],
         *,
         checks_stops: bool,
+        scores_only: bool = False,
     ) -> None:
         self.request_id = request_id
         self._loop = asyncio.get_running_loop()
@@ -112,6 +117,7 @@ class RequestStream:
         self._detokenizer = detokenizer
         self._on_abandon = on_abandon
         self._checks_stops = checks_stops
+        self._scores_only = scores_only
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []  # until the first token is taken
@@ -132,6 +138,10 @@ class RequestStream:
 
     def put(self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool) -> str | None:
         """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out."""
+        if self._scores_only:
+            assert logprobs is not None, "the score of the prompt's last token is asked for"
+            self._prompt_logprobs.append(logprobs)
+            return None
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -149,9 +159,9 @@ class RequestStream:
         return stop
 
     def put_prompt_logprobs(self, first: int, records: Sequence[TokenLogprobs]) -> None:
-        """Add those of the prompt tokens behind its `first` + 1 ones, over what was known of the same tokens.
+        """Set the log-probabilities of the prompt's tokens from position `first` + 1 on.
 
-        All that comes before must be known; a prompt that is computed again gives them again.
+        Those of the positions before must be set already. A prompt that is computed again sets them again.
         """
         self._prompt_logprobs[first:] = records
 
@@ -209,7 +219,7 @@ class RequestStream:
             logprobs = tuple(self._logprobs)
             self._logprobs.clear()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._prompt_logprobs and token_ids:
+        if self._prompt_logprobs and (token_ids or self._scores_only):
             prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
         self._taken = self._finish is not None

@@ -44,6 +44,7 @@ class RequestStatus(Enum):
 class SamplingParams:
     """How to draw tokens and when to stop, already checked against the limits.
 
+    `max_tokens` 0 generates nothing: of such a request only the prompt's log-probabilities are computed.
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off. `seed` is
     drawn at admission when the caller gave none. `logprobs` None returns none, 0 the sampled token's, n > 0
     the n likeliest as well; `prompt_logprobs` is the same for the prompt. The last token of each sequence in
@@ -127,6 +128,10 @@ class Request:
     "recompute" or "swap"). `num_cached_tokens` counts prompt tokens whose KV was found when it first ran.
     `fork_of` names the request whose prompt KV it shares. `turn_tokens`, `backlog_tokens` and
     `num_charged_tokens` belong to the policy. `spec_stats` is None until something is drafted.
+
+    `scores_only` marks a request that generates nothing and wants its prompt's log-probabilities. The last
+    token of its prompt is drawn, with no other allowed, because a drawn token is scored anyway; so a prompt
+    that fills the whole context fits. That token counts as prompt wherever tokens are reported.
     """
 
     request_id: str
@@ -154,6 +159,7 @@ class Request:
     num_charged_tokens: int = 0
     spec_stats: SpecStats | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
+    scores_only: bool = False
     max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +179,16 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def reported_prompt_tokens(self) -> int:
+        """Tokens of the prompt as the caller knows it."""
+        return self.num_prompt_tokens + self.scores_only
+
+    @property
+    def reported_output_tokens(self) -> int:
+        """Tokens generated for the caller."""
+        return 0 if self.scores_only else self.num_output_tokens
 
     @property
     def num_remaining_tokens(self) -> int:

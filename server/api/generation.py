@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from engine import Finish, FinishReason, OutputDelta, RequestTiming
+from engine import Finish, OutputDelta, RequestStream
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores
 
@@ -24,29 +24,13 @@ class Prompt:
     scores: PromptScores | None = None
 
 
-class DeltaStream(Protocol):
-    """One choice's output: the part of the engine's RequestStream that a reply needs."""
-
-    def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        """Iterate; the last delta, and no other, has `finish` set."""
-        ...
-
-    async def __anext__(self) -> OutputDelta:
-        """The next delta. Cancelling the wait loses nothing."""
-        ...
-
-    def close(self) -> None:
-        """Abort the request if it still runs. Idempotent."""
-        ...
-
-
 @dataclass(slots=True)
 class Choice:
     """One choice of a reply and how far it has been read."""
 
     index: int
     prompt: Prompt
-    stream: DeltaStream
+    stream: RequestStream
     brings_scores: bool = False  # those of its prompt
     started: bool = False
     num_tokens: int = 0
@@ -153,30 +137,6 @@ class Generation:
         for choice in self.choices:
             async for delta in choice.stream:
                 choice.note(delta)
-
-
-@dataclass(slots=True)
-class EmptyStream:
-    """A choice of no tokens (`max_tokens` 0): ends at once, without the engine."""
-
-    num_prompt_tokens: int
-    _done: bool = field(default=False, init=False)
-
-    def __aiter__(self) -> EmptyStream:
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> OutputDelta:
-        """The terminal delta, once."""
-        if self._done:
-            raise StopAsyncIteration
-        self._done = True
-        timing = RequestTiming(0.0, None, 0.0, None, 0)
-        finish = Finish(FinishReason.LENGTH, None, None, self.num_prompt_tokens, 0, 0, timing)
-        return OutputDelta("", (), (), finish)
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,15 @@ from engine import (
     owned_salt,
 )
 from server.api.bad_words import read_bad_words
-from server.api.generation import Accepted, Choice, DeltaStream, EmptyStream, Generation, Prompt
+from server.api.generation import Accepted, Choice, Generation, Prompt
 from server.api.live_replies import LiveReply
 from server.api.openai.protocol import GenerationBody
-from server.api.prompt_scores import PromptScores, ScoresOnly, scoring_request
+from server.api.prompt_scores import PromptScores
 from server.api.reply_size import ReplyPart, check_reply_size, reply_size
 from server.api.sampling import (
     base_seed,
     check_limits,
     check_min_tokens,
-    check_token_ids,
     choice_seed,
     priority_of,
     sampling_params,
@@ -221,21 +220,9 @@ def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]
     try:
         for prompt, request in requests:
             brings_scores = request.sampling.prompt_logprobs is not None
-            stream = _open_stream(engine, request)
-            choices.append(Choice(len(choices), prompt, stream, brings_scores))
+            choices.append(Choice(len(choices), prompt, engine.submit(request), brings_scores))
     except Exception:
         for choice in choices:
             choice.stream.close()
         raise
     return choices
-
-
-def _open_stream(engine: Engine, request: GenerationRequest) -> DeltaStream:
-    """The engine's own stream, if there is anything to compute."""
-    if request.sampling.max_tokens > 0:
-        return engine.submit(request)
-    num_prompt_tokens = len(request.prompt_token_ids)
-    if request.sampling.prompt_logprobs is None or num_prompt_tokens == 1:
-        return EmptyStream(num_prompt_tokens)
-    check_token_ids("prompt", request.prompt_token_ids, engine.info.vocab_size)
-    return ScoresOnly(engine.submit(scoring_request(request)), num_prompt_tokens)

@@ -198,7 +198,7 @@ async def test_no_tokens_asked_for_costs_no_generation() -> None:
     assert found["choices"][0]["text"] == "ab"
     assert found["choices"][0]["finish_reason"] == "length"
     assert found["usage"]["completion_tokens"] == 0
-    assert engine.requests == []
+    assert [request.sampling.max_tokens for request in engine.requests] == [0]
 
 
 async def test_truncation_keeps_the_last_tokens() -> None:

@@ -369,6 +369,30 @@ async def test_times_count_from_the_arrival_and_not_from_the_submission() -> Non
             assert (histogram.count, histogram.sum) == (1, 7.0)
 
 
+async def test_a_request_for_no_tokens_is_counted_and_costs_no_step() -> None:
+    async with running_engine() as harness:
+        streams = [harness.submit(PROMPT, max_tokens=0, group="reply") for _ in range(2)]
+        results = await asyncio.wait_for(asyncio.gather(*map(collect, streams)), 5)
+        for result in results:
+            assert (result.text, result.token_ids) == ("", [])
+            finish = result.finish
+            assert (finish.reason, finish.error, finish.stop_reason) == (FinishReason.LENGTH, None, None)
+            assert (finish.num_prompt_tokens, finish.num_output_tokens) == (5, 0)
+            assert (finish.timing.time_to_first_token_s, finish.timing.mean_itl_s) == (None, None)
+        metrics = harness.engine.metrics
+        assert (metrics.requests_started, metrics.requests_finished[FinishReason.LENGTH]) == (1, 1)
+        assert (metrics.prompt_tokens, metrics.generation_tokens) == (0, 0)
+        assert sum(each.count for each in metrics.step_duration.values()) == 0
+
+
+async def test_a_request_for_no_tokens_is_refused_for_what_any_is() -> None:
+    async with running_engine() as harness:
+        with pytest.raises(InvalidRequest):
+            harness.submit([10**6], max_tokens=0)
+        with pytest.raises(ContextLengthExceeded):
+            harness.submit([1] * 10_000, max_tokens=0)
+
+
 async def test_the_choices_of_a_reply_count_as_one_request_by_their_gravest_end() -> None:
     async with running_engine() as harness:
         streams = [harness.submit([index, 2], max_tokens=40, group="reply") for index in range(3)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
-from engine import GenerationRequest, RequestFailed, SamplingParams
-from server.api.generation import Choice, EmptyStream, Generation, Prompt
+from engine import GenerationRequest, RequestFailed, RequestStream, SamplingParams
+from server.api.generation import Choice, Generation, Prompt
 from server.api.usage import reply_metrics, reply_usage
 from tests.support.fake_engine import FakeEngine
 
@@ -16,7 +17,8 @@ def open_choices(engine: FakeEngine, num_choices: int, max_tokens: int = 5) -> G
     prompt = Prompt([97, 98, 99])
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     streams = [
-        engine.submit(GenerationRequest(f"r-{i}", prompt.token_ids, sampling)) for i in range(num_choices)
+        cast(RequestStream, engine.submit(GenerationRequest(f"r-{i}", prompt.token_ids, sampling)))
+        for i in range(num_choices)
     ]
     return Generation([Choice(i, prompt, stream) for i, stream in enumerate(streams)])
 
@@ -85,17 +87,3 @@ async def test_totals_count_a_prompt_once() -> None:
     metrics = reply_metrics(generation.choices)
     assert metrics["tokens_per_second"] == 120.0
     assert metrics["mean_itl_ms"] == 5.0
-
-
-async def test_a_choice_of_no_tokens_has_no_times() -> None:
-    generation = Generation([Choice(0, Prompt([1]), EmptyStream(1))])
-    _, delta = await generation.next()
-    assert (delta.text, delta.token_ids, generation.is_open) == ("", (), False)
-    with pytest.raises(StopAsyncIteration):
-        await anext(generation.choices[0].stream)
-    metrics = reply_metrics(generation.choices)
-    assert (metrics["time_to_first_token_ms"], metrics["mean_itl_ms"], metrics["tokens_per_second"]) == (
-        None,
-        None,
-        None,
-    )
