@@ -32,6 +32,9 @@ log = logging.getLogger("slipstream.engine")
 
 MAX_FAILED_PASSES = 3  # in a row: the engine is dead
 REPORT_EVERY_S = 60.0
+IDLE_CHECK_S = (
+    1.0  # without work before the KV accounts are checked: whoever asks on and on never waits for it
+)
 MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
 
 
@@ -77,6 +80,8 @@ class EngineLoop:
         self._endings: dict[str, Ending] = {}
         self._wake = asyncio.Event()
         self._stopping = False
+        self._is_checked = True  # the KV accounts, since the last step
+        self._kv_is_sound = True  # as far as known
         self._failed_passes = 0
         self._empty_steps = 0
         self._decision: BatchDecision | None = None  # that of the step being carried out
@@ -139,17 +144,42 @@ class EngineLoop:
                 if self._batcher.has_work or self._ahead is not None:
                     await self._step()
                     self._watchdog.note_progress()
+                    self._is_checked = False
                 else:
-                    self._watchdog.note_rest()
-                    self._run_ahead.rest()
-                    self._wake.clear()
-                    await self._wake.wait()
+                    await self._rest()
             if (ahead := await self._drop_ahead()) is not None:
                 self._batcher.abandon(ahead, fail=False)
             self._carry_out_endings()
         finally:
             self._watchdog.stop()
             self._run_ahead.stop()
+
+    async def _rest(self) -> None:
+        """Wait for something to do; check the KV accounts once when none has come for IDLE_CHECK_S."""
+        self._watchdog.note_rest()
+        self._run_ahead.rest()
+        wake = self._wake
+        wake.clear()
+        if not self._is_checked:
+            try:
+                async with asyncio.timeout(IDLE_CHECK_S):
+                    await wake.wait()
+                return
+            except TimeoutError:
+                self._check_kv()
+        await wake.wait()
+
+    def _check_kv(self) -> None:
+        """Look for lost or doubled KV blocks. The first fault is logged and counted; serving goes on."""
+        self._is_checked = True
+        if not self._kv_is_sound:
+            return
+        try:
+            self._batcher.kv.check_integrity()
+        except AssertionError as fault:
+            self._kv_is_sound = False
+            self._metrics.engine_errors["kv"] += 1
+            log.error("the KV accounts are wrong, blocks may be lost: %s", fault)
 
     def fail_all(self, error: EngineError) -> None:
         """End every open request with `error`: the loop is over. Nothing that is broken keeps one open."""

@@ -23,6 +23,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels, 
 EXCEPTIONS = (
     (r"stage=watchdog", "a step that hangs is the end of the engine"),
     (r"tenant=anonymous", "stands there before the first request; then everybody has a key"),
+    (r"stage=kv", "only a fault of the block accounts counts there"),
     (r"stage=grammar", "no fault can be planned in there"),
     (r"method=medusa", "heads take long to train"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),

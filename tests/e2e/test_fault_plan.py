@@ -457,6 +457,10 @@ async def test_a_block_is_lost_with_each_abort_and_with_nothing_else(
             assert await server.used_blocks() == number
             await leave_early(server.url)
         assert await server.used_blocks() == 4
+        async with asyncio.timeout(30):
+            while not await server.errors():  # noqa: ASYNC110 - found when there is nothing else to do
+                await asyncio.sleep(0.1)
+        assert await server.errors() == {"kv": 1}
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class BlockPool:
@@ -79,6 +82,10 @@ class BlockPool:
         """How many tables hold this block."""
         return self._ref_counts[block_id]
 
+    def ref_counts(self) -> NDArray[np.int64]:
+        """How many tables hold each block. O(blocks): for integrity checks."""
+        return np.array(self._ref_counts, np.int64)
+
     def free_block_ids(self) -> tuple[int, ...]:
         """The free blocks, next to be taken first. O(free): for tests and integrity checks."""
         return (*self._free, *self._free_kept)
@@ -93,6 +100,15 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool. O(blocks)."""
-        free = {block_id for block_id, count in enumerate(self._ref_counts) if count == 0}
-        assert free - self._kept == set(self._free), f"free list {sorted(self._free)}, unreferenced {free}"
-        assert free & self._kept == set(self._free_kept), f"{sorted(self._free_kept)} are free and kept"
+        is_free, is_kept = self.ref_counts() == 0, self._mask(self._kept)
+        for listed, right in (
+            (self._mask(self._free), is_free & ~is_kept),
+            (self._mask(self._free_kept), is_free & is_kept),
+        ):
+            wrong = np.flatnonzero(listed != right)
+            assert not wrong.size, f"{wrong.size} blocks are on the wrong free list, {wrong[:8]} first"
+
+    def _mask(self, block_ids: Collection[int]) -> NDArray[np.bool_]:
+        mask = np.zeros(self.num_blocks, np.bool_)
+        mask[np.fromiter(block_ids, np.int64, len(block_ids))] = True
+        return mask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -321,16 +320,21 @@ class PagedKvManager:
         self.pool.check_integrity()
         self.prefixes.check_integrity()
         self.host.check_integrity()
-        held = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
-        for block_id in range(self.num_blocks):
-            count = self.pool.ref_count(block_id)
-            assert count == held[block_id], f"block {block_id}: {count} references, {held[block_id]} tables"
+        tables = [np.array(sequence.block_ids, np.int64) for sequence in self._sequences.values()]
+        held = np.bincount(np.concatenate([np.empty(0, np.int64), *tables]), minlength=self.num_blocks)
+        counts = self.pool.ref_counts()
+        for block_id in np.flatnonzero(counts != held)[:1].tolist():
+            message = f"{counts[block_id]} references, {held[block_id]} tables"
+            raise AssertionError(f"block {block_id}: {message}")
         rows = [sequence.row for sequence in self._sequences.values()] + self._free_rows
         assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or doubled: {sorted(rows)}"
-        expected = np.zeros_like(self.block_tables)
+        num_filled = 0
         for sequence in self._sequences.values():
-            assert len(sequence.block_ids) == self.blocks_for(sequence.num_tokens), (
-                f"row {sequence.row}: length"
-            )
-            expected[sequence.row, : len(sequence.block_ids)] = sequence.block_ids
-        assert (self.block_tables == expected).all(), "the table matrix differs from the block lists"
+            num_blocks = self.blocks_for(sequence.num_tokens)
+            assert len(sequence.block_ids) == num_blocks, f"row {sequence.row}: length"
+            table = self.block_tables[sequence.row, : len(sequence.block_ids)]
+            assert (table == sequence.block_ids).all(), f"the table matrix differs in row {sequence.row}"
+            num_filled += int(np.count_nonzero(table))
+        assert np.count_nonzero(self.block_tables) == num_filled, (
+            "the table matrix differs from the block lists"
+        )

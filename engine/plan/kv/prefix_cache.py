@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from operator import eq
 
 from engine.plan.kv.block_pool import BlockPool
 
@@ -114,7 +115,8 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the two directions agree and the pool keeps what can be found."""
-        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
+        assert len(self._block_of) == len(self._hash_of), "the two directions differ in number"
+        assert all(map(eq, map(self._block_of.get, self._hash_of.values()), self._hash_of)), "they disagree"
         assert self._pool.kept_block_ids() == self._hash_of.keys(), "kept and published blocks differ"
         claimed = {block_hash: name for name, claims in self._claims.items() for block_hash in claims}
         assert claimed == self._claimant_of, "claims and claimants differ"
