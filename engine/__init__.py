@@ -20,7 +20,7 @@ from engine.errors import (
     frames_of,
 )
 from engine.loop.engine import Engine
-from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState
+from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.loop.thread_stacks import thread_stacks
 from engine.plan.kv.prefix_cache import owned_salt
@@ -63,11 +63,12 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
     limits = EngineLimits(
         server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout, server.queue_timeout
     )
+    executors = Executors.threads(usable_cores())
     if not faults:
-        return Engine(load, limits)
+        return Engine(load, limits, executors=executors)
     from engine.faults.faulty_engine import FaultyEngine
 
-    return FaultyEngine(faults, load, limits)
+    return FaultyEngine(faults, load, limits, executors)
 
 
 def train_medusa_heads(

@@ -13,7 +13,7 @@ from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.faults.faulty_sampler import FaultySampler
 from engine.faults.faulty_text import FaultyDetokenizer, FaultyTokenizer
 from engine.loop.engine import Engine
-from engine.loop.engine_parts import EngineLimits, EngineParts
+from engine.loop.engine_parts import EngineLimits, EngineParts, Executors
 from engine.loop.stream import RequestStream
 from engine.plan.admission import Permit
 from engine.plan.request import GenerationRequest
@@ -28,9 +28,10 @@ class FaultyEngine(Engine):
         faults: Iterable[PlannedFault],
         load: Callable[[PartFactories], EngineParts],
         limits: EngineLimits | None = None,
+        executors: Executors | None = None,
     ) -> None:
         plan = self._plan = FaultCounter(faults)
-        super().__init__(lambda: load(faulty_factories(plan)), limits)
+        super().__init__(lambda: load(faulty_factories(plan)), limits, executors=executors)
 
     def admit(self, num_requests: int) -> Permit:
         """See Engine. What the calling task has tokenized from here on is for the request that is to come."""

@@ -11,7 +11,6 @@ from typing import Protocol, runtime_checkable
 from engine.loop.daemon_executor import DaemonExecutor
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import StepInputs, StepResult
-from engine.startup.cpu_limit import usable_cores
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
 
@@ -122,13 +121,13 @@ class Executors:
     num_text_threads: int = 1
 
     @classmethod
-    def threads(cls) -> Executors:
-        """Named threads, started when first used.
+    def threads(cls, num_cores: int = 1) -> Executors:
+        """Named threads, started when first used, on that many cores.
 
         Two at least for text, so that one tenant's never has to wait for another's to end: tokenizers and the
         grammars' compiler let go of the interpreter.
         """
-        num_text_threads = min(MAX_TEXT_THREADS, max(2, usable_cores()))
+        num_text_threads = min(MAX_TEXT_THREADS, max(2, num_cores))
         return cls(
             target=ThreadPoolExecutor(1, thread_name_prefix="target"),
             draft=DaemonExecutor("draft"),
