@@ -153,7 +153,7 @@ class Engine:
     def _on_hung(self, seconds: float) -> None:
         loop = self._loop
         assert loop is not None
-        self.metrics.engine_errors["watchdog"] += 1
+        self.metrics.count_error("watchdog")
         log.error(
             "a step hangs: no progress for %.1f s with %d requests open",
             seconds,
@@ -445,7 +445,7 @@ class Engine:
             self.cancel(request_id, abort="disconnect")
         else:
             log.error("%s", failure, extra=frames_of(failure.__cause__ or failure))
-            self.metrics.engine_errors[failure.stage] += 1
+            self.metrics.count_error(failure.stage)
             self._end(request_id, Ending(FinishReason.ERROR, failure))
 
     def _on_due(self, request: Request, error: EngineError) -> None:

@@ -178,7 +178,7 @@ class EngineLoop:
             self._batcher.kv.check_integrity()
         except AssertionError as fault:
             self._kv_is_sound = False
-            self._metrics.engine_errors["kv"] += 1
+            self._metrics.count_error("kv")
             log.error("the KV accounts are wrong, blocks may be lost: %s", fault)
 
     def fail_all(self, error: EngineError) -> None:
@@ -304,7 +304,7 @@ class EngineLoop:
         except Exception as error:
             log.exception("a forward pass failed")
             release_frames(error)
-            self._metrics.engine_errors["forward"] += 1
+            self._metrics.count_error("forward")
             self._failed_passes += 1
             await self._drop_ahead()
             if self._failed_passes >= MAX_FAILED_PASSES:
@@ -375,7 +375,7 @@ class EngineLoop:
 
     def _fail(self, request: Request, stage: str, message: str) -> None:
         log.warning("a request failed: %s", message)
-        self._metrics.engine_errors[stage] += 1
+        self._metrics.count_error(stage)
         self._batcher.finish(request.request_id, FinishReason.ERROR)
         self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
 

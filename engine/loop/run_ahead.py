@@ -243,7 +243,7 @@ class RunAhead:
         seconds = self._clock() - task.started
         if seconds >= _HANGING_S and not task.is_hanging:
             task.is_hanging = True
-            self._metrics.engine_errors["drafter"] += 1
+            self._metrics.count_error("drafter")
             method = task.lane.link.drafter.method
             log.warning("the %s drafter has not answered for %.0f s and keeps its thread", method, seconds)
 
@@ -270,7 +270,7 @@ class RunAhead:
 
     def _fail(self, lane: _Lane, jobs: Sequence[DraftJob], error: BaseException) -> None:
         """A drafter failed, which costs no request anything but speed."""
-        self._metrics.engine_errors["drafter"] += 1
+        self._metrics.count_error("drafter")
         lane.link.lose(jobs)
         method = lane.link.drafter.method
         if lane.breaker.fail():

@@ -44,7 +44,7 @@ class TextThread:
             raise
         except BaseException as error:
             log.error("the %s failed on the text of a request", stage, extra=frames_of(error))
-            self._metrics.engine_errors[stage] += 1
+            self._metrics.count_error(stage)
             raise RequestFailed(f"the {stage} failed ({type(error).__name__})", stage) from error
 
     def close(self) -> None:

@@ -31,14 +31,6 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "BatchMetrics": frozenset(field.name for field in fields(BatchMetrics)),
     "DraftTape": frozenset(DraftTape.__slots__),
 }
-# Fields that have more than one writing module still; none may join them.
-KNOWN_EXCEPTIONS = frozenset(
-    {
-        ("BatchMetrics", "deadlines_missed"),
-        ("BatchMetrics", "engine_errors"),
-        ("BatchMetrics", "requests_rejected"),
-    }
-)
 
 
 def targets_of(node: ast.AST) -> Iterator[ast.expr]:
@@ -101,13 +93,7 @@ def table() -> dict[tuple[str, str], str]:
 
 
 def test_every_field_is_written_by_the_one_module_that_the_readme_names() -> None:
-    found = {pair: modules for pair, modules in writers().items() if pair not in KNOWN_EXCEPTIONS}
-    assert found == {pair: {module} for pair, module in table().items()}
-
-
-def test_the_known_exceptions_are_exceptions_still() -> None:
-    found = writers()
-    assert {pair for pair in KNOWN_EXCEPTIONS if len(found[pair]) < 2} == set(), "strike these from the list"
+    assert writers() == {pair: {module} for pair, module in table().items()}
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,10 @@ class BatchMetrics:
     kv_s: float = 0.0  # in steps, times the share of K/V blocks in use
     _window: RollingWindow = field(default_factory=RollingWindow)
 
+    def count_error(self, stage: str) -> None:
+        """Something failed that no caller can be blamed for; `stage` says where."""
+        self.engine_errors[stage] += 1
+
     def begin_step(self, now: float) -> None:
         """A step begins; `now` is on the engine's clock, as everywhere here."""
         if self._window.is_due(now):
