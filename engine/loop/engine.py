@@ -409,11 +409,11 @@ class Engine:
         return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
 
     def tenant_shares(self) -> dict[str, float]:
-        """Each tenant's share of the tokens of late, a bounded number of them by name."""
+        """Each tenant's share of recent tokens; a bounded number of tenants by name."""
         return self._requests.shares.shares()
 
     def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Forget every cached block of `owner` (None: anybody's) that no request uses; how many they were.
+        """Forget every cached block of `owner` (None: of all) that no request uses, and return their number.
 
         Raises Overloaded (loading).
         """

@@ -32,9 +32,7 @@ log = logging.getLogger("slipstream.engine")
 
 MAX_FAILED_PASSES = 3  # in a row: the engine is dead
 REPORT_EVERY_S = 60.0
-IDLE_CHECK_S = (
-    1.0  # without work before the KV accounts are checked: whoever asks on and on never waits for it
-)
+IDLE_CHECK_S = 1.0  # idle this long before the KV accounts are checked, so that no next request waits for it
 MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
 
 
@@ -57,7 +55,7 @@ class EngineLoop:
     result and its commit; only a request whose time is up, or the server's, ends in the middle of a step. Its
     blocks, which the device may still write, are the batcher's until the step lands.
 
-    The watchdog is told of work, progress and rest.
+    The loop reports work, progress and rest to the watchdog.
     """
 
     def __init__(

@@ -80,11 +80,12 @@ class LaunchedStep(Protocol):
 
 @runtime_checkable
 class AheadRunner(StepRunner, Protocol):
-    """A runner whose device works on while the host thinks: a step may be launched before the last is read.
+    """A runner whose device works beside the host: a step may be launched before the last one is read.
 
-    Who has `launch` is one, so what has nothing to gain must not have it. All is called on the target thread
-    only. Steps run on the device in the order they were launched, two at most; an error may come from
-    `launch` or from `wait`, and the step behind one that failed may draw anything.
+    The loop treats a runner as one when it has `launch`; a runner that gains nothing from launching ahead
+    must not define it. Called on the target thread only. Steps run on the device in the order they were
+    launched, two at most. An error may come from `launch` or from `wait`, and the step behind one that
+    failed may draw anything.
     """
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:

@@ -101,7 +101,7 @@ class OpenRequests:
     ) -> None:
         """Close a request: terminal event to its stream, figures to the metrics.
 
-        `abort` is its label in request_aborts; None if nobody outside ended it.
+        `abort` is its label in request_aborts; None if the request ended by itself or by a fault.
         """
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]

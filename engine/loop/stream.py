@@ -1,4 +1,4 @@
-"""RequestStream: the one-slot mailbox between the step loop and whoever reads a request's output.
+"""RequestStream: the one-slot mailbox between the step loop and the reader of a request's output.
 
 Loop thread only. What the reader has not taken yet is merged, so a slow reader costs a list of token ids and
 never blocks the loop. Text is decoded when it is taken, while the device runs the next step, unless stop
@@ -175,7 +175,7 @@ class RequestStream:
     # The reader's side.
 
     def close(self) -> None:
-        """Say that nobody reads any more: the request is aborted if it still runs. Safe to call twice."""
+        """Stop reading: the request is aborted if it still runs. Safe to call twice."""
         if self._finish is None:
             self._on_abandon(self.request_id, None)
 

@@ -52,17 +52,17 @@ class TextThread:
         self._turns.close()
 
     def _begin(self, call: Callable[[], T], tenant: Tenant) -> asyncio.Future[T]:
-        def settle(done: asyncio.Future[T]) -> None:
+        def release_worker(done: asyncio.Future[T]) -> None:
             self._turns.give_back(tenant)
             if not done.cancelled():
-                done.exception()  # nobody else may look, if the caller has gone
+                done.exception()  # retrieved here because the caller may have gone
 
         try:
             begun = asyncio.get_running_loop().run_in_executor(self._executor, copy_context().run, call)
         except BaseException:
             self._turns.give_back(tenant)
             raise
-        begun.add_done_callback(settle)
+        begun.add_done_callback(release_worker)
         return begun
 
 

@@ -39,7 +39,7 @@ async def read_request(request: Request, kind: type[T], refusals: Mapping[str, R
 
 
 async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Refusal]) -> M:
-    """The request's body as `kind`. Raises ApiError; counts and reports fields that nobody knows."""
+    """The request's body as `kind`. Raises ApiError; counts and reports unknown fields."""
 
     def check(data: dict[str, Any]) -> M:
         if len(data) > MAX_FIELDS:

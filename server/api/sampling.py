@@ -110,7 +110,7 @@ def out_of_vocabulary(name: str, token_id: int, vocab_size: int) -> ApiError:
 
 
 def base_seed(body: GenerationBody) -> int:
-    """The caller's seed, or a fresh one nobody can guess."""
+    """The caller's seed, or a fresh one that cannot be guessed."""
     return secrets.randbits(63) if body.seed is None else body.seed
 
 

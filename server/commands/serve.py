@@ -59,13 +59,13 @@ def run(settings: Settings) -> int:
 def _leave(code: int) -> NoReturn:
     """End the process although threads run; in native code they would crash an orderly end."""
     logging.shutdown()
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # its reader has gone
         sys.stderr.flush()
     os._exit(code)
 
 
 def _end_stuck() -> None:
-    """The event loop is stuck: nobody can be told but the log."""
+    """The event loop is stuck: only the log can be reached."""
     faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True)  # what is stuck may hold the log as well
     log.critical("the event loop hangs; the process ends", extra={"stack": thread_stacks("")})
     _leave(FAULT)

@@ -1,6 +1,6 @@
 """Who may ask: API keys by Bearer token, decided on the path the router sees; closed unless listed open.
 
-A tenant is whoever has a key, known by the key's name or by a digest that means nothing elsewhere.
+A tenant is the holder of a key, known by the key's name or by a digest that means nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHOWN_BYTES = 8
 class KeyRing:
     """The keys a server accepts, kept as digests under its secret. Empty means that no key is asked for.
 
-    Without the secret nobody can try guesses at a key against the digest that stands for its tenant.
+    Without the secret, guesses at a key cannot be tried against its tenant's digest.
     """
 
     def __init__(self, keys: Iterable[ApiKey], secret: bytes) -> None:

@@ -41,7 +41,7 @@ class BodyRoom:
 class Lease:
     """What one request holds of the room, from the first byte of its body to the last of its reply.
 
-    Whoever adds to what is kept for the request, or lets go of it, says so here. Event-loop thread only.
+    Code that keeps more or less of a request than before reports that here. Event-loop thread only.
     """
 
     def __init__(self, room: BodyRoom) -> None:

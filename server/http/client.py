@@ -20,7 +20,7 @@ _MAX_DIGITS = 18
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the reply was complete: there is nobody to answer."""
+    """The client closed its connection before the reply was complete: no answer can reach it."""
 
 
 class ClientMiddleware:

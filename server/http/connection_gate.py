@@ -12,7 +12,7 @@ try:
 except ImportError:  # Windows, which has no such limit
     resource = None  # type: ignore[assignment]
 
-LOBBY = 32  # connections over the cap that are told so, or asked for the server's health
+LOBBY = 32  # connections over the cap that still get an answer: that it is full, or the server's health
 _OTHER_FILES = 96  # all that is not a served connection: the lobby, the model's files, logs, pipes
 
 

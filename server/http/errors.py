@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one table from exceptions to status, type and code.
+"""Errors as clients see them: one table from exceptions to status, type and code.
 
 No text made here holds a path, a repr or more than `MAX_ECHO` characters of what the client sent.
 """
@@ -108,7 +108,7 @@ def shown(text: str) -> str:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """The reply for any exception; one that nobody foresaw is logged and becomes a bare 500."""
+    """The reply for any exception; an unforeseen one is logged and becomes a bare 500."""
     match error:
         case ApiError():
             return error.reply

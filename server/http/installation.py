@@ -1,4 +1,4 @@
-"""installation_secret: random bytes that nobody else knows, to make digests of what must not be guessed."""
+"""installation_secret: secret random bytes, for digests of what must not be guessed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def installation_secret(home: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Put a new secret there, whole and for nobody else to read, unless there is one. Raises OSError."""
+    """Write a new secret atomically, readable by its owner only, unless there is one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -47,7 +47,7 @@ def _make(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """The secret there. Raises OSError, also for one that somebody else may have made or can read."""
+    """The secret in the file. Raises OSError, also if another user may have made it or can read it."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(file.fileno())

@@ -16,7 +16,7 @@ class KeyFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key, and the name of whoever uses it in logs and metrics; None for a digest in its place."""
+    """A key, and the name of its holder in logs and metrics; None stands for a digest."""
 
     secret: str = field(repr=False)
     name: str | None = None

@@ -65,7 +65,7 @@ class ExchangeMiddleware:
     def _close(self, scope: Scope, exchange: Exchange) -> None:
         route, status = route_of(scope), exchange.status or CLIENT_CLOSED_REQUEST
         self._http.requests[route, status] += 1
-        accepted, exchange.accepted = exchange.accepted, None  # which knows the exchange: nothing goes round
+        accepted, exchange.accepted = exchange.accepted, None  # it refers to the exchange: no reference cycle
         self._log.end(
             EndedRequest(
                 exchange=exchange,

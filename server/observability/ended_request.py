@@ -44,7 +44,7 @@ class EndedRequest:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The reason of each choice, in order; "abort" where nobody waited for it."""
+        """The reason of each choice, in order; "abort" where the client left before it."""
         if self.accepted is None:
             return []
         ends = [choice.finish for choice in self.accepted.generation.choices]

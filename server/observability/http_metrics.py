@@ -35,7 +35,7 @@ class HttpMetrics:
     _logged: set[str] = field(default_factory=set)
 
     def count_ignored(self, count: int, names: Sequence[str]) -> None:
-        """Count request fields nobody knows; each of `names` is logged once, the first hundred of them."""
+        """Count unknown request fields; each of `names` is logged once, the first hundred of them."""
         self.ignored_parameters += count
         for name in names:
             if name not in self._logged and len(self._logged) < MAX_NAMES:

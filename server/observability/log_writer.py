@@ -45,7 +45,7 @@ class LogWriter(logging.Handler):
             self._lines.put(None, timeout=CLOSE_S)
             self._thread.join(max(0.0, until - time.monotonic()))
         except queue.Full:
-            pass  # nobody reads
+            pass  # the reader has gone
         super().close()
 
     def _write_lines(self) -> None:
@@ -78,7 +78,7 @@ def write_all(fd: int, data: bytes) -> bool:
     while left:
         try:
             left = left[os.write(fd, left) :]
-        except BlockingIOError:  # somebody else who has this pipe wanted it so
+        except BlockingIOError:  # another process that has this pipe made it so
             select.select([], [fd], [])
         except OSError:
             return False

@@ -100,5 +100,5 @@ class LoopGuard:
         if took_s < 2 * self._leg_s:
             return came, True
         if took_s >= self._timeout_s and self._clocks.computed() - computed > took_s / 2:
-            log.error("one call held the interpreter for %.1f s: nobody was served meanwhile", took_s)
+            log.error("one call held the interpreter for %.1f s: no request was served meanwhile", took_s)
         return came, False

@@ -26,10 +26,10 @@ class Tracer(Protocol):
 
 
 class RequestLog:
-    """Tells of every request once, when all of it has ended. Event-loop thread only.
+    """Logs every request once, when all of it has ended. Event-loop thread only.
 
-    Generating requests are told at info; of the other routes those that failed at info, the rest at debug;
-    probes and scrapes never.
+    Generating requests are logged at info, and so are failures on other routes; the rest of these at debug.
+    Probes and scrapes are not logged.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:

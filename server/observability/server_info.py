@@ -14,7 +14,7 @@ from server.observability.health import server_version
 
 router = APIRouter(tags=["server"])
 
-# What the HTTP side is set to, keys and files above all, is nobody's business but the operator's.
+# Settings of the HTTP side, keys and files above all, are only for the operator.
 _SHOWN_SETTINGS = {"cache", "scheduler", "speculation"}
 
 

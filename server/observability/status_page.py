@@ -78,7 +78,7 @@ def status_router() -> APIRouter:
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def show_status() -> Response:
-        """The same bytes for everybody; what they show is asked for with the viewer's key."""
+        """The same bytes for every viewer; the page asks for what it shows with the viewer's key."""
         return page.response()
 
     return router

@@ -150,7 +150,7 @@ class ChatShape:
         return entry
 
     def extras(self, choices: list[Choice]) -> dict[str, object]:
-        """What is told of the prompt, which all choices share."""
+        """What the reply says of the prompt, which all choices share."""
         extras = self._prompt_logprobs(choices[0])
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = list(choices[0].prompt.token_ids)

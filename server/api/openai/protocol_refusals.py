@@ -1,4 +1,4 @@
-"""Request fields that are known and not honoured: refused by name, so that nobody gets less than asked for.
+"""Request fields that are known and not honoured: refused by name, for a client must not get less than asked.
 
 A field that lands leaves its line here. Harmless values, which ask for nothing, pass.
 """

@@ -18,7 +18,7 @@ def _forced(call: dict[str, Any], most: int) -> StructuredOutput:
 
 LLAMA = ToolFamily(
     name="llama",
-    # Small models of the family have no tag, and are told the format in words.
+    # Small models of the family have no tag; the prompt describes the format in words.
     signs=(_OPENING, '"parameters": dictionary of argument name'),
     marks=CallMarks(_OPENING, between=";", bare=True),
     arguments_key="parameters",

@@ -1,6 +1,6 @@
 """MarkedReader: finds calls that the model made of its own accord, between the marks of its template family.
 
-A call is told only when it is whole and valid: nothing can be taken back from a client.
+A call is sent only when it is whole and valid, because nothing sent can be taken back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a run stands, for whoever looks while it runs."""
+"""How a run stands, shown while it runs."""
 
 from __future__ import annotations
 

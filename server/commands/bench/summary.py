@@ -119,7 +119,7 @@ def is_good(record: RequestRecord, slos: Slos) -> bool:
 
 
 def _goodput(records: Sequence[RequestRecord], seconds: float, slos: Slos) -> Goodput:
-    """Those cut off count neither way: nobody knows what would have become of them."""
+    """Those cut off count neither way: how they would have ended is unknown."""
     ended = [record for record in records if record.succeeded or record.failure is not None]
     num_good = sum(is_good(record, slos) for record in ended)
     return Goodput(num_good, num_good / len(ended) if ended else 0.0, num_good / seconds)

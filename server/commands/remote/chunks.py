@@ -1,4 +1,4 @@
-"""What one event of a streamed completion says, from either endpoint and anybody's server."""
+"""What one event of a streamed completion says, from either endpoint of any server."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
         self._arrived = perf_counter()
         self.has_replied = True
         if self._over is None or self._over.done():
-            self.close()  # bytes that nobody asked for
+            self.close()  # bytes that belong to no request
             return
         try:
             self._parser.feed_data(data)

@@ -1,4 +1,4 @@
-"""Which model to ask for when nobody says."""
+"""Which model to ask for when none is named."""
 
 from __future__ import annotations
 
