@@ -162,6 +162,7 @@ class RunningSet:
         num_tokens = len(request.token_ids)
         spare = max(0, kv.num_free_blocks - len(self._running))
         room = (kv.num_blocks_held(request.request_id) + spare) * kv.block_size - num_tokens
+        assert room >= 0, f"{request.request_id} has no slot for its newest token"
         count = min(num_drafts, room)
         return count if kv.allocate(request.request_id, num_tokens + count) else 0
 
