@@ -171,8 +171,8 @@ class FakeRunner:
             self.slots[slots[: len(path)]] = accepted
             self.slots[slots[len(path) :]] = STALE
             self.slots[[slots[row - first] for row in lost if row - first >= len(path)]] = POISON
-            if rows[-1] in errors:
-                self.slots[slots] = POISON
+            if rows[-1] in errors:  # the rows before it were drawn from good values
+                self.slots[slots[len(path) - 1 :]] = POISON
         return SampledRows(token_ids, row_errors=row_errors or None, spoiled_rows=tuple(spoiled))
 
     def _prepare(self, inputs: StepInputs) -> None:
