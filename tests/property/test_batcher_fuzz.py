@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request
-from engine.plan.scheduling.seats import Seats
+from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.step_planner import StepPlanner
 from tests.support.batcher_fuzz import Draw, play
 from tests.support.simulation import POLICIES, PREEMPTION_LIMITS, PREEMPTIONS
@@ -68,7 +68,7 @@ def test_every_policy_mode_and_limit_is_played() -> None:
 def first_failure(monkeypatch: pytest.MonkeyPatch, **faults: Callable[..., object]) -> BaseException | None:
     """What goes wrong first in the default seeds, with these faults in the scheduler."""
     for name, fault in faults.items():
-        owner = next(kind for kind in (Seats, PagedKvManager, StepPlanner) if hasattr(kind, name))
+        owner = next(kind for kind in (RunningSet, PagedKvManager, StepPlanner) if hasattr(kind, name))
         monkeypatch.setattr(owner, name, fault)
     for seed in range(NUM_SEEDS):
         try:
@@ -78,17 +78,17 @@ def first_failure(monkeypatch: pytest.MonkeyPatch, **faults: Callable[..., objec
     return None
 
 
-def cut_always(seats: Seats, request: Request) -> None:
+def cut_always(running: RunningSet, request: Request) -> None:
     """Also what a spent request keeps in reserve."""
-    seats.kv.rewind(request.request_id, request.num_computed_tokens)
+    running.kv.rewind(request.request_id, request.num_computed_tokens)
 
 
 def choose_carelessly(planner: StepPlanner, decodes: list[Request], limit: int) -> Sequence[Request]:
     """Leave out the last only of those that have no slot."""
-    chosen = planner._seats.take_turns(decodes, limit)
-    preempted, stalled = planner._seats.make_room(chosen)
-    planner._requeue(preempted)
-    return [request for request in chosen if request in planner._seats and request not in stalled[-1:]]
+    chosen = planner._running.take_turns(decodes, limit)
+    preempted, stalled = planner._running.make_room(chosen)
+    planner.requeue(preempted)
+    return [request for request in chosen if request in planner._running and request not in stalled[-1:]]
 
 
 def row_unchecked(kv: PagedKvManager, request_id: str, num_tokens: int) -> int:
@@ -99,7 +99,7 @@ def row_unchecked(kv: PagedKvManager, request_id: str, num_tokens: int) -> int:
 def test_it_finds_a_request_that_writes_into_a_block_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = first_failure(
         monkeypatch,
-        take_back_from_drafts=cut_always,
+        release_draft_room=cut_always,
         _choose_decodes=choose_carelessly,
         row_for=row_unchecked,
     )
@@ -110,5 +110,5 @@ def test_it_finds_a_request_that_writes_into_a_block_of_another(monkeypatch: pyt
 
 
 def test_it_finds_a_reserve_that_drafts_have_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = first_failure(monkeypatch, take_back_from_drafts=cut_always)
+    failure = first_failure(monkeypatch, release_draft_room=cut_always)
     assert "two steps without progress" in str(failure)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.examples import share_of
 from tests.support.simulation import simulate
 
-MOST_SEEDS = 500
+MOST_SEEDS = 400
 NUM_SEEDS = share_of(MOST_SEEDS)
 NUM_SLOW_SEEDS = 20_000
 

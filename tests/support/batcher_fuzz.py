@@ -18,14 +18,14 @@ from engine.errors import OutOfDeviceMemory
 from engine.loop.engine_parts import LaunchedStep
 from engine.plan.request import FinishReason, Request, RequestStatus, SpeculationOptions
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.committed_token import CommittedToken
+from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.speculation.draft_answers import read_answers
 from engine.plan.speculation.drafter import Draft, DraftJob
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, StepInputs, StepResult
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import EngineShape, make_decoder
-from tests.support.factories import make_batcher, make_request
+from tests.support.factories import make_batcher, make_request, preempted
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, ManualClock, expected_output
 from tests.support.simulation import POLICIES, PREEMPTION_LIMITS, PREEMPTIONS, Faults
@@ -201,7 +201,7 @@ class Draw(random.Random):
             request.speculation = SpeculationOptions(enabled=False)
         if self.random() < 0.3:
             request.status = RequestStatus.PREEMPTED  # before this run began
-            request.num_preemptions = self.choice((max_preemptions, self.randint(0, max_preemptions)))
+            preempted(request, self.choice((max_preemptions, self.randint(0, max_preemptions))))
         return request
 
     def choice_of(self, parent: Request, number: int) -> Request:
@@ -268,10 +268,11 @@ class Run:
     def __post_init__(self) -> None:
         scenario, draw = self.scenario, self.draw
         self.clock = ManualClock()
-        self.batcher: ContinuousBatcher = make_batcher(**scenario.limits, clock=self.clock)
-        self.batcher.kv.can_rewind = scenario.can_rewind
         self.decoder = self._make_decoder()
-        self.batcher.decoder = self.decoder
+        self.batcher: ContinuousBatcher = make_batcher(
+            **scenario.limits, clock=self.clock, decoder=self.decoder
+        )
+        self.batcher.kv.can_rewind = scenario.can_rewind
         faults = Faults(scenario.rates.bad_pass, draw)
         self.drafters = list(scenario.drafters)
         self.asked: list[list[DraftJob]] = [[] for _ in self.drafters]
@@ -301,7 +302,7 @@ class Run:
         )
         decoder = make_decoder(shape, scenario.drafters, can_rewind=scenario.can_rewind)
         if scenario.awaits_drafts:
-            decoder.awaited = frozenset(range(len(scenario.drafters)))
+            decoder.begin_step(decoder.links)
         return decoder
 
     def play(self) -> None:
@@ -353,8 +354,8 @@ class Run:
             if self.asked[index] and self._happens(self.scenario.rates.draft):
                 self._answer(index, drafter)
             if not self.asked[index] and self._happens(self.scenario.rates.draft):
-                drafter.close(self.decoder.take_closed(index))
-                self.asked[index] = self.decoder.jobs(index, ahead=bool(self.flying))
+                drafter.close(self.decoder.links[index].take_closed())
+                self.asked[index] = self.decoder.links[index].jobs(ahead=bool(self.flying))
                 if self._happens(0.5):
                     self._answer(index, drafter)
 
@@ -363,9 +364,9 @@ class Run:
         if not jobs:
             return
         answers = read_answers(jobs, drafter.draft(jobs), VOCAB_SIZE)
-        for job, draft in answers.fitting:
-            self.decoder.put(index, job, draft)
-        self.decoder.lose(index, answers.unfit)
+        link = self.decoder.links[index]
+        link.take(answers)
+        link.lose(answers.unfit)
 
     # Steps.
 
@@ -464,7 +465,7 @@ class Run:
         self.runner.events.clear()
         self.failed_in_a_row = 0
         decision = flight.decision
-        self.batcher.costs.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
+        self.batcher.rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, 1.0)
         kv = self.batcher.kv
         held = {name: kv.block_ids(name) for name in self.alive if name in kv}
         for token in self.batcher.commit(decision, rows):
@@ -534,7 +535,7 @@ class Run:
         assert batcher.kv.num_used_blocks == 0
         assert batcher.kv.host.num_free == batcher.kv.host.num_blocks
         for index in range(len(self.drafters)):
-            assert not self.decoder.jobs(index, ahead=True), "somebody who has ended is drafted for"
+            assert not self.decoder.links[index].jobs(ahead=True), "somebody who has ended is drafted for"
 
 
 def play(seed: int) -> Counter[str]:

@@ -65,6 +65,7 @@ class EngineShape:
     policy: str = "fcfs"
     prefix_caching: bool = False
     preemption: str = "recompute"
+    max_preemptions: int = 8
     num_host_blocks: int = 0
     schedule: Schedule = "auto"
     length_policy: LengthPolicyName = "fixed"
@@ -106,6 +107,7 @@ def make_parts(
         max_model_len=shape.max_model_len,
         prefix_caching=shape.prefix_caching,
         preemption=shape.preemption,
+        max_preemptions=shape.max_preemptions,
         kv_block_bytes=shape.block_size,
     )
     kv = PagedKvManager(

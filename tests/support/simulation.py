@@ -28,6 +28,7 @@ from tests.support.virtual_time import run_in_virtual_time
 
 POLICIES = ("fcfs", "sjf", "priority", "deadline", "orca", "fair")
 PREEMPTIONS = ("recompute", "swap", "auto")
+PREEMPTION_LIMITS = (0, 1, 2, 8)
 Event = tuple[float, str | StepInputs]  # when, what
 
 FAULTY = 0.02  # the share of passes that fail, in runs with faults
@@ -124,6 +125,7 @@ class Draw(random.Random):
             policy=self.choice(POLICIES),
             prefix_caching=self.choice((True, False)),
             preemption=self.choice(PREEMPTIONS),
+            max_preemptions=self.choice((1, *PREEMPTION_LIMITS)),
             num_host_blocks=self.choice((0, needed, 4 * needed)),
             schedule=self.choice(("async", "sync", "auto")),
             length_policy=self.choice(("fixed", "threshold", "goodput")),
@@ -137,7 +139,7 @@ class Draw(random.Random):
 
     def job(self, shape: EngineShape, span_s: float, shared: Sequence[list[int]]) -> Job:
         """One reply that fits the context."""
-        length = self.randint(1, shape.max_model_len - 1)
+        length = self.randint(1, self.choice((4, shape.max_model_len - 1)))
         prompt = self.choice(shared)[: self.choice((0, length // 2, length))]
         prompt = prompt + self.tokens(length - len(prompt))
         changes = [
@@ -147,7 +149,9 @@ class Draw(random.Random):
         return Job(
             arrival_s=self.uniform(0, span_s),
             prompt=tuple(prompt),
-            max_tokens=self.randint(1, shape.max_model_len - length),
+            max_tokens=shape.max_model_len
+            - length
+            - self.choice((0, self.randrange(shape.max_model_len - length))),
             num_choices=self.choice((1, 1, 1, 2, 4)),
             stop_token_ids=frozenset(self.tokens(self.choice((0, 20)))),
             priority=self.randint(-20, 20),
