@@ -171,7 +171,7 @@ def _parts() -> list[Any]:
 
 def test_a_wheel_holds_the_page() -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
-    assert "static/*" in project["tool"]["setuptools"]["package-data"]["server"]
+    assert "observability/static/*" in project["tool"]["setuptools"]["package-data"]["server"]
     assert {each.name.rsplit(".", 1)[1] for each in _parts()} == {"html", "css", "js"}
 
 
