@@ -12,11 +12,11 @@ from tests.support.examples import register_profiles
 register_profiles()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Torch on one thread, in engines too: tiny models gain nothing from more, and lose to other workers.
 
-    A test that needs more threads sets them and sets them back. This loads no torch where no test has.
+    Whatever the module before has left behind. This loads no torch where no test has.
     """
     if "torch" not in sys.modules:
         yield
@@ -26,6 +26,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if "engine.startup.build" in sys.modules:
-            patch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
-            patch.setattr("engine.startup.build.worthwhile_threads", lambda: (1,))
+            patch.setattr("engine.startup.build.usable_cores", lambda: 1)
+            patch.setattr("engine.startup.build.whole_cores", lambda: 1)
         yield

@@ -21,6 +21,7 @@ from engine import Engine
 from engine.plan.step_records import LogitAdjustment
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask
+from tests.support.examples import share_of
 from tests.support.repetitive_world import WORDS, repetitive_model, save_repetitive_model
 from tests.support.sampling_reference import Float64, Row, chi_square_p, counted, reference_probs
 from tests.support.speculated import by_turns, engine_of, single_threaded
@@ -146,7 +147,7 @@ async def law_p(
 async def test_the_law_of_a_server_is_the_target_s(
     verification: str, models: tuple[Path, Path], law: Float64
 ) -> None:
-    assert await law_p(verification, "sync", 1000, models, law) > 1e-3
+    assert await law_p(verification, "sync", share_of(1000), models, law) > 1e-3
 
 
 @pytest.mark.slow

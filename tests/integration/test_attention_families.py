@@ -69,14 +69,18 @@ def test_a_prompt_longer_than_a_query_tile(family: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_to_chunk_a_short_prompt(family: str, backend: AttentionBackend) -> None:
+    """Each by its own sequence of the same tokens, all of them beside each other."""
     chunkings = list(compositions(6))
     rng = np.random.default_rng(3)
     loaded = load_tiny(family)
     tokens = random_tokens(rng, 6)
     expected = plain_logits(loaded, tokens)
-    forward = packed_forward(loaded, backend)
-    for chunks in chunkings:
-        (logits,) = run_schedule(forward, [tokens], [[(0, count)] for count in chunks], 4, rng)
+    steps = [
+        [(index, chunks[turn]) for index, chunks in enumerate(chunkings) if turn < len(chunks)]
+        for turn in range(6)
+    ]
+    sequences = [tokens] * len(chunkings)
+    for logits in run_schedule(packed_forward(loaded, backend), sequences, steps, 4, rng):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest
 from engine.plan.speculation.speculation_config import Verification
@@ -59,12 +59,14 @@ def make_drafter(
     return DraftModelDrafter(loaded or own_copy(), DraftSizes(VOCAB_SIZE, **limits), verification)
 
 
-def write(request: Request, num_tokens: int, family: str = "llama") -> list[int]:
-    """Prompt and output that the target gives without any speculation."""
-    loaded, table = load_tiny(family), SamplingTable(1)
+@cache
+def written(prompt: tuple[int, ...], **sampling: Any) -> list[int]:
+    """Prompt and output that the target gives without any speculation; computed once for all who ask."""
+    request = make_request("written", prompt, max_tokens=200, stop_token_ids=STOP, **sampling)
+    loaded, table = load_tiny("llama"), SamplingTable(1)
     sampler = Sampler(VOCAB_SIZE, loaded.device)
     table.write(0, request)
-    for _ in range(num_tokens):
+    for _ in range(80):
         logits = plain_logits(loaded, request.token_ids)[-1:]
         inputs = table.gather(np.array([0]), [request], np.array([request.num_tokens]))
         request.token_ids += sampler.sample(logits, inputs).token_ids
@@ -72,19 +74,19 @@ def write(request: Request, num_tokens: int, family: str = "llama") -> list[int]
 
 
 class Verified:
-    """One request of the in-test loop: `text` is what the target writes, `num_known` of it committed."""
+    """One request of the in-test loop: `text` is what the target writes, `num_known` of it committed.
 
-    def __init__(self, name: str, prompt_len: int, rng: np.random.Generator, **sampling: Any) -> None:
-        request = make_request(
-            name,
-            random_tokens(rng, prompt_len),
-            max_tokens=200,
-            stop_token_ids=STOP,
-            seed=int(rng.integers(2**40)),
-            **sampling,
-        )
+    With `is_written` False it is the prompt alone.
+    """
+
+    def __init__(
+        self, name: str, prompt_len: int, rng: np.random.Generator, is_written: bool = True, **sampling: Any
+    ) -> None:
+        prompt = tuple(random_tokens(rng, prompt_len))
+        sampling = {"seed": int(rng.integers(2**40)), **sampling}
+        request = make_request(name, prompt, max_tokens=200, stop_token_ids=STOP, **sampling)
         self.about = DraftRequest(name, prompt_len, request.sampling, STOP)
-        self.text = write(request, 80)
+        self.text = written(prompt, **sampling) if is_written else list(prompt)
         self.num_known = prompt_len
         self.drafts: list[int] = []
         self.told = 0
@@ -200,7 +202,7 @@ def test_after_any_jobs_the_logits_are_those_of_a_fresh_reading(
 def test_a_crowd_changes_no_draft() -> None:
     rng = np.random.default_rng(3)
     params = list(PARAMS.values())
-    requests = [Verified(f"r{i}", 4 + 9 * i, rng, **params[i % len(params)]) for i in range(6)]
+    requests = [Verified(f"r{i}", 4 + 9 * i, rng, False, **params[i % len(params)]) for i in range(6)]
 
     def drafts_of(some: Sequence[Verified], **sizes: Any) -> dict[str, list[int]]:
         drafter = make_drafter(**sizes)
@@ -237,8 +239,8 @@ def test_a_crowd_changes_no_draft() -> None:
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_other_rules_get_the_law_that_a_draft_was_drawn_from(verification: Verification) -> None:
     rng = np.random.default_rng(4)
-    greedy = Verified("greedy", 9, rng, temperature=0.0)
-    sampled = Verified("sampled", 12, rng, temperature=0.8, top_k=20, repetition_penalty=1.3)
+    greedy = Verified("greedy", 9, rng, False, temperature=0.0)
+    sampled = Verified("sampled", 12, rng, False, temperature=0.8, top_k=20, repetition_penalty=1.3)
     drafter = make_drafter(verification=verification)
     for _ in range(5):
         requests = [greedy, sampled]
@@ -257,7 +259,7 @@ def test_other_rules_get_the_law_that_a_draft_was_drawn_from(verification: Verif
 
 def test_a_smaller_and_a_larger_vocabulary_of_logits_fit_the_targets() -> None:
     rng = np.random.default_rng(5)
-    request = Verified("a", 6, rng, temperature=1.0)
+    request = Verified("a", 6, rng, False, temperature=1.0)
     for vocab_size in (VOCAB_SIZE - 8, VOCAB_SIZE + 8):
         sizes = DraftSizes(vocab_size, num_blocks=16, block_size=4, max_num_seqs=2)
         drafter = DraftModelDrafter(own_copy(), sizes, "rejection")
