@@ -24,9 +24,6 @@ GROUPED = LayerKv(2, 16, 16)
 Chunk = tuple[int, int]  # (tokens already computed, tokens of this step)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_step(chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> tuple[StepInputs, int]:
     """A step of sequences over scattered blocks, and the number of blocks in the pool."""
     needed = [-(-(context + count) // block_size) for context, count in chunks]

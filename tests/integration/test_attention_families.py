@@ -23,9 +23,6 @@ BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttent
 BLOCK_SIZES = (4, 16)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def check(
     family: str,
     backend: AttentionBackend,

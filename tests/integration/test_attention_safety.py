@@ -33,9 +33,6 @@ BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttent
 BLOCK_SIZE = 4
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- arguments ---
 
 

@@ -33,9 +33,6 @@ MATCHED = ForDrafts()
 BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(6)]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_plain(family: str = "llama", for_drafts: ForDrafts = MATCHED) -> ModelRunner:
     loaded = load_tiny(family)
     sampler = Sampler(loaded.vocab_size, loaded.device)

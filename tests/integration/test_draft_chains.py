@@ -31,9 +31,6 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def fresh_model() -> LoadedModel:
     """Weights of its own, as both drafters and the target's tests set how a model attends."""
     loaded: LoadedModel = load_tiny.__wrapped__("llama")

@@ -21,9 +21,6 @@ NUM_TOKENS = 60
 STARTS = (5, 77, 400)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def walked(token_id: int) -> list[int]:
     """What the target says after this token."""
     found = []

@@ -43,9 +43,6 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def own_copy(family: str = "llama") -> LoadedModel:
     """The target's weights in a module of their own."""
     loaded: LoadedModel = load_tiny.__wrapped__(family)

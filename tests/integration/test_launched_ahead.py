@@ -19,9 +19,6 @@ PROMPTS = [random_tokens(np.random.default_rng(seed), 3 + seed) for seed in rang
 BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(3)]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_runner() -> ModelRunner:
     loaded = load_tiny("llama")
     return ModelRunner(loaded, 32, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device))

@@ -31,8 +31,6 @@ from tests.support.engines import collect
 from tests.support.packed import load_tiny, plain_logits
 from tests.support.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @dataclass
 class Watch:

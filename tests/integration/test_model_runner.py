@@ -24,9 +24,6 @@ from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
 BLOCK_SIZE = 4
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_runner(
     family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 32, num_host_blocks: int = 0
 ) -> ModelRunner:

@@ -29,8 +29,6 @@ from tests.support.recurrent import (
 )
 from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     return random_tokens(np.random.default_rng(seed), length)

@@ -20,9 +20,6 @@ from tests.support.packed import random_tokens
 from tests.support.recurrent import generated, load_recurrent, make_recurrent_runner, serve
 from tests.support.tiny_models import RECURRENT_FAMILIES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 PROMPT_LENGTHS = (23, 1, 9, 40, 5, 14, 2, 17, 30)
 MAX_TOKENS = (12, 20, 3, 9, 16, 1, 11, 8, 6)
 # By the number of the step before which they come: some together, some while others decode.

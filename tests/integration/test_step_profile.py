@@ -13,8 +13,6 @@ from engine.startup.build import seed_costs
 from tests.integration.test_model_runner import BLOCK_SIZE, make_runner
 from tests.support.factories import make_batcher
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def sizes_of(limits: ProfileLimits) -> list[tuple[int, int]]:
     """The (sequences, tokens) measured of a runner that takes no time."""

@@ -31,9 +31,6 @@ BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttent
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def random_parents(rng: np.random.Generator, count: int, deepening: float) -> list[int]:
     """A tree of `count` drafts; the nearer `deepening` is to 1, the more it is a chain."""
     return [i - 1 if rng.random() < deepening else int(rng.integers(-1, i)) for i in range(count)]

@@ -40,9 +40,6 @@ ROW = st.builds(
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def drawn(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """Each row at a place of its own, in reverse and with one unused place between any two."""
     inputs = inputs_of(rows)

@@ -32,9 +32,6 @@ LOGIT = st.one_of(st.integers(-40, 40).map(lambda n: n / 4), st.floats(-30, 30, 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8).map(tuple)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def rows(temperature: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
     """Rows without adjustments."""
     return st.builds(

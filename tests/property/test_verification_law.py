@@ -32,9 +32,6 @@ PROPOSALS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def p_of(verification: Verification, setting: str, propose: Propose, num_sequences: int, seed: int) -> float:
     row = Row(**{**vars(SETTINGS[setting]), "seed": seed})
     verifier = make_verifier(verification, Sampler(VOCAB, CPU))

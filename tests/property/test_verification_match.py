@@ -21,9 +21,6 @@ VOCAB, NUM_TOKENS = 6, 9
 MATCH = make_verifier("match", Sampler(VOCAB, CPU))
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 ADJUSTMENT = st.builds(
     LogitAdjustment,
     row=st.just(0),

@@ -33,9 +33,6 @@ from tests.support.played_back import on_device, play_back_targets
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def test_gaps_between_steps_are_the_long_ones() -> None:
     busy = [(0.0, 40.0), (30.0, 50.0), (52.0, 80.0), (100.0, 100.0)]
     assert gaps_of(busy, min_gap=10.0) == (20.0, 22.0)

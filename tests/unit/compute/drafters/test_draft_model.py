@@ -38,9 +38,6 @@ class StubForward(PackedForward):
         return logits
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubForward]:
     class Fresh(StubForward):

@@ -31,9 +31,6 @@ def kernels() -> NativeKernels:
     return compiled_kernels()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- numbers ---
 
 

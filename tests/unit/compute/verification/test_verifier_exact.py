@@ -38,9 +38,6 @@ Pattern = tuple[float, ...]
 Law = dict[Prefix, float]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class Outcome(NamedTuple):
     """A round that commits `accepted` and then one token with probabilities `after`."""
 

@@ -47,9 +47,6 @@ PENALISED = adjusted(Row(), frequency_penalty=1.5, repetition_penalty=1.3)
 SAMPLED, CERTAIN = stepwise(2, "sampled"), stepwise(2, "ngram")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def p_of(
     verifier: Verifier,
     propose: Propose,

@@ -56,8 +56,6 @@ def world() -> World:
 WORLD = world()
 LAW = target_law(WORLD, Row(), NUM_TOKENS)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @dataclass
 class NoTwice:
