@@ -1,4 +1,4 @@
-"""ContinuousBatcher under random arrivals, ends, failures and tiny caches: what must hold at every step.
+"""ContinuousBatcher under random arrivals, drafts, ends, failures and tiny caches: what must hold always.
 
 The fake model hashes the prefix it reads back through the block tables, so that each request's right text
 is known.
@@ -6,7 +6,8 @@ is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,10 +27,13 @@ from engine.loop.engine_parts import LaunchedStep
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.speculation.drafter import Draft
 from engine.plan.step_records import BatchDecision, SampledRows, StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner
+from tests.support.engines import EngineShape, make_decoder
 from tests.support.examples import share_of
 from tests.support.factories import make_batcher, make_request
+from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, ManualClock, expected_output
 
 MAX_MODEL_LEN = 24
@@ -52,7 +56,8 @@ class BatcherMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.alive: dict[str, Request] = {}
-        self.held: dict[str, int] = {}  # tokens known when a request was last given blocks
+        self.held: dict[str, int] = {}  # tokens that a request was last given blocks for
+        self.recomputed: Counter[str] = Counter()  # how often because rows behind its tokens were spoiled
         self.flying: list[BatchDecision] = []  # in their order
         self.launched: dict[int, LaunchedStep] = {}  # by step: those that the device was given already
         self.last_was_empty = False
@@ -71,7 +76,7 @@ class BatcherMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         preemption=st.sampled_from(["recompute", "swap", "auto"]),
         host_blocks=st.sampled_from([0, 3, 40]),
-        max_preemptions=st.sampled_from([1, 2, 8]),
+        max_preemptions=st.sampled_from([0, 1, 2, 8]),
     )
     def start(
         self,
@@ -103,6 +108,7 @@ class BatcherMachine(RuleBasedStateMachine):
             preemption=preemption,
             max_preemptions=max_preemptions,
             kv_block_bytes=1,
+            decoder=make_decoder(EngineShape(max_draft_tokens=5), [FakeDrafter(method="ngram")]),
         )
         self.config = self.batcher.config
         kv = self.batcher.kv
@@ -179,6 +185,25 @@ class BatcherMachine(RuleBasedStateMachine):
         assert explanation is not None
         runs = request.status is RequestStatus.RUNNING
         assert runs == (explanation.position is None) == (explanation.waits_because is None)
+
+    @precondition(lambda self: not self.flying)
+    @rule(num_right=st.integers(0, 5), num_wrong=st.integers(0, 3), is_tree=st.booleans())
+    def draft(self, num_right: int, num_wrong: int, is_tree: bool) -> None:
+        """Everybody who decodes has drafts from now on: those that come true, with wrong ones behind them."""
+        (link,) = self.batcher.decoder.links
+        for job in link.jobs(ahead=False):
+            request = self.alive[job.request.request_id]
+            if job.next_position > request.num_tokens:
+                continue  # it has some
+            tokens = expected_output(request.token_ids, num_right + num_wrong)
+            tokens[num_right:] = [(token + 1) % VOCAB_SIZE for token in tokens[num_right:]]
+            parents = tuple(range(-1, len(tokens) - 1))
+            if is_tree and tokens:
+                tokens, parents = [(tokens[0] + 1) % VOCAB_SIZE, *tokens], (-1, -1, *range(1, len(tokens)))
+            count = job.num_wanted
+            shape = parents[:count] if is_tree else None
+            draft = Draft(request.request_id, job.epoch, job.next_position, tuple(tokens[:count]), shape)
+            link.put(job, draft)
 
     @precondition(lambda self: not self.flying)
     @rule()
@@ -261,38 +286,66 @@ class BatcherMachine(RuleBasedStateMachine):
             request = self.alive[entry.request_id]
             assert request.status is RequestStatus.RUNNING
             assert entry.first_position == request.num_computed_tokens
-            assert entry.samples == (entry.first_position + entry.num_tokens == request.num_tokens)
-            spent = request.num_preemptions >= config.max_preemptions
-            needed = request.max_num_tokens if spent else request.num_tokens
+            num_known = entry.num_tokens - entry.num_drafts
+            assert entry.samples == (entry.first_position + num_known == request.num_tokens)
+            needed = request.num_tokens + entry.num_drafts
+            if self.is_spent(request):
+                assert needed < request.max_num_tokens or not entry.num_drafts
+                needed = request.max_num_tokens
             self.held[entry.request_id] = max(needed, self.held.get(entry.request_id, 0))  # of a step ahead
+
+    def is_spent(self, request: Request) -> bool:
+        return request.num_preemptions >= self.config.max_preemptions
 
     @precondition(lambda self: self.flying)
     @rule(bad_row=st.one_of(st.none(), st.none(), st.integers(0, 3)))
     def commit(self, bad_row: int | None = None) -> None:
         decision, rows = self.land()
-        samplers = [entry.request_id for entry in decision.scheduled if entry.samples]
+        samplers = [entry for entry in decision.scheduled if entry.samples]
+        owners = [entry.request_id for entry in samplers for _ in range(entry.num_drafts + 1)]
+        going_on = [name for name in owners if name in self.alive]
         errors = dict(rows.row_errors or {})
         if bad_row is not None:
             errors[bad_row] = "injected"
         committed = self.batcher.commit(decision, SampledRows(rows.token_ids, row_errors=errors))
-        assert [(samplers[t.row], t.token_id) for t in committed] == [
-            (request_id, rows.token_ids[row])
-            for row, request_id in enumerate(samplers)
-            if request_id in self.alive
-        ]
-        self.note_good(request_id for row, request_id in enumerate(samplers) if row not in errors)
+        assert [token.row for token in committed] == sorted({token.row for token in committed})
+        assert {token.request.request_id for token in committed} == set(going_on)
+        failed = {owners[row] for row in errors if row < len(owners)}
+        self.note_good((name for name in owners if name not in failed), failed)
         for token in committed:
             request = token.request
+            assert (owners[token.row], token.token_id) == (request.request_id, rows.token_ids[token.row])
             assert (token.error is not None) == (token.row in errors)
             if token.error is not None:
                 assert token.finish_reason is FinishReason.ERROR
             if token.finish_reason is not None:
                 self.expect_ended(request, token.finish_reason)
+        for entry in samplers:
+            if entry.num_drafts and entry.request_id in self.alive:
+                self.note_cut(self.alive[entry.request_id], entry.request_id in failed)
 
-    def note_good(self, request_ids: Iterable[str]) -> None:
-        """A good row was drawn from all that these have, but for what is still being written."""
+    def note_cut(self, request: Request, is_spoiled: bool) -> None:
+        """Drafts were verified: what only they needed is given back; all, where rows behind them are bad."""
+        name = request.request_id
+        assert (request.status is RequestStatus.PREEMPTED) == is_spoiled
+        if is_spoiled:
+            self.recomputed[name] += 1
+            del self.held[name]
+        elif not self.is_spent(request):
+            self.held[name] = request.num_computed_tokens
+
+    def note_good(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
+        """A good row was drawn from all that these have, but for what is still being written.
+
+        Of those that `failed` the rows before the bad one were good: what was published by them is.
+        """
         good = {name for name in request_ids if name in self.alive or name in self.stopped}
-        self.unproven = {block: owner for block, owner in self.unproven.items() if owner not in good}
+        published = self.batcher.kv.prefixes
+        self.unproven = {
+            block: owner
+            for block, owner in self.unproven.items()
+            if owner not in good and not (owner in failed and block in published)
+        }
         for decision in self.flying:
             assert decision.inputs is not None
             self.note_writes(decision, decision.inputs)
@@ -303,6 +356,8 @@ class BatcherMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             if len(self.flying) == 1 and num_steps % 2:
                 self.step_ahead()
+            if not self.flying and num_steps % 3:
+                self.draft(num_steps % 4, num_steps % 2, num_steps % 5 == 0)
             self.commit() if self.flying else self.step()
             self.each_request_is_in_exactly_one_place()
 
@@ -393,7 +448,8 @@ class BatcherMachine(RuleBasedStateMachine):
         running = 0
         for request in self.alive.values():
             assert 0 <= request.num_computed_tokens < request.num_tokens
-            assert request.num_preemptions <= self.config.max_preemptions
+            limit = self.config.max_preemptions + self.recomputed[request.request_id]
+            assert request.num_preemptions <= limit
             if request.status is RequestStatus.RUNNING:
                 running += 1
                 assert len(kv.block_ids(request.request_id)) == kv.blocks_for(self.held[request.request_id])
