@@ -134,7 +134,7 @@ class KvMachine(RuleBasedStateMachine):
             table[i] = block_id
         self.release(sources)
         first = position // BLOCK_SIZE
-        for block_id in table[first : self.num_published[name]]:
+        for block_id in table[first:]:
             self.names.pop(block_id, None)
         self.num_published[name] = min(self.num_published[name], first)
         for copy in copies:

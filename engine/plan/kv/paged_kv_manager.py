@@ -192,8 +192,8 @@ class PagedKvManager:
             sequence.block_ids[index] = target
             self.block_tables[sequence.row, index] = target
         self.pool.release(copy.source for copy in copies)
-        for block_id in sequence.block_ids[first : sequence.num_published]:
-            self.prefixes.withdraw(block_id)  # its own, and about to be written over
+        for block_id in sequence.block_ids[first:]:  # about to be written over; a fork may have published it
+            self.prefixes.withdraw(block_id)
         sequence.num_published = min(sequence.num_published, first)
         return tuple(copies)
 

@@ -16,7 +16,6 @@ from engine.compute.loading.outline import outline_model, read_stored, weight_by
 from engine.compute.native import compiler
 from engine.errors import StartRefused
 from engine.startup.build import load_parts
-from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.doctor import diagnose
 from tests.support.tiny_gguf import save_tiny_gguf
 from tests.support.tiny_models import FAMILIES, MAX_POSITIONS, RECURRENT_FAMILIES, save_tiny_model
@@ -46,13 +45,9 @@ def test_an_outline_has_the_shape_of_the_loaded_model(family: str, tmp_path: Pat
     assert all(weights.is_meta for weights in outline.model.parameters())
 
 
-def test_what_would_be_used_is_what_a_start_uses(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
     settings = settings_for(model, "--max-num-seqs", "8")
-    monkeypatch.setattr(
-        "engine.startup.build.worthwhile_threads", lambda: thread_counts(usable_cores(), whole_cores())
-    )
     found, parts = diagnose(settings), load_parts(settings)
-    torch.set_num_threads(1)  # as the other tests have it
     assert found.problems == [] and found.warnings == []
     assert found.device is not None and found.model is not None and found.cache is not None
     info = parts.info
