@@ -27,6 +27,7 @@ from engine.compute.loading.model_files import (
 )
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import check_num_layers, exact_context_limit, read_architecture
+from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
 
@@ -43,7 +44,8 @@ class LoadedModel:
     `config` is the text model's own copy. `vocab_size` is the width of the logits, which may exceed the
     tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
     that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
-    either may be empty. `kernels` attend for all layers where these were replaced to use them.
+    either may be empty. `kernels` attend for all layers where these were replaced to use them; `team` has the
+    threads of what else was replaced, too, None where nothing was.
     """
 
     model: PreTrainedModel
@@ -56,6 +58,7 @@ class LoadedModel:
     layers: tuple[LayerKv, ...]
     states: tuple[LayerState, ...] = ()
     kernels: attention.RowAttention | None = None
+    team: ComputeTeam | None = None
 
     @property
     def rewindable(self) -> bool:

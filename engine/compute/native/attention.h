@@ -38,8 +38,8 @@ void attend_in_team(Worker& me, const Attention& a) {
 extern "C" {
 
 // As attend_in_team, with a team of its own.
-void slip_attend(const Attention* a) {
-  in_team(Tiles(*a).positions() * a->heads > 2048, [&](Worker& me) { attend_in_team(me, *a); });
+void slip_attend(Team* team, const Attention* a) {
+  team->run(Tiles(*a).positions() * a->heads > 2048, [&](Worker& me) { attend_in_team(me, *a); });
 }
 
 }  // extern "C"

@@ -24,7 +24,7 @@ BUNDLED = Path("share", "slipstream", "native")  # below a prefix: what an image
 _COMPILERS = ("c++", "g++", "clang++")
 # By name and not -march=native, so that one library serves every machine that has these.
 _FLAGS = (
-    *("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared"),
+    *("-O3", "-std=c++20", "-pthread", "-fPIC", "-shared"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma"),
 )
 _TIME_LIMIT_S = 120

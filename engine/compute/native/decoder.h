@@ -94,10 +94,10 @@ extern "C" {
 // How many numbers of scratch each token needs.
 Index slip_decoder_scratch(const Decoder* d) { return Scratch::width(*d); }
 
-// Every layer and the last norm, in one parallel region: threads meet where one reads what another wrote.
-void slip_decode(const Decoder* d, const DecoderStep* s) {
+// Every layer and the last norm, in one region: threads meet where one reads what another wrote.
+void slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
   const Scratch at(*d, *s);
-  in_team(true, [&](Worker& me) {
+  team->run(true, [&](Worker& me) {
     for (Index index = 0; index < d->num_layers; index++) {
       attend_layer(me, *d, *s, index, at);
       transform_layer(me, *d, *s, index, at);

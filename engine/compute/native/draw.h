@@ -8,7 +8,7 @@
 
 #include <limits>
 
-#include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -237,9 +237,8 @@ inline Index winner(const Draw* d, Index i, const Row& row) {
 extern "C" {
 
 // The first of each row's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
-void slip_best(const void* logits, Index is_bf16, Index n, Index vocab, Index* token_ids) {
-#pragma omp parallel for schedule(static) if (n > 1)
-  for (Index i = 0; i < n; i++) {
+void slip_best(Team* team, const void* logits, Index is_bf16, Index n, Index vocab, Index* token_ids) {
+  const auto find = [&](Index i) {
     __m512 top = _mm512_set1_ps(-INFINITY);
     __mmask16 bad = 0;
     for (Index j = 0; j < vocab; j += 16) {
@@ -249,7 +248,7 @@ void slip_best(const void* logits, Index is_bf16, Index n, Index vocab, Index* t
     }
     const float greatest = _mm512_reduce_max_ps(top);
     token_ids[i] = -1;
-    if (bad || std::isinf(greatest)) continue;
+    if (bad || std::isinf(greatest)) return;
     const __m512 wanted = _mm512_set1_ps(greatest);
     for (Index j = 0; j < vocab; j += 16) {
       const __m512 v = logits_at(logits, is_bf16, i * vocab, j, vocab);
@@ -258,23 +257,21 @@ void slip_best(const void* logits, Index is_bf16, Index n, Index vocab, Index* t
       token_ids[i] = j + __builtin_ctz(equal);
       break;
     }
-  }
+  };
+  team->run(n > 1, [&](Worker& me) { me.each(n, find); });
 }
 
-void slip_draw(const Draw* d) {
-#pragma omp parallel if (d->n > 1)
-  {
+void slip_draw(Team* team, const Draw* d) {
+  const auto draw = [&](Index i) {
     static thread_local Row row;  // its memory serves the next step too
-#pragma omp for schedule(dynamic, 1)
-    for (Index i = 0; i < d->n; i++) {
-      find_gaps(d, i, row);
-      if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
-        filter(d, i, row);
-      else
-        list_hopeful(d, i, row);
-      d->token_ids[i] = winner(d, i, row);
-    }
-  }
+    find_gaps(d, i, row);
+    if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
+      filter(d, i, row);
+    else
+      list_hopeful(d, i, row);
+    d->token_ids[i] = winner(d, i, row);
+  };
+  team->run(d->n > 1, [&](Worker& me) { me.each(d->n, draw); });
 }
 
 }  // extern "C"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.compiler import NativeUnavailable, check_cpu, find_library
-from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.records import INDEX, POINTER
+from engine.compute.native.team import ComputeTeam, library_function, load_library
 from engine.plan.step_records import Int64, SamplingInputs
 
 
@@ -25,8 +25,7 @@ def find_row_draw(loaded: LoadedModel, settings: ModelSettings, home: Path) -> N
         return None
     try:
         check_cpu()
-        NativeKernels(found)  # refuses a library that has threads of its own
-        return NativeDraw(found)
+        return NativeDraw(found, loaded.team)
     except NativeUnavailable:
         return None
 
@@ -45,24 +44,22 @@ class NativeDraw:
     By the same rules as engine/compute/sampling/processors.py and noise.py. Only its exponential and its
     logarithms round otherwise in the last bit, so that the two choose alike unless two tokens are as close as
     that.
+    `team` are the threads of the model's kernels; None makes as many as torch has on the calling thread.
     Raises NativeUnavailable if the library cannot be loaded.
     """
 
-    def __init__(self, library: Path) -> None:
-        try:
-            loaded = ctypes.CDLL(str(library))
-        except OSError as error:
-            raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
-        self._best, self._draw = loaded.slip_best, loaded.slip_draw
-        self._best.argtypes, self._best.restype = [POINTER, INDEX, INDEX, INDEX, POINTER], None
-        self._draw.argtypes, self._draw.restype = [ctypes.POINTER(_Draw)], None
+    def __init__(self, library: Path, team: ComputeTeam | None = None) -> None:
+        loaded = load_library(library)
+        self.team = team or ComputeTeam(loaded, torch.get_num_threads())
+        self._best = library_function(loaded, "slip_best", POINTER, POINTER, INDEX, INDEX, INDEX, POINTER)
+        self._draw = library_function(loaded, "slip_draw", POINTER, ctypes.POINTER(_Draw))
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """See RowDraw."""
         logits = _readable(logits)
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         is_bf16 = logits.dtype is torch.bfloat16
-        self._best(logits.data_ptr(), is_bf16, *logits.shape, token_ids.data_ptr())
+        self._best(self.team.handle, logits.data_ptr(), is_bf16, *logits.shape, token_ids.data_ptr())
         return token_ids
 
     def draw(
@@ -81,12 +78,13 @@ class NativeDraw:
             log_min_p,
         ]
         self._draw(
+            self.team.handle,
             _Draw(
                 logits.data_ptr(),
                 *(column.ctypes.data for column in columns),
                 *(tensor.data_ptr() for tensor in (keys, token_ids)),
                 *(len(rows), logits.shape[1], logits.dtype is torch.bfloat16),
-            )
+            ),
         )
         return token_ids
 

@@ -105,6 +105,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
         raise _nothing_to_do(loaded)
     if count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
+    loaded = replace(loaded, team=kernels.team)
     difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype)
     if difference is not None:
         raise LogitsChanged(difference)

@@ -6,10 +6,3 @@
 
 #include "decoder.h"
 #include "draw.h"
-
-extern "C" {
-
-// How many threads a parallel loop on this thread gets.
-int64_t slip_num_threads() { return omp_get_max_threads(); }
-
-}  // extern "C"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from engine.compute.attention import LayerCall, PagedRows
-from engine.compute.native.compiler import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
     BFLOAT16,
@@ -25,6 +24,7 @@ from engine.compute.native.records import (
     Product,
     Rotation,
 )
+from engine.compute.native.team import ComputeTeam, library_function, load_library
 
 PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
@@ -44,32 +44,28 @@ class HeadNorms:
 class NativeKernels:
     """The loaded library. Every tensor is bfloat16 and contiguous on the CPU; results are new tensors.
 
-    Uses as many threads as torch does on the calling thread. Raises NativeUnavailable if it cannot be loaded
-    or does not share torch's threads.
+    Computes with the threads of `team`: as many as torch has on the calling thread, until it is resized.
+    Raises NativeUnavailable if the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
-        try:
-            loaded = ctypes.CDLL(str(library))
-        except OSError as error:
-            raise NativeUnavailable(f"{library.name} cannot be loaded ({error})") from error
-        self._pack = _function(loaded, "slip_pack", POINTER, POINTER, INDEX, INDEX)
-        self._quantize = _function(loaded, "slip_quantize", *[POINTER] * 3, INDEX, INDEX)
-        self._linear = _function(loaded, "slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
-        self._rms_norm = _function(
-            loaded, "slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX
+        loaded = load_library(library)
+        self.team = ComputeTeam(loaded, torch.get_num_threads())
+
+        def function(name: str, *arguments: Any) -> Any:
+            return library_function(loaded, name, POINTER, *arguments)
+
+        self._pack = function("slip_pack", POINTER, POINTER, INDEX, INDEX)
+        self._quantize = function("slip_quantize", *[POINTER] * 3, INDEX, INDEX)
+        self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
+        self._rms_norm = function("slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
+        self._silu_mul = function("slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
+        self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
+        self._attend = function("slip_attend", ctypes.POINTER(Attention))
+        self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
+        self._decoder_scratch = library_function(
+            loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder), result=INDEX
         )
-        self._silu_mul = _function(loaded, "slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
-        self._rotate = _function(loaded, "slip_rotate_and_write", ctypes.POINTER(Rotation))
-        self._attend = _function(loaded, "slip_attend", ctypes.POINTER(Attention))
-        self._decode = _function(loaded, "slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
-        self._decoder_scratch = _function(loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder))
-        self._decoder_scratch.restype = INDEX
-        # Two OpenMP libraries would have two sets of threads, each waiting for work on all cores.
-        threads = _function(loaded, "slip_num_threads")
-        threads.restype = INDEX
-        if threads() != torch.get_num_threads():
-            raise NativeUnavailable(f"{library.name} shares no OpenMP library with torch")
 
     @staticmethod
     def packs(weight: torch.Tensor) -> bool:
@@ -80,7 +76,7 @@ class NativeKernels:
         """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
         weight = weight.contiguous()
         packed = torch.empty_like(weight)
-        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
+        self._pack(self.team.handle, weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedWeights(BFLOAT16, packed, None, bias, *weight.shape)
 
     def quantize(self, weights: PackedWeights) -> PackedWeights:
@@ -91,26 +87,26 @@ class NativeKernels:
         packed = torch.empty(weights.packed.shape, dtype=torch.int8)
         scales = torch.empty(weights.out)
         addresses = (weights.packed.data_ptr(), packed.data_ptr(), scales.data_ptr())
-        self._quantize(*addresses, weights.out, weights.in_features)
+        self._quantize(self.team.handle, *addresses, weights.out, weights.in_features)
         return replace(weights, kind=INT8, packed=packed, scales=scales)
 
     def linear(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
         """x [n, in] times the weights, plus their bias: [n, out]."""
         y = x.new_empty(x.shape[0], weights.out)
-        self._linear(weights.record, x.data_ptr(), y.data_ptr(), x.shape[0])
+        self._linear(self.team.handle, weights.record, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Each row of x [n, width] over its root mean square, times `weight`; width a multiple of 16."""
         y = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), norm_record(weight, eps), y.data_ptr(), *x.shape)
+        self._rms_norm(self.team.handle, x.data_ptr(), norm_record(weight, eps), y.data_ptr(), *x.shape)
         return y
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16."""
         n, width = x.shape[0], x.shape[1] // 2
         y = x.new_empty(n, width)
-        self._silu_mul(x.data_ptr(), y.data_ptr(), n, width)
+        self._silu_mul(self.team.handle, x.data_ptr(), y.data_ptr(), n, width)
         return y
 
     def rotate_and_write(
@@ -132,6 +128,7 @@ class NativeKernels:
         n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty(n, heads, dim)
         self._rotate(
+            self.team.handle,
             Rotation(
                 qkv.data_ptr(),
                 rotation[0].data_ptr(),
@@ -139,7 +136,7 @@ class NativeKernels:
                 *head_norm_records(norms),
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
                 *(n, heads, kv_heads, dim, block_size),
-            )
+            ),
         )
         return query
 
@@ -158,7 +155,7 @@ class NativeKernels:
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         record.output = output.data_ptr()
         record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
-        self._attend(record)
+        self._attend(self.team.handle, record)
         return output
 
     def decoder_scratch(self, decoder: Decoder) -> int:
@@ -167,7 +164,7 @@ class NativeKernels:
 
     def decode(self, decoder: Decoder, step: DecoderStep) -> None:
         """Run all layers of `decoder` and its last norm on a step's tokens; see decoder.h."""
-        self._decode(decoder, step)
+        self._decode(self.team.handle, decoder, step)
 
 
 def norm_record(weight: torch.Tensor, eps: float) -> Norm:
@@ -195,9 +192,3 @@ def attention_record(rows: PagedRows, pages: Sequence[int], heads: int) -> Atten
         None,
         *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
     )
-
-
-def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
-    found = getattr(library, name)
-    found.argtypes, found.restype = arguments, None
-    return found

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <immintrin.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>

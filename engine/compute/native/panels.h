@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -56,19 +56,19 @@ struct Int8Panel {
 extern "C" {
 
 // weight [out, k] as panels [out / 32][k / 2][32][2].
-void slip_pack(const bf16* weight, bf16* packed, Index out, Index k) {
-#pragma omp parallel for
-  for (Index p = 0; p < out / PANEL; p++)
+void slip_pack(Team* team, const bf16* weight, bf16* packed, Index out, Index k) {
+  const auto pack = [&](Index p) {
     for (Index j = 0; j < k / 2; j++)
       for (Index r = 0; r < PANEL; r++)
         memcpy(packed + p * PANEL * k + j * 2 * PANEL + 2 * r, weight + (p * PANEL + r) * k + 2 * j, 4);
+  };
+  team->run(true, [&](Worker& me) { me.each(out / PANEL, pack); });
 }
 
 // What slip_pack made as integers from -127 to 127, the largest weight of each output being one of the two, and
 // what one of them is worth in each output, scales [out].
-void slip_quantize(const bf16* packed, int8_t* integers, float* scales, Index out, Index k) {
-#pragma omp parallel for
-  for (Index p = 0; p < out / PANEL; p++) {
+void slip_quantize(Team* team, const bf16* packed, int8_t* integers, float* scales, Index out, Index k) {
+  const auto quantize = [&](Index p) {
     const bf16* from = packed + p * PANEL * k;
     int8_t* to = integers + p * PANEL * k;
     float largest[PANEL] = {}, inverse[PANEL];
@@ -84,7 +84,8 @@ void slip_quantize(const bf16* packed, int8_t* integers, float* scales, Index ou
       const Index j = at / (2 * PANEL), r = at / 2 % PANEL, odd = at % 2;
       to[(2 * j + r / 16) * PANEL + 16 * odd + r % 16] = (int8_t)std::nearbyint(value(from[at]) * inverse[r]);
     }
-  }
+  };
+  team->run(true, [&](Worker& me) { me.each(out / PANEL, quantize); });
 }
 
 }  // extern "C"

@@ -161,8 +161,8 @@ void product_in_team(Worker& me, const Product& w, const bf16* x, bf16* y, Index
 extern "C" {
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
-void slip_linear(const Product* w, const bf16* x, bf16* y, Index n) {
-  in_team(true, [&](Worker& me) { product_in_team(me, *w, x, y, n); });
+void slip_linear(Team* team, const Product* w, const bf16* x, bf16* y, Index n) {
+  team->run(true, [&](Worker& me) { product_in_team(me, *w, x, y, n); });
 }
 
 }  // extern "C"

@@ -95,20 +95,20 @@ void rotate_and_write_in_team(Worker& me, const Rotation& r) {
 extern "C" {
 
 // x [n, width] over the root mean square of each row, times the norm's weight [width].
-void slip_rms_norm(const bf16* x, const Norm* norm, bf16* y, Index n, Index width) {
-  in_team(n * width > SERIAL, [&](Worker& me) { normalize_in_team(me, x, *norm, y, n, width); });
+void slip_rms_norm(Team* team, const bf16* x, const Norm* norm, bf16* y, Index n, Index width) {
+  team->run(n * width > SERIAL, [&](Worker& me) { normalize_in_team(me, x, *norm, y, n, width); });
 }
 
 // y [n, width] = silu(gate) * up, which lie in x [n, 2 * width] one after the other.
-void slip_silu_mul(const bf16* x, bf16* y, Index n, Index width) {
-#pragma omp parallel for if (n * width > SERIAL)
-  for (Index i = 0; i < n; i++) apply_gate(x + i * 2 * width, x + (i * 2 + 1) * width, y + i * width, width);
+void slip_silu_mul(Team* team, const bf16* x, bf16* y, Index n, Index width) {
+  const auto gate = [&](Index i) { apply_gate(x + i * 2 * width, x + (i * 2 + 1) * width, y + i * width, width); };
+  team->run(n * width > SERIAL, [&](Worker& me) { me.each(n, gate); });
 }
 
 // See rotate_and_write_in_team.
-void slip_rotate_and_write(const Rotation* r) {
+void slip_rotate_and_write(Team* team, const Rotation* r) {
   const Index numbers = r->n * (r->heads + 2 * r->kv_heads) * r->dim;
-  in_team(numbers > SERIAL, [&](Worker& me) { rotate_and_write_in_team(me, *r); });
+  team->run(numbers > SERIAL, [&](Worker& me) { rotate_and_write_in_team(me, *r); });
 }
 
 }  // extern "C"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -44,19 +45,34 @@ class ThreadChoice:
 def choose_threads(
     loaded: LoadedModel, counts: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> ThreadChoice:
-    """Try `counts`, the likeliest first, and set the calling thread to the best; at least one.
+    """Try `counts`, the likeliest first, and have the best compute for the calling thread; at least one.
 
     Only models on the CPU whose steps can be made up are tried; others keep the first.
     """
     if loaded.device.type != "cpu" or not loaded.rewindable or len(counts) == 1:
-        torch.set_num_threads(counts[0])
+        use_threads(loaded, counts[0])
         return ThreadChoice(counts[0], {})
-    return fastest(_decode_step(loaded), counts, clock)
+    return fastest(_decode_step(loaded), counts, partial(use_threads, loaded), clock)
+
+
+def use_threads(loaded: LoadedModel, count: int) -> None:
+    """Have `count` threads compute what the calling thread runs of the model.
+
+    Where the kernels compute all of it, torch gets one: its waiting threads would spin on the kernels' cores.
+    """
+    if loaded.team is not None:
+        loaded.team.resize(count)
+    torch.set_num_threads(count if loaded.kernels is None else 1)
 
 
 @torch.inference_mode()
-def fastest(step: Callable[[], object], counts: Sequence[int], clock: Callable[[], float]) -> ThreadChoice:
-    """Run `step` with each of `counts` threads, and set the calling thread to the number it was fastest with.
+def fastest(
+    step: Callable[[], object],
+    counts: Sequence[int],
+    use: Callable[[int], None],
+    clock: Callable[[], float],
+) -> ThreadChoice:
+    """Run `step` with each of `counts` threads, and `use` the number that it was fastest with.
 
     The first stays unless another is clearly faster.
     """
@@ -65,12 +81,12 @@ def fastest(step: Callable[[], object], counts: Sequence[int], clock: Callable[[
     for count in counts:
         if seconds and clock() - started > _TIME_LIMIT_S:
             break
-        torch.set_num_threads(count)
+        use(count)
         step()  # makes the threads
         seconds[count] = _best_of(step, min(seconds.values(), default=float("inf")), clock)
     first, best = counts[0], min(seconds, key=seconds.__getitem__)
     chosen = best if seconds[best] < _CLEARLY * seconds[first] else first
-    torch.set_num_threads(chosen)
+    use(chosen)
     return ThreadChoice(chosen, seconds)
 
 

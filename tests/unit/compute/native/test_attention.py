@@ -151,7 +151,7 @@ def test_the_same_bits_in_any_company(kernels: NativeKernels, call: LayerCall) -
     whole = [stored.attend((of, 0, length))[0] for of, length in enumerate(LENGTHS)]
     cuts = [0, 1, 17, 64, 100, 511, 530, 1024, 1100]
     for number in (1, 2, 3, 5):
-        torch.set_num_threads(number)
+        kernels.team.resize(number)
         for first, stop in pairwise(cuts):
             (found,) = stored.attend((0, first, stop))
             assert torch.equal(found, whole[0][first:stop])
@@ -161,7 +161,7 @@ def test_the_same_bits_in_any_company(kernels: NativeKernels, call: LayerCall) -
         runs = [(1, 600, 601), (2, 80, 81), (3, 20, 33), (2, 3, 80), (0, 900, 1100)]
         for (of, first, stop), found in zip(runs, stored.attend(*runs), strict=True):
             assert torch.equal(found, whole[of][first:stop])
-    torch.set_num_threads(1)
+    kernels.team.resize(1)
 
 
 def test_queries_in_any_layout(kernels: NativeKernels) -> None:

@@ -85,9 +85,9 @@ def test_the_bits_are_the_same_on_any_number_of_threads() -> None:
     loaded = joined(on_kernels("llama"))
     expected = logits_of(loaded, 9)
     for threads in (2, 3):
-        torch.set_num_threads(threads)
+        compiled_kernels().team.resize(threads)
         assert all(map(torch.equal, logits_of(loaded, 9), expected))
-    torch.set_num_threads(1)
+    compiled_kernels().team.resize(1)
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, DYNAMIC])

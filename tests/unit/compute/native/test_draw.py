@@ -78,12 +78,9 @@ def test_a_row_is_the_same_alone_in_a_batch_and_on_any_number_of_threads(draw: N
     assert [
         sampler.sample(logits[i : i + 1], inputs_of([rows[i]])).token_ids[0] for i in range(16)
     ] == together
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    for number in (2, 3, 1):
+        draw.team.resize(number)
         assert sampler.sample(logits, inputs_of(rows)).token_ids == together
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_row_that_is_not_finite_ends_alone(draw: NativeDraw) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,9 @@ def kernels() -> NativeKernels:
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def threads(kernels: NativeKernels) -> None:
     """More than one, for every loop to be shared out."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    kernels.team.resize(2)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -146,7 +142,7 @@ def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
 
 def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+        kernels.team.resize(threads)
         check_company(kernels)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,11 +19,8 @@ def kernels() -> NativeKernels:
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def threads(kernels: NativeKernels) -> None:
+    kernels.team.resize(2)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

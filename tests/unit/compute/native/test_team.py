@@ -1,0 +1,68 @@
+"""The threads that kernels compute with: shared, ended, asleep where there is nothing to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.compute.native.kernels import NativeKernels
+from tests.support.native import compiled_kernels
+
+TASKS = Path("/proc/self/task")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return compiled_kernels()
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_callers_at_once_get_what_each_gets_alone(kernels: NativeKernels, size: int) -> None:
+    """More threads than cores lose theirs all the time, and callers find the team taken."""
+    weights = kernels.pack(noise(320, 64, seed=1))
+    rows = [noise(n, 64, seed=n) for n in (1, 3, 40, 200)]
+    kernels.team.resize(1)
+    expected = [kernels.linear(x, weights) for x in rows]
+    kernels.team.resize(size)
+    start = threading.Barrier(len(rows))
+
+    def repeat(index: int) -> bool:
+        start.wait()
+        return all(torch.equal(kernels.linear(rows[index], weights), expected[index]) for _ in range(300))
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        assert all(pool.map(repeat, range(len(rows))))
+    kernels.team.resize(1)
+
+
+def test_idle_threads_sleep(kernels: NativeKernels) -> None:
+    kernels.team.resize(4)
+    kernels.linear(noise(1, 64, seed=1), kernels.pack(noise(320, 64, seed=1)))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.03
+    kernels.team.resize(1)
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="the kernel shows no threads of a process")
+def test_threads_end_with_their_team(kernels: NativeKernels) -> None:
+    weights, x = kernels.pack(noise(320, 64, seed=1)), noise(1, 64, seed=2)
+    kernels.team.resize(1)
+    before = len(list(TASKS.iterdir()))
+    for size in (5, 2, 3):
+        kernels.team.resize(size)
+        assert len(list(TASKS.iterdir())) == before, "threads are made for the first call"
+        kernels.linear(x, weights)
+        assert len(list(TASKS.iterdir())) == before + size - 1
+    kernels.team.resize(1)
+    assert len(list(TASKS.iterdir())) == before
