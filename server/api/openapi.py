@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,12 +18,13 @@ _ERROR_SCHEMA = {
     "properties": {
         "error": {
             "type": "object",
+            "description": "What is wrong.",
             "required": ["message", "type", "param", "code"],
             "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _NULLABLE_STRING,
-                "code": _NULLABLE_STRING,
+                "message": {"type": "string", "description": "What is wrong, for people."},
+                "type": {"type": "string", "description": "The kind of error, as the status tells it."},
+                "param": {**_NULLABLE_STRING, "description": "The field or header to change."},
+                "code": {**_NULLABLE_STRING, "description": "A word for programs, where there is one."},
             },
         }
     },
@@ -54,6 +56,8 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
         document = generate()
         _, found = models_json_schema(
             [(kind, "validation") for kind in kinds], ref_template=_SCHEMAS + "{model}"
@@ -65,9 +69,17 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
         for path, operations in document["paths"].items():
             for operation in operations.values():
                 _describe_replies(path, operation["responses"])
+        _drop_unused(document)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _drop_unused(document: dict[str, Any]) -> None:
+    """Leave out what nothing refers to: pydantic also defines what our own validators make of a value."""
+    text, schemas = json.dumps(document), document["components"]["schemas"]
+    for name in [name for name in schemas if f'"{_SCHEMAS}{name}"' not in text]:
+        del schemas[name]
 
 
 def _describe_replies(path: str, responses: dict[str, Any]) -> None:

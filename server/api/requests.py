@@ -6,7 +6,9 @@ touch it. A reply of several choices is one: what is asked for happens to all th
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated, TypeAlias
+
+from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,10 +25,12 @@ from server.http.site_guard import refuse_simple
 
 router = APIRouter(tags=["requests"])
 
+RequestName: TypeAlias = Annotated[str, Path(description="The reply's id, or the caller's own x-request-id.")]
+
 
 # A caller's label may hold slashes.
 @router.post("/v1/requests/{request_id:path}/cancel")
-async def cancel_request(request: Request, request_id: str) -> Response:
+async def cancel_request(request: Request, request_id: RequestName) -> Response:
     """End it within a step; its reply ends with `finish_reason` abort."""
     refuse_simple(request)
     reply, engine = find_reply(request, request_id), context_of(request).engine
@@ -36,7 +40,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
 
 
 @router.patch("/v1/requests/{request_id:path}", openapi_extra=json_body(RequestPatch))
-async def change_request(request: Request, request_id: str) -> Response:
+async def change_request(request: Request, request_id: RequestName) -> Response:
     """Give it another priority or deadline, from the next step on; then as GET."""
     patch = await read_body(request, RequestPatch.model_validate)
     if patch.priority is None and patch.deadline_ms is None:
@@ -56,7 +60,7 @@ async def change_request(request: Request, request_id: str) -> Response:
 
 
 @router.get("/v1/requests/{request_id:path}")
-async def explain_request(request: Request, request_id: str) -> Response:
+async def explain_request(request: Request, request_id: RequestName) -> Response:
     """Where each of its choices is, why it waits, and what has happened to it."""
     reply = find_reply(request, request_id)
     choices = explain_all(request, reply)

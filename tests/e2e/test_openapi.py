@@ -92,6 +92,32 @@ def test_every_reference_leads_somewhere() -> None:
     assert {each.removeprefix("#/components/schemas/") for each in references(document)} <= set(schemas)
 
 
+def described_things(value: object, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a body and every parameter of a route, anywhere in a document."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            if name == "properties":
+                yield from ((f"{where}/{each}", field) for each, field in child.items())
+            elif name == "parameters" and isinstance(child, list):
+                yield from ((f"{where}/{each['name']}", each) for each in child)
+            yield from described_things(child, f"{where}/{name}")
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(described_things, value, itertools.repeat(where)))
+
+
+def test_every_field_and_parameter_has_a_description() -> None:
+    _, document = document_of()
+    found = list(described_things(document))
+    assert len(found) > 90
+    assert [where for where, each in found if not each.get("description")] == []
+
+
+def test_nothing_is_defined_that_no_route_refers_to() -> None:
+    _, document = document_of()
+    used = {each.removeprefix("#/components/schemas/") for each in references(document)}
+    assert set(document["components"]["schemas"]) == used
+
+
 def check_no_fault(context: Any, response: Any, case: Any) -> bool | None:
     """A 5xx is a fault, unless it says that the caller's own deadline has passed."""
     if response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded":

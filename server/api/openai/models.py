@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +24,9 @@ async def list_models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{model_id:path}")
-async def get_model(request: Request, model_id: str) -> Response:
+async def get_model(
+    request: Request, model_id: Annotated[str, Path(description="A name that the model is served by.")]
+) -> Response:
     """One of them; names may hold slashes."""
     context = context_of(request)
     check_model(context, model_id)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, Label, check_num_values
+from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, BodyPart, Label, check_num_values
 
 T = TypeVar("T")
 
@@ -23,33 +23,44 @@ Schema = Annotated[dict[str, Any] | None, AfterValidator(check_schema)]
 SchemaOrText = Annotated[dict[str, Any] | str | None, AfterValidator(check_schema)]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(BodyPart):
     """OpenAI's named schema. It is kept to whatever `strict` says; the texts around it are not read."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     name: Label
+    """A name for the schema. It is not read."""
     description: str | None = None
+    """What the schema is for. It is not read."""
     json_schema: Schema = Field(None, alias="schema")
+    """The JSON schema that the reply follows."""
     strict: bool | None = None
+    """Accepted, without effect: the reply follows the schema either way."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BodyPart):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
+    """`text` is any text, `json_object` any JSON object, `json_schema` JSON that follows a schema."""
     json_schema: JsonSchemaFormat | None = None
+    """The schema, for `json_schema`."""
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(BodyPart):
     """vLLM's `structured_outputs`: one of its fields says what the whole reply must be."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     schema_or_text: SchemaOrText = Field(None, alias="json")
+    """A JSON schema, as an object or as its text."""
     json_object: bool | None = None
+    """True for any JSON object."""
     regex: str | None = None
+    """A regular expression that the whole reply matches."""
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    """Texts of which the reply is one."""
     grammar: str | None = None
+    """A context-free grammar, in Lark's notation or in EBNF with `::=` (GBNF)."""

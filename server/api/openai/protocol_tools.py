@@ -6,10 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import from_json
 
-from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, check_num_values, depths_of, refuse
+from server.api.openai.protocol_values import (
+    MAX_SCHEMA_CHARS,
+    BodyPart,
+    check_num_values,
+    depths_of,
+    refuse,
+)
 from server.http.json_body import find_too_many
 
 MAX_TOOLS = 128
@@ -85,10 +91,11 @@ _CHOICE_SCHEMA: dict[str, Any] = {
         {
             "type": "object",
             "properties": {
-                "type": {"const": "function"},
+                "type": {"const": "function", "description": "Always `function`."},
                 "function": {
                     "type": "object",
-                    "properties": {"name": {"type": "string"}},
+                    "description": "The function that the reply must call.",
+                    "properties": {"name": {"type": "string", "description": "One of `tools`."}},
                     "required": ["name"],
                 },
             },
@@ -98,7 +105,11 @@ _CHOICE_SCHEMA: dict[str, Any] = {
 }
 _PARAMETERS_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "object", "description": "Always `object`."}},
+            "required": ["type"],
+        },
         {"type": "object", "maxProperties": 0},
     ]
 }
@@ -114,18 +125,20 @@ Parameters = Annotated[dict[str, Any], PlainValidator(check_parameters, Any), _d
 Arguments = Annotated[dict[str, Any], PlainValidator(check_arguments, Any), _described(_ARGUMENTS_SCHEMA)]
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(BodyPart):
     """A function that the model may call.
 
     `strict` changes nothing: calls that are forced always match `parameters`, others as the model likes.
     """
 
-    model_config = ConfigDict(strict=True)
-
     name: FunctionName
+    """The function's name: letters, digits, `_` and `-`."""
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    """What the function does; the model reads it."""
     parameters: Parameters | None = None
+    """The JSON schema of its arguments, an object. Left out: it takes none."""
     strict: bool | None = None
+    """Accepted, without effect: forced calls always match `parameters`."""
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -133,13 +146,13 @@ class FunctionDefinition(BaseModel):
         return NO_PARAMETERS if self.parameters is None else self.parameters
 
 
-class Tool(BaseModel):
+class Tool(BodyPart):
     """One entry of `tools`."""
 
-    model_config = ConfigDict(strict=True)
-
     type: Literal["function"]
+    """Always `function`."""
     function: FunctionDefinition
+    """The function."""
 
     def for_template(self) -> dict[str, object]:
         """As chat templates expect it, with the fields that they know."""
@@ -163,23 +176,24 @@ def check_tools(tools: list[Tool]) -> list[Tool]:
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools)]
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(BodyPart):
     """What an earlier message called, with what."""
 
-    model_config = ConfigDict(strict=True)
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    """The function that was called."""
     arguments: Arguments
+    """The arguments it was called with: the text of a JSON object."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(BodyPart):
     """A call in an earlier message of the assistant."""
 
-    model_config = ConfigDict(strict=True)
-
     id: str | None = None
+    """The call's id, which a `tool` message answers."""
     type: Literal["function"] = "function"
+    """Always `function`."""
     function: CalledFunction
+    """What was called, with what."""
 
     def for_template(self) -> dict[str, object]:
         """As chat templates expect it: with the arguments as an object, not as text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, Field, PlainValidator, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_PRIORITY, MIN_PRIORITY
@@ -28,6 +28,12 @@ _SLICE = 50_000
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 PromptItem: TypeAlias = str | list[int]
+
+
+class BodyPart(BaseModel):
+    """An object in a request body: strictly typed. The docstring below a field is its public description."""
+
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 def refuse(message: str) -> NoReturn:
@@ -187,7 +193,10 @@ _LOGIT_BIAS_SCHEMA: dict[str, Any] = {
 }
 _TEXT_PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {
+        "type": {"const": "text", "description": "Always `text`."},
+        "text": {"type": "string", "description": "The part's text."},
+    },
     "required": ["type", "text"],
 }
 _PREDICTED_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
