@@ -21,6 +21,7 @@ from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
 from server.http.middleware import ExchangeMiddleware
 from server.http.site_guard import SiteGuard, allow_origins, rules_of
+from server.http.unrouted import answer_unrouted
 from server.observability import health, server_info
 from server.observability.health import server_version
 from server.observability.http_metrics import HttpMetrics
@@ -54,8 +55,9 @@ def build_app(
         app.include_router(part.router)
     app.include_router(metrics_router(context))
     app.include_router(status_router())
-    for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
+    for kind in (ApiError, EngineError, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(HTTPException, answer_unrouted)
     describe_bodies(app, *BODIES)
     # The last added is the outermost: label and count, then sites, keys, the body and the client's leaving.
     app.add_middleware(ClientMiddleware, settings=settings.server)

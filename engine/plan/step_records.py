@@ -241,15 +241,21 @@ class RequestExplanation:
     """How one live request stands between two steps, and why it waits.
 
     `waits_because` is one plain sentence and `position` its place in the queue, from 1; both are None while
-    it runs. `preemptions` are (engine clock, "recompute" or "swap"). Blocks are those on the device.
+    it runs. `deadline_s` counts from arrival; None for no limit. `preemptions` are (engine clock, "recompute"
+    or "swap"). Blocks are those on the device.
     """
 
     request_id: str
     status: str
     waits_because: str | None
     position: int | None
+    priority: int
+    deadline_s: float | None
     preemptions: tuple[tuple[float, str], ...]
     num_known_tokens: int
+    num_output_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_blocks: int

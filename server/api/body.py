@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from server.api.field_words import close_name, describe
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
 from server.api.time_limit import deadline_header, soonest
 from server.http.body_room import lease_of, parsed_bytes
-from server.http.context import ServerContext, context_of, exchange_of
-from server.http.errors import ApiError, invalid, shown
+from server.http.context import context_of, exchange_of
+from server.http.errors import invalid, shown
 from server.http.json_body import parse_json
 from server.http.middleware import usable_label
 from server.observability.http_metrics import MAX_NAMES
@@ -24,7 +25,6 @@ M = TypeVar("M", bound=BaseModel)
 IGNORED_HEADER = b"x-slipstream-ignored"
 MAX_FIELDS = 1024  # far more than there are
 _MAX_IGNORED_SHOWN = 16
-_MAX_ERRORS_SHOWN = 5
 _SMALL_BYTES = 16_384  # read within a few milliseconds, whatever it holds
 
 
@@ -50,7 +50,7 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
     body = await read_body(request, check)
     unknown = [name for name in body.model_extra or () if name not in refusals]
     if unknown:
-        _report_unknown(request, context_of(request), unknown)
+        _report_unknown(request, unknown, {*kind.model_fields, *refusals})
     return body
 
 
@@ -81,27 +81,20 @@ async def _take_body(request: Request) -> bytearray:
     return body
 
 
-def describe(error: ValidationError) -> ApiError:
-    """The 400 for what pydantic found: the first field as `param`, the first few in the message."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    fields = [(field_path(each["loc"]), each["msg"]) for each in found[:_MAX_ERRORS_SHOWN]]
-    message = "; ".join(f"'{name}': {reason}" for name, reason in fields)
-    more = len(found) - len(fields)
-    return invalid(message + (f"; and {more} more" if more else "") + ".", fields[0][0])
-
-
-def field_path(loc: Sequence[int | str]) -> str:
-    """A pydantic location as OpenAI spells it: messages[0].content."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
-    return shown(path.removeprefix("."))
-
-
-def _report_unknown(request: Request, context: ServerContext, names: Sequence[str]) -> None:
+def _report_unknown(request: Request, names: Sequence[str], known: Collection[str]) -> None:
+    context = context_of(request)
     if context.settings.server.strict_params:
-        raise invalid(f"'{shown(names[0])}' is not a known field.", shown(names[0]))
-    labels = [
-        shown(usable_label(name) or "?").replace("…", "~").replace(",", "_") for name in names[:MAX_NAMES]
-    ]
+        meant = close_name(names[0], known)
+        hint = "" if meant is None else f"; '{meant}' is"
+        raise invalid(f"'{shown(names[0])}' is not a known field{hint}.", shown(names[0]))
+    labels = [_ignored_label(name, known) for name in names[:MAX_NAMES]]
     context.http.count_ignored(len(names), labels)
     value = ",".join(labels[:_MAX_IGNORED_SHOWN]).encode("ascii")
     exchange_of(request.scope).headers.append((IGNORED_HEADER, value))
+
+
+def _ignored_label(name: str, known: Collection[str]) -> str:
+    """As the header and the log have it: `colour`, or `temprature;did-you-mean=temperature`."""
+    label = shown(usable_label(name) or "?").replace("…", "~").replace(",", "_").replace(";", "_")
+    meant = close_name(name, known)
+    return label if meant is None else f"{label};did-you-mean={meant}"

@@ -42,6 +42,13 @@ _OTHER_CONTENT = {
         "application/openmetrics-text": {"schema": {"type": "string"}},
     }
 }
+_IGNORED = {
+    "x-slipstream-ignored": {
+        "description": "The body's unknown fields, which were ignored, with commas between them. One that "
+        "resembles a known field says so: `temprature;did-you-mean=temperature`.",
+        "schema": {"type": "string"},
+    }
+}
 _READINESS = frozenset({"/health", "/health/live", "/ping", "/health/ready", "/ready"})
 
 
@@ -67,8 +74,10 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
         for name in _OWN_ERRORS:
             schemas.pop(name, None)
         for path, operations in document["paths"].items():
-            for operation in operations.values():
+            for method, operation in operations.items():
                 _describe_replies(path, operation["responses"])
+                if method == "post" and "requestBody" in operation:  # a PATCH refuses what it does not know
+                    operation["responses"]["200"]["headers"] = _IGNORED
         _drop_unused(document)
         return document
 

@@ -94,15 +94,20 @@ def explain_all(request: Request, reply: LiveReply) -> list[dict[str, object]]:
 
 
 def explanation_object(index: int, found: RequestExplanation) -> dict[str, object]:
-    """One choice, as JSON; `preemptions` are dated in seconds ago."""
+    """One choice, as JSON; `preemptions` are dated in seconds ago, `deadline_ms` counts from arrival."""
     return {
         "index": index,
         "status": found.status,
         "waits_because": found.waits_because,
         "position": found.position,
+        "priority": found.priority,
+        "deadline_ms": None if found.deadline_s is None else round(found.deadline_s * 1000, 3),
         "preemptions": [{"seconds_ago": round(ago, 3), "mode": mode} for ago, mode in found.preemptions],
         "known_tokens": found.num_known_tokens,
+        "generated_tokens": found.num_output_tokens,
         "computed_tokens": found.num_computed_tokens,
         "cached_tokens": found.num_cached_tokens,
+        "draft_tokens": found.num_draft_tokens,
+        "accepted_draft_tokens": found.num_accepted_tokens,
         "kv_blocks": found.num_blocks,
     }

@@ -134,15 +134,10 @@ def error_reply(error: Exception) -> ErrorReply:
 
 
 def _http_reply(error: HTTPException) -> ErrorReply:
-    """What the router refuses: no such path, or not with this method."""
-    headers = dict(error.headers or {})
-    if error.status_code == 404:
-        return ErrorReply(404, NOT_FOUND, "There is no such path.", code="not_found", headers=headers)
-    if error.status_code == 405:
-        message = "This path does not take this method: see the Allow header."
-        return ErrorReply(405, NOT_FOUND, message, code="method_not_allowed", headers=headers)
+    """What Starlette refuses by itself; `server.http.unrouted` answers for wrong paths and methods."""
     kind = INVALID if error.status_code < 500 else SERVER
-    return ErrorReply(error.status_code, kind, "The request could not be served.", headers=headers)
+    message = "The request could not be served."
+    return ErrorReply(error.status_code, kind, message, headers=dict(error.headers or {}))
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
-from server.http.errors import invalid, shown
+from server.http.errors import invalid
 from server.http.json_parts import WINDOW, count_marks, read_in_parts
 
 # The parser makes an object of each: more memory than the body by far. Conversations with thousands of
 # messages and tools have fewer parts, and the longest prompts of token ids fewer values.
 MAX_PARTS = 200_000
 MAX_VALUES = 1_200_000
+_PLACE = re.compile(r"(?:at line [0-9]+ column|(?:at|before|behind) byte) [0-9]+$")
+# By what the parser's message begins with: the reason in words that need no knowledge of parsers.
+_REASONS: Mapping[str, str] = {
+    "EOF while parsing": "it ends too early",
+    "unexpected end of hex escape": "a string has half of a surrogate pair",
+    "lone leading surrogate": "a string has half of a surrogate pair",
+    "control character": "a string has a line break or control character that is not escaped",
+    "invalid escape": "a string has a backslash before a character that needs none",
+    "invalid unicode": "a string is not UTF-8",
+    "key must be a string": "a key is not in double quotes",
+    "expected a key": "a key is not in double quotes",
+    "expected `:`": "a colon is missing",
+    "expected `,`": "a comma or a closing bracket is missing",
+    "expected a comma": "a comma or a closing bracket is missing",
+    "trailing comma": "nothing follows a comma",
+    "trailing characters": "something follows its end",
+    "recursion limit": "it is nested too deeply",
+    "invalid number": "a number is not written as JSON has it",
+    "number out of range": "a number has too many digits",
+    "unexpected '": "a bracket closes what is not open",
+}
+_NO_VALUE = "a value is missing or misspelt (strings take double quotes, and there is no NaN)"
 
 
 def parse_json(body: bytes | bytearray) -> dict[str, Any]:
@@ -26,11 +50,20 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
     try:
         data = from_json(body, allow_inf_nan=False) if len(body) <= WINDOW else read_in_parts(body)
     except ValueError as error:
-        # The parser's message holds a position and a reason, nothing of the text.
-        raise invalid(f"The body is not valid JSON: {shown(str(error))}.") from None
+        raise invalid(_what_is_wrong(body, str(error))) from None
     if not isinstance(data, dict):
         raise invalid("The body must be a JSON object.")
     return data
+
+
+def _what_is_wrong(body: bytes | bytearray, message: str) -> str:
+    """The parser's `message`, which holds a reason and a place, in plain words."""
+    if len(body) <= WINDOW and not body.strip():
+        return "The body is empty: it must be a JSON object."
+    reason = next((each for start, each in _REASONS.items() if message.startswith(start)), _NO_VALUE)
+    place = _PLACE.search(message)
+    where = "" if place is None else f", {place[0].replace(' column', ', column')}"
+    return f"The body is not valid JSON: {reason}{where}."
 
 
 def find_too_many(json: bytes | bytearray) -> str | None:

@@ -140,6 +140,21 @@ async def test_unknown_fields_are_named_or_refused() -> None:
     assert (reply.status, reply.json()["error"]["param"]) == (400, "colour")
 
 
+async def test_a_misspelt_field_is_told_its_right_name(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "a", "temprature": 0, "max-tokens": 3, "gided_json": "x", "colour": "red", "x;y": 1}
+    meant = {"temprature": "temperature", "max-tokens": "max_tokens", "gided_json": "guided_json"}
+    told = [*(f"{name};did-you-mean={right}" for name, right in meant.items()), "colour", "x_y"]
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", "/v1/completions", body)
+    assert reply.headers["x-slipstream-ignored"] == ",".join(told)
+    assert [record.args for record in caplog.records if "is unknown and ignored" in record.message] == [
+        (name,) for name in told
+    ]
+    async with server_url(FakeEngine(), strict_params=True) as url:
+        reply = await ask(url, "POST", "/v1/completions", body)
+    assert reply.json()["error"]["message"] == "'temprature' is not a known field; 'temperature' is."
+
+
 async def test_keys_guard_all_but_the_open_paths(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("second\n\nthird\n")

@@ -42,6 +42,8 @@ def check_error(reply: RawReply, status: int, kind: str, code: str | None, param
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
         ({"messages": HELLO, "logprobs": 1}, "logprobs"),
         ({"messages": HELLO, "top_logprobs": 1}, "top_logprobs"),
@@ -84,7 +86,8 @@ async def test_a_wrong_deadline_header_is_400_and_named(url: str, value: str) ->
 async def test_what_is_not_json_is_400(url: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     reply = await ask(url, "POST", COMPLETIONS, body, headers)
-    check_error(reply, 400, "invalid_request_error", None, reply.json()["error"]["param"])
+    message = check_error(reply, 400, "invalid_request_error", None, reply.json()["error"]["param"])
+    assert not re.search("EOF|parsing|ident|hex|unicode|recursion|trailing", message), message
 
 
 @pytest.mark.parametrize(
@@ -160,11 +163,56 @@ async def test_an_unknown_path_is_404(url: str, path: str) -> None:
     check_error(await ask(url, "GET", path), 404, "not_found_error", "not_found", None)
 
 
-async def test_a_wrong_method_is_405_with_what_is_allowed(url: str) -> None:
-    for method, path, allowed in (("GET", COMPLETIONS, "POST"), ("DELETE", "/v1/models", "GET")):
-        reply = await ask(url, method, path)
-        check_error(reply, 405, "not_found_error", "method_not_allowed", None)
-        assert reply.headers["allow"] == allowed
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/v1/chat/completions/", CHAT),
+        ("//v1/chat/completions", CHAT),
+        ("/models", "/v1/models"),
+        ("/models/a/b", "/v1/models/a/b"),
+        ("/v1/tokenise", None),
+        ("/", None),
+        ("//", None),
+    ],
+)
+async def test_a_path_that_misses_v1_or_has_too_much_names_the_right_one(
+    url: str, path: str, meant: str | None
+) -> None:
+    reply = await ask(url, "POST", path, {"messages": HELLO})
+    if path == "/":
+        check_error(reply, 405, "invalid_request_error", "method_not_allowed", None)
+        return
+    message = check_error(reply, 404, "not_found_error", "not_found", None)
+    assert message.startswith(f"There is no path '{path}' here: ")
+    assert message.endswith("GET /openapi.json lists all." if meant is None else f"use '{meant}'.")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (COMPLETIONS, "POST"),
+        (CHAT, "POST"),
+        ("/v1/models", "GET"),
+        ("/v1/models/a/b", "GET"),
+        ("/tokenize", "POST"),
+        ("/detokenize", "POST"),
+        ("/tokenizer_info", "GET"),
+        *((path, "GET") for path in ("/health", "/health/live", "/health/ready", "/ping", "/ready")),
+        *((path, "GET") for path in ("/metrics", "/version", "/load", "/server_info")),
+        ("/v1/requests/a", "GET, PATCH"),
+        ("/v1/requests/a/cancel", "GET, PATCH, POST"),  # a request may be called a/cancel
+        ("/reset_prefix_cache", "POST"),
+        ("/", "GET, HEAD"),
+        ("/openapi.json", "GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_405_with_all_that_are_allowed(url: str, path: str, allowed: str) -> None:
+    reply = await ask(url, "DELETE", path)
+    message = check_error(reply, 405, "invalid_request_error", "method_not_allowed", None)
+    assert message == f"'{path}' does not take DELETE; it takes {allowed}."
+    assert reply.headers["allow"] == allowed
 
 
 async def test_many_errors_make_a_short_reply(url: str) -> None:

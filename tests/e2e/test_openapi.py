@@ -70,6 +70,8 @@ def test_every_route_is_there_with_its_body_and_its_error() -> None:
         assert operation["responses"]["default"]["content"]["application/json"], path
         assert "422" not in operation["responses"], path
         bare = {"/v1/requests/{request_id}/cancel", "/reset_prefix_cache"}
+        told = "x-slipstream-ignored" in operation["responses"]["200"].get("headers", {})
+        assert told == (method == "post" and path not in bare), path
         assert ("requestBody" in operation) == (method in ("post", "patch") and path not in bare), path
     for path in GENERATE:
         content = operations["post", path]["responses"]["200"]["content"]

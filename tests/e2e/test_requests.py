@@ -71,6 +71,7 @@ async def test_a_live_request_says_where_it_stands() -> None:
         found = (await wait_for_queue(url, "a%2Fb"))["choices"][0]
         assert (found["status"], found["waits_because"], found["position"]) == ("running", None, None)
         assert (found["known_tokens"], found["computed_tokens"], found["kv_blocks"]) == (7, 6, 2)
+        assert (found["generated_tokens"], found["draft_tokens"], found["accepted_draft_tokens"]) == (2, 0, 0)
         queued = await wait_for_queue(url, "second")
         assert [each["status"] for each in queued["choices"]] == ["waiting"] * 2
         assert queued["choices"][0]["waits_because"].endswith(".")
@@ -130,8 +131,13 @@ async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
             tasks.append(generate(url, name, 5))
             await wait_for_queue(url, name)
             tasks[-1].add_done_callback(order.append)
-        reply = await ask(url, "PATCH", "/v1/requests/third", {"priority": -10})
-        assert reply.json()["choices"][0]["position"] == 1
+        found = (await ask(url, "GET", "/v1/requests/third")).json()["choices"][0]
+        assert (found["position"], found["priority"], found["deadline_ms"]) == (2, 0, None)
+        patch = {"priority": -10, "deadline_ms": 60_000}
+        reply = (await ask(url, "PATCH", "/v1/requests/third", patch)).json()
+        found = reply["choices"][0]
+        assert (found["position"], found["priority"], found["deadline_ms"]) == (1, -10, 60_000)
+        assert (await ask(url, "GET", "/v1/requests/third")).json() == reply
         hold.go()
         await asyncio.gather(first, *tasks)
     assert order == [tasks[1], tasks[0]]

@@ -64,7 +64,7 @@ PARTS = f"more than {MAX_PARTS} lists, objects and keys"
 VALUES = f"more than {MAX_VALUES} values"
 QUEUE = "generations at once; the queue holds"
 CHARS = f"more than {MAX_SCHEMA_CHARS} characters"
-IDS = f"at most {MAX_TOKEN_IDS} items"
+IDS = f"the limit is {MAX_TOKEN_IDS}"
 SPECIAL = "<|im_start|>" * 10_000
 
 # What must be in the reply.
@@ -96,12 +96,16 @@ TEXTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "ten thousand short messages": (CHAT, lambda: chat(messages=[HELLO] * 8192), LONG),
 }
 LISTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "deep": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion limit"),
-    "unclosed": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * 100_000, "recursion limit"),
+    "deep": (
+        COMPLETIONS,
+        lambda: b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "nested too deeply",
+    ),
+    "unclosed": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * 100_000, "nested too deeply"),
     "an endless number": (
         COMPLETIONS,
         lambda: b'{"prompt":"a","seed":' + b"9" * 4_000_000 + b"}",
-        "out of range",
+        "too many digits",
     ),
     "a large number": (COMPLETIONS, lambda: completion(seed=2**64), "seed"),
     "token ids": (COMPLETIONS, lambda: filled('{"prompt":[', "1", "]}"), VALUES),
@@ -111,11 +115,11 @@ LISTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "a hundred thousand prompts": (COMPLETIONS, lambda: completion(prompt=[[1]] * 10**5), QUEUE),
     "prompts and choices": (COMPLETIONS, lambda: completion(prompt=["a"] * 1000, n=128), QUEUE),
     "choices": (COMPLETIONS, lambda: completion(n=10**9), "the limit is 128"),
-    "choices beyond numbers": (COMPLETIONS, lambda: completion(n=10**30), "less than or equal"),
+    "choices beyond numbers": (COMPLETIONS, lambda: completion(n=10**30), "at most 2147483647"),
     "best of": (COMPLETIONS, lambda: completion(best_of=10**6), "best_of"),
     "messages": (CHAT, lambda: filled('{"messages":[', json.dumps(HELLO), "]}"), PARTS),
     "a hundred thousand messages": (CHAT, lambda: chat(messages=[HELLO] * 10**5), PARTS),
-    "nine thousand messages": (CHAT, lambda: chat(messages=[HELLO] * 9000), "at most 8192 items"),
+    "nine thousand messages": (CHAT, lambda: chat(messages=[HELLO] * 9000), "the limit is 8192"),
     "wrong messages": (CHAT, lambda: chat(messages=[{"role": 1}] * 8192), "role"),
     "text parts": (
         CHAT,

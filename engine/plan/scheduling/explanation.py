@@ -25,16 +25,21 @@ def explain(
             reason = f"{start} behind {others} by policy {policy_name}."
         else:
             reason = f"{start} {_what_is_missing(request, running, max_num_seqs)}."
-    kv = running.kv
+    kv, stats = running.kv, request.spec_stats
     return RequestExplanation(
         request_id=request.request_id,
         status=request.status.value,
         waits_because=reason,
         position=position,
+        priority=request.priority,
+        deadline_s=None if request.deadline is None else request.deadline - request.arrival_time,
         preemptions=tuple(request.preemptions),
         num_known_tokens=request.num_tokens,
+        num_output_tokens=request.num_output_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
+        num_draft_tokens=0 if stats is None else stats.proposed.total(),
+        num_accepted_tokens=0 if stats is None else stats.accepted.total(),
         num_blocks=kv.num_blocks_held(request.request_id) if request.request_id in kv else 0,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,8 @@ MAX_DESCRIPTION = 16_384
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+
 ChoiceKind = Literal["none", "auto", "required", "function"]
 
 
@@ -51,6 +53,13 @@ def check_tool_choice(value: object) -> ToolChoice:
     if not isinstance(name, str):
         refuse("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '...'}}")
     return ToolChoice("function", name)
+
+
+def check_function_name(value: str) -> str:
+    """A name that every model can write."""
+    if re.fullmatch(_NAME_PATTERN, value) is None:
+        refuse("must have 1 to 64 letters, digits, '_' and '-' only")
+    return value
 
 
 def check_parameters(value: object) -> dict[str, Any]:
@@ -120,6 +129,7 @@ def _described(schema: dict[str, Any]) -> Any:
     return Field(json_schema_extra=lambda found: found.update(schema))
 
 
+FunctionName = Annotated[str, AfterValidator(check_function_name), _described({"pattern": _NAME_PATTERN})]
 Choice = Annotated[ToolChoice, PlainValidator(check_tool_choice, Any), _described(_CHOICE_SCHEMA)]
 Parameters = Annotated[dict[str, Any], PlainValidator(check_parameters, Any), _described(_PARAMETERS_SCHEMA)]
 Arguments = Annotated[dict[str, Any], PlainValidator(check_arguments, Any), _described(_ARGUMENTS_SCHEMA)]

@@ -102,6 +102,13 @@ def check_priority(value: int) -> int:
     return value
 
 
+def check_label(value: str) -> str:
+    """A name that can be a header's value and a word in a log line."""
+    if not (value.isascii() and value.isprintable()):
+        refuse("must have printable ASCII characters only")
+    return value
+
+
 def check_many_ids(value: object, check: Callable[[object], list[int]]) -> list[int]:
     """Token ids, a slice at a time: `check` holds the interpreter for as long as a whole list takes.
 
@@ -237,6 +244,11 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 Milliseconds = Annotated[float, Field(gt=0, le=MAX_WHOLE)]
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 Truncation = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]
-Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL, pattern=r"^[ -~]+$")]
+Label = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_LABEL),
+    AfterValidator(check_label),
+    _described({"pattern": "^[ -~]+$"}),
+]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -59,6 +59,9 @@ def _message(index: int, message: ChatMessage, family: ToolFamily | None) -> dic
     if message.content is None and message.role != "assistant":
         name = f"messages[{index}].content"
         raise invalid(f"'{name}' is missing: only an assistant's message may have none.", name)
+    if message.role == "tool" and not message.tool_call_id:
+        name = f"messages[{index}].tool_call_id"
+        raise invalid(f"'{name}' is missing: a tool's message names the call that it answers.", name)
     # Templates know the older name of the role.
     shown: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from server.api.field_words import close_name, describe
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
 from server.api.openai.protocol_refusals import ON_CHAT, ON_COMPLETIONS, check_refusals
 from server.http.errors import ApiError
@@ -67,6 +70,76 @@ def test_any_value_in_any_field_is_taken_or_refused(kind: type[GenerationBody], 
         except ValidationError as error:
             assert error.error_count() < 50
             assert {each["loc"][0] for each in error.errors()} == {name}
+
+
+PARSERS_WORDS = re.compile(
+    r"[Ii]nput|valid|instance|dictionary|Field|Extra|item|should|pattern|None|\b(int|str|float|bool|dict)\b"
+)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_what_is_wrong_is_said_in_plain_words(kind: type[GenerationBody]) -> None:
+    basics = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    for name, value in itertools.product({*COMPLETIONS, *CHAT}, [*ODD_VALUES, [{"type": "x"}], {"type": 5}]):
+        try:
+            kind.model_validate({**basics, name: value})
+        except ValidationError as error:
+            reply = describe(error).reply
+            assert reply.message.startswith(f"'{name}"), reply
+            assert "not allowed here" not in reply.message, error  # the last resort: a kind without words
+            assert not PARSERS_WORDS.search(reply.message.replace(name, "")), reply.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "'temperature' must be at most 2, not 3."),
+        ({"temperature": "hot"}, "'temperature' must be a number, not a string."),
+        ({"n": 1.5}, "'n' must be a whole number, not 1.5."),
+        ({"n": 0}, "'n' must be at least 1, not 0."),
+        ({"n": -(10**400)}, "'n' must be at least 1, not a number far beyond it."),
+        ({"deadline_ms": 0.0}, "'deadline_ms' must be above 0, not 0."),
+        ({"stream": "true"}, "'stream' must be true or false, not a string."),
+        ({"messages": []}, "'messages' must not be empty."),
+        ({"messages": None}, "'messages' must be a list, not null."),
+        ({"messages": ["hi"]}, "'messages[0]' must be an object, not a string."),
+        ({"messages": [{"content": "hi"}]}, "'messages[0].role' is missing."),
+        (
+            {"messages": [{"role": "king"}]},
+            "'messages[0].role' must be 'system', 'developer', 'user', 'assistant' or 'tool'.",
+        ),
+        ({"speculation": {"length": 1}}, "'speculation.length' is not a known field."),
+        ({"request_id": "a\nb"}, "'request_id' must have printable ASCII characters only."),
+        ({"request_id": "x" * 129}, "'request_id' must have at most 128 characters."),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "'tools[0].function.name' must have 1 to 64 letters, digits, '_' and '-' only.",
+        ),
+        (
+            {"top_p": 0, "n": True},
+            "'top_p' must be above 0, not 0; 'n' must be a whole number, not a boolean.",
+        ),
+    ],
+)
+def test_what_is_wrong_names_the_limit_and_the_value(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+    assert describe(refused.value).reply.message == message
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("maxTokens", "max_tokens"),
+        ("message", "messages"),
+        ("colour", None),
+        ("top_a", None),
+        ("x" * 10_000, None),
+    ],
+)
+def test_a_close_name_is_found_and_no_far_one(name: str, meant: str | None) -> None:
+    assert close_name(name, ChatCompletionRequest.model_fields) == meant
 
 
 def test_long_lists_of_wrong_things_are_refused_at_the_first() -> None:

@@ -45,7 +45,6 @@ from server.observability.http_metrics import HttpMetrics
         (Overloaded("wait", code="queue_timeout"), 503, "overloaded_error", "queue_timeout"),
         (EngineDead("dead"), 503, "server_error", "engine_dead"),
         (RequestFailed("broken", "sampler"), 500, "server_error", "sampler_failed"),
-        (HTTPException(404), 404, "not_found_error", "not_found"),
         (HTTPException(418), 418, "invalid_request_error", None),
         (HTTPException(502), 502, "server_error", None),
     ],
