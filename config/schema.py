@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from config.errors import SettingsError
+from config.reply_parsers import ReasoningParser, ToolCallParser
 from config.speculative_config import DraftTuning, is_json_object, read_speculative_config
 from config.value_types import (
     Directory,
@@ -244,6 +245,13 @@ class ServerSettings(Section):
         10.0, gt=0, description="a silent stream gets a comment this often"
     )
     per_request_metrics: bool = Field(True, description="send each request's times with its usage")
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="how the model marks its reasoning; auto = as its template shows; none = not at all",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto", description="how the model writes tool calls; auto = as its template shows"
+    )
     protect_metrics: bool = Field(False, description="ask for a key on /metrics too")
     cors_origin: Origins = Field(
         (), description="pages of this origin may use the server; repeatable; * = any; none = its own only"

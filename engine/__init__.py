@@ -41,6 +41,19 @@ from engine.plan.structured_output import CompiledGrammar, Frame, StructuredOutp
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_tuning import freeze_heap, prepare_process
+from engine.text.reply.pieces import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    CollectedCall,
+    CollectedReply,
+    ContentText,
+    Piece,
+    ReasoningText,
+)
+from engine.text.reply.reply_format import ReplyFormat
+from engine.text.reply.reply_reader import ReplyReader
+from engine.text.tools.tool_spec import NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
 from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
@@ -93,9 +106,16 @@ def diagnose(settings: Settings) -> Diagnosis:
 __all__ = [
     "MAX_PRIORITY",
     "MIN_PRIORITY",
+    "NO_PARAMETERS",
     "BatchMetrics",
     "CacheFacts",
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
+    "CollectedCall",
+    "CollectedReply",
     "CompiledGrammar",
+    "ContentText",
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "DeviceFacts",
@@ -117,7 +137,11 @@ __all__ = [
     "ModelFacts",
     "OutputDelta",
     "Overloaded",
+    "Piece",
     "Priority",
+    "ReasoningText",
+    "ReplyFormat",
+    "ReplyReader",
     "RequestExplanation",
     "RequestFailed",
     "RequestRejected",
@@ -129,6 +153,9 @@ __all__ = [
     "StartRefused",
     "StructuredOutput",
     "TokenLogprobs",
+    "ToolChoice",
+    "ToolRules",
+    "ToolSpec",
     "TrainingProgress",
     "UnsupportedModel",
     "build_engine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
@@ -33,6 +33,7 @@ from engine.plan.request import FinishReason, GenerationRequest, Request
 from engine.plan.step_records import RequestExplanation
 from engine.plan.structured_output import CompiledGrammar, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
+from engine.text.reply.reply_format import ReplyFormat
 from engine.text.text_size import count_chars
 
 log = logging.getLogger("slipstream.engine")
@@ -225,6 +226,7 @@ class Engine:
         messages: list[dict[str, object]],
         tools: Sequence[dict[str, object]] = (),
         *,
+        options: Mapping[str, object] | None = None,
         add_special_tokens: bool = False,
         tenant: str | None = None,
     ) -> list[int]:
@@ -233,14 +235,14 @@ class Engine:
         All text that the template is given counts for the length that is refused before it costs anything.
 
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
-        `tools` are for a model with a `tool_template`.
+        `options` are variables of the template's own.
         """
         tokenizer = self._loaded.tokenizer
         limit = tokenizer.char_limit(self.info.max_model_len)
-        self._check_length(count_chars([messages, list(tools)], limit), "messages")
+        self._check_length(count_chars([messages, list(tools), options], limit), "messages")
 
         def render() -> list[int]:
-            text = tokenizer.render_chat_text(messages, tools)
+            text = tokenizer.render_chat_text(messages, tools, options)
             self._check_length(len(text), "messages")  # a template may show a text more than once
             return tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
@@ -250,6 +252,11 @@ class Engine:
     def tool_template(self) -> str | None:
         """The chat template that shows tools to the model; None if none does. Raises Overloaded (loading)."""
         return self._loaded.tokenizer.tool_template
+
+    @property
+    def reply_format(self) -> ReplyFormat:
+        """How replies to chats are read, and how their grammars are gated. Raises Overloaded (loading)."""
+        return self._loaded.reply_format
 
     async def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str | None = None

@@ -12,6 +12,7 @@ from engine.loop.daemon_executor import DaemonExecutor
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import StepInputs, StepResult
 from engine.text.detokenizer import Detokenizer
+from engine.text.reply.reply_format import ReplyFormat
 from engine.text.tokenizer import Tokenizer
 
 MAX_TEXT_THREADS = 4  # more would only take cores from the model
@@ -98,7 +99,7 @@ class EngineParts:
     """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
 
     The batcher's decoder names the drafters; without one nothing is drafted. `detokenizer` is made for each
-    request.
+    request. `reply_format` is how replies to chats are read.
     """
 
     runner: StepRunner
@@ -106,6 +107,7 @@ class EngineParts:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     info: EngineInfo
+    reply_format: ReplyFormat
     detokenizer: Callable[..., Detokenizer] = Detokenizer
 
 

@@ -73,7 +73,7 @@ def make_detokenizer(request: GenerationRequest, parts: EngineParts) -> Detokeni
     return parts.detokenizer(
         parts.tokenizer,
         request.prompt_token_ids,
-        skip_special_tokens=sampling.skip_special_tokens,
+        shown_special_ids=sampling.shown_special_ids if sampling.skip_special_tokens else None,
         stop=sampling.stop,
         include_stop=sampling.include_stop_str_in_output,
         min_tokens=sampling.min_tokens,

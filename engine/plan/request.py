@@ -48,7 +48,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off. `seed` is
     drawn at admission when the caller gave none. `logprobs` None returns none, 0 the sampled token's, n > 0
     the n likeliest as well; `prompt_logprobs` is the same for the prompt. The last token of each sequence in
-    `bad_words` is not drawn where the others were just drawn.
+    `bad_words` is not drawn where the others were just drawn. Special tokens that are skipped in the text are
+    shown all the same where they are among `shown_special_ids`.
     """
 
     max_tokens: int
@@ -68,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

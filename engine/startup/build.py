@@ -114,7 +114,18 @@ def put_together(
     if loaded.rewindable:
         seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
     runner_as_used = factories.runner(runner, loaded)
-    return EngineParts(runner_as_used, batcher, tokenizer, loaded.eos_token_ids, info, factories.detokenizer)
+    reply_format = tokenizer.reply_format(
+        reasoning=settings.server.reasoning_parser, tools=settings.server.tool_call_parser
+    )
+    return EngineParts(
+        runner_as_used,
+        batcher,
+        tokenizer,
+        loaded.eos_token_ids,
+        info,
+        reply_format,
+        factories.detokenizer,
+    )
 
 
 def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:

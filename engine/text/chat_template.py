@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, Template
@@ -10,6 +11,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from engine.errors import InvalidRequest, StartRefused
 from engine.text.template_sandbox import TemplateSandbox
+from engine.text.tools.plain_template import mentions_tools, plain_messages, without_system
 
 _MAX_REASON_CHARS = 100
 _PROBE = ({"role": "user", "content": "Hello"},)
@@ -53,20 +55,24 @@ class ChatTemplate:
         return self._tool_template
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """The prompt text, ending where the assistant's reply begins; raises InvalidRequest.
 
-        `tools` are OpenAI's definitions, for a model whose template takes them.
+        `tools` are OpenAI's definitions; a template that takes none gets them in messages. `options` are
+        further variables that the template may read, such as `enable_thinking`; they replace no other.
         """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions, or start with --chat-template"
             )
-        if tools and self._tool_template is None:
-            raise InvalidRequest("this model's chat template takes no tools", param="tools")
         try:
-            return self._apply(messages, tools)
+            if self._tool_template is None and (tools or mentions_tools(messages)):
+                return self._apply_plain(plain_messages(messages, tools), options)
+            return self._apply(messages, tools, options)
         except SecurityError as error:
             raise InvalidRequest("the chat template was stopped by its sandbox", param="messages") from error
         except TemplateError as error:
@@ -76,8 +82,22 @@ class ChatTemplate:
             reason = f"the chat template cannot render these messages ({type(error).__name__})"
             raise InvalidRequest(reason, param="messages") from error
 
+    def _apply_plain(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
+        """Tools as text, for a template that knows none; some templates know no system message either."""
+        try:
+            return self._apply(messages, (), options)
+        except SecurityError:
+            raise
+        except TemplateError:
+            if messages[0]["role"] != "system":
+                raise
+            return self._apply(without_system(messages), (), options)
+
     def _apply(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         # Only a model with templates of both kinds has one for conversations whose tools are gone.
         calls_tools = tools or any(message.get("tool_calls") for message in messages)
@@ -86,6 +106,7 @@ class ChatTemplate:
         return self._sandbox.render(
             self._compiled[template],
             {
+                **options,
                 **self._special_tokens,
                 "messages": [{**message} for message in messages],
                 "tools": list(tools) or None,

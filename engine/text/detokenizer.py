@@ -38,6 +38,8 @@ class Detokenizer:
     is cut from the text, or kept with `include_stop`; what follows it is dropped either way. The one that is
     completed first wins, of several completed by the same character the longest. One completed by any of the
     first `min_tokens` tokens does not count, as in vLLM. The token that ends a reply by its id is not pushed.
+
+    Special tokens have no text, but for those in `shown_special_ids`; None: all have theirs.
     """
 
     __slots__ = (
@@ -57,13 +59,13 @@ class Detokenizer:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
         *,
-        skip_special_tokens: bool = True,
+        shown_special_ids: frozenset[int] | None = frozenset(),
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._pieces = tokenizer.pieces
-        self._table = tokenizer.pieces.table(skip_special_tokens)
+        self._table = tokenizer.pieces.table_showing(shown_special_ids)
         self._stops = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens

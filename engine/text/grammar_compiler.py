@@ -104,7 +104,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         with self._tokenizer_lock:
-            tokenizer, special_tokens = self._tokenizer, self._special_tokens
+            tokenizer, special_tokens = self._tokenizer, self._pieces.special_tokens
         text = grammar_text(structure, special_tokens)
         limits = _limits(_GRAMMAR_ITEMS if structure.kind == "grammar" else _JSON_ITEMS)
         matcher = _on_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
@@ -120,18 +120,11 @@ class GrammarCompiler:
         return matcher
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        """By the text that spells them."""
-        spelled, shown = self._pieces.table(False), self._pieces.table(True)
-        hidden = [index for index, piece in enumerate(spelled) if piece and not shown[index]]
-        return {spelled[index].decode("utf-8", "replace"): index for index in hidden}
-
-    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """The tokens as bytes, and one of its own that ends a reply. Takes a moment to build."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        special = self._eos_token_ids.union(self._special_tokens.values())
+        special = self._eos_token_ids.union(self._pieces.special_tokens.values())
         return LLTokenizer(TokenizerWrapper(_Vocabulary(self._pieces, self._vocab_size, special)))
 
 

@@ -7,8 +7,9 @@ bytes of each token known, joining them and decoding once, or decoding them as t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from engine.errors import StartRefused
@@ -110,6 +111,7 @@ class TokenBytes:
         self._visible = self._all.copy()
         for token_id in special_ids:
             self._visible[token_id] = b""
+        self._showing: dict[frozenset[int], list[bytes]] = {}  # one a set of marks; a model has a few
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes:
@@ -128,6 +130,24 @@ class TokenBytes:
     def table(self, skip_special_tokens: bool) -> Sequence[bytes]:
         """Bytes by token id; b"" for an id without a token, and for special tokens when they are skipped."""
         return self._visible if skip_special_tokens else self._all
+
+    def table_showing(self, special_ids: frozenset[int] | None) -> Sequence[bytes]:
+        """Bytes by token id; of special tokens only these have any, None: all of them."""
+        if not special_ids:
+            return self.table(special_ids is not None)
+        table = self._showing.get(special_ids)
+        if table is None:
+            table = self._visible.copy()
+            for token_id in special_ids:
+                table[token_id] = self._all[token_id]
+            self._showing[special_ids] = table
+        return table
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens by the text that spells them."""
+        hidden = [index for index, piece in enumerate(self._all) if piece and not self._visible[index]]
+        return {self._all[index].decode("utf-8", "replace"): index for index in hidden}
 
     def opening(self, piece: bytes) -> bytes:
         """The first non-empty `piece` of a text without the space that SentencePiece put before it."""

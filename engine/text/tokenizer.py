@@ -10,6 +10,7 @@ import tokenizers
 
 from engine.errors import InvalidRequest, StartRefused
 from engine.text.chat_template import ChatTemplate
+from engine.text.reply.reply_format import ReplyFormat, Spelling
 from engine.text.token_bytes import TokenBytes
 
 _MAX_REASON_CHARS = 200
@@ -97,11 +98,29 @@ class Tokenizer:
         """The chat template that shows tools to the model; None if there is none that does."""
         return self._chat_template.tool_text
 
+    def reply_format(self, *, reasoning: str = "auto", tools: str = "auto") -> ReplyFormat:
+        """How replies of this model are read, with formats of these names or as the templates show."""
+        added = self._backend.get_added_tokens_decoder().items()
+        spelling = Spelling(
+            table=self.pieces.table(skip_special_tokens=False),
+            encode=lambda text: self.encode(text, add_special_tokens=False),
+            special=self.pieces.special_tokens,
+            added={token.content: token_id for token_id, token in added},
+        )
+        template = self._chat_template
+        return ReplyFormat.find(template.text, template.tool_text, spelling, reasoning=reasoning, tools=tools)
+
     def render_chat_text(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text the chat template makes of `messages` and `tools`; raises InvalidRequest."""
-        return self._chat_template.render(messages, tools)
+        """The prompt text the chat template makes of `messages` and `tools`; raises InvalidRequest.
+
+        `options` are variables of the template's own.
+        """
+        return self._chat_template.render(messages, tools, options or {})
 
     def render_chat(
         self,

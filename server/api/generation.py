@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine import Finish, OutputDelta, RequestStream
+from engine import Finish, FinishReason, OutputDelta, ReplyReader, RequestStream
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores
 
@@ -26,12 +26,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a reply and how far it has been read."""
+    """One choice of a reply and how far it has been read. `reader` finds the parts of a chat's reply."""
 
     index: int
     prompt: Prompt
     stream: RequestStream
     brings_scores: bool = False  # those of its prompt
+    reader: ReplyReader | None = None
     started: bool = False
     num_tokens: int = 0
     text_offset: int = 0
@@ -50,9 +51,16 @@ class Choice:
             scores.note(delta)
         return delta
 
+    @property
+    def is_cut(self) -> bool:
+        """True once it has ended and it was not the model, or a stop string, that ended it."""
+        return self.finish is not None and self.finish.reason is not FinishReason.STOP
+
     def note(self, delta: OutputDelta) -> None:
         """Count a delta that was taken."""
         self.num_tokens += len(delta.token_ids)
+        if self.reader is not None:
+            self.reader.count(delta.token_ids)
         self.finish = delta.finish or self.finish
 
 

@@ -25,6 +25,7 @@ from server.api.generation import Accepted, Choice, Generation, Prompt
 from server.api.live_replies import LiveReply
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores
+from server.api.reply_rules import ReplyRules
 from server.api.reply_size import ReplyPart, check_reply_size, reply_size
 from server.api.sampling import (
     base_seed,
@@ -47,9 +48,8 @@ class Submission:
     """What to generate for one reply. `prepare` reads the prompts, after queue places are taken for them.
 
     `reply_id` is fresh; the engine's request ids are derived from it. `exchange` holds the tenant and the
-    time of arrival. `structure` is the form that every choice must have; None means the form that the body
-    asks for, if any. `lease` counts the memory of the request; `held_bytes` of it stay in use after the
-    prompts have been read.
+    time of arrival. `rules` are a chat's, None where the reply is just text. `lease` counts the memory of the
+    request; `held_bytes` of it stay in use after the prompts have been read.
     """
 
     reply_id: str
@@ -58,7 +58,7 @@ class Submission:
     prepare: Callable[[Engine], Awaitable[list[Prompt]]]
     exchange: Exchange
     lease: Lease
-    structure: StructuredOutput | None = None
+    rules: ReplyRules | None = None
     held_bytes: int = 0
 
 
@@ -82,7 +82,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     tenant = exchange.tenant
     deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
-    structure = submission.structure or read_structure(body)
+    structure = _structure(submission, engine)
     num_requests = submission.num_prompts * body.num_choices
     _check_queueable(submission, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
@@ -99,7 +99,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
             size = reply_size(body, _reply_parts(inputs.prompts, requests, body.num_choices))
             check_reply_size(size)
             lease.hold(lease.num_bytes + size.held_bytes)
-            choices = _submit(engine, requests)
+            choices = _submit(engine, requests, submission.rules)
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
             raise
@@ -118,6 +118,12 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     generation = Generation(choices, on_close)
     exchange.accepted = Accepted(submission.reply_id, body, generation, exchange.age_s)
     return generation
+
+
+def _structure(submission: Submission, engine: Engine) -> StructuredOutput | None:
+    """The form that every choice must have, for its calls or its content; None if there is none."""
+    calls = None if submission.rules is None else submission.rules.structure(engine)
+    return calls or read_structure(submission.body)
 
 
 def _check_queueable(submission: Submission, num_requests: int, limit: int) -> None:
@@ -149,7 +155,7 @@ def _make_requests(
     submission: Submission, inputs: PreparedInputs, context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
     """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
-    body, info = submission.body, context.engine.info
+    body, info, rules = submission.body, context.engine.info, submission.rules
     deadline = _deadline(submission, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
     shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
@@ -159,10 +165,18 @@ def _make_requests(
         max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
         check_min_tokens(body, max_tokens)
         if shared is None:
-            shared = replace(sampling_params(body, info, max_tokens), bad_words=inputs.bad_words)
+            shown = frozenset() if rules is None else rules.shown_special_ids(context.engine)
+            shared = replace(
+                sampling_params(body, info, max_tokens),
+                bad_words=inputs.bad_words,
+                shown_special_ids=shown,
+            )
         sampling = replace(shared, max_tokens=max_tokens)
         if sampling.prompt_logprobs is not None:
             prompt = replace(prompt, scores=PromptScores())
+        grammar = inputs.grammar
+        if rules is not None:
+            grammar = rules.gate(context.engine, prompt.token_ids, grammar)
         first_id = f"{submission.reply_id}-{len(requests)}"
         seed = base_seed(body)  # without one in the body each prompt has its own, equal prompts too
         for j in range(body.num_choices):
@@ -182,7 +196,7 @@ def _make_requests(
                 cache_salt=owned_salt(cache_owner(context, submission.exchange), body.cache_salt),
                 fork_of=first_id if j else None,
                 speculation=inputs.speculation,
-                grammar=inputs.grammar,
+                grammar=grammar,
             )
             requests.append((prompt, request))
     return requests
@@ -214,13 +228,16 @@ def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int
     return num_tokens
 
 
-def _submit(engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]]) -> list[Choice]:
+def _submit(
+    engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]], rules: ReplyRules | None
+) -> list[Choice]:
     """Queue all of them or none."""
     choices: list[Choice] = []
     try:
         for prompt, request in requests:
             brings_scores = request.sampling.prompt_logprobs is not None
-            choices.append(Choice(len(choices), prompt, engine.submit(request), brings_scores))
+            reader = None if rules is None else rules.reader(engine, prompt.token_ids)
+            choices.append(Choice(len(choices), prompt, engine.submit(request), brings_scores, reader))
     except Exception:
         for choice in choices:
             choice.stream.close()

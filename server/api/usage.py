@@ -42,14 +42,24 @@ def _usage(firsts: Collection[Choice], choices: Sequence[Choice], predicted: boo
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens(firsts)},
     }
+    details = _completion_details(choices, predicted)
+    if details:
+        usage["completion_tokens_details"] = details
+    return usage
+
+
+def _completion_details(choices: Sequence[Choice], predicted: bool) -> dict[str, int]:
+    """What became of a prediction, and how much was thought by a model that does."""
+    details: dict[str, int] = {}
+    readers = [choice.reader for choice in choices if choice.reader is not None and choice.reader.thinks]
+    if readers:
+        details["reasoning_tokens"] = sum(reader.num_reasoning_tokens for reader in readers)
     if predicted:
         stats = spec_stats(choices)
         accepted = stats.accepted[PREDICTION]
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": stats.proposed[PREDICTION] - accepted,
-        }
-    return usage
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = stats.proposed[PREDICTION] - accepted
+    return details
 
 
 def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:

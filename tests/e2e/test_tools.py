@@ -103,10 +103,9 @@ async def test_the_stream_s_events() -> None:
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
     assert calls[0].pop("id").startswith("call_")
-    assert calls == [
-        {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}},
-        {"index": 0, "function": {"arguments": '{"city": "Köln"}'}},
-    ]
+    assert calls[0] == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Köln"}'
+    assert len(calls) > 5 and all(set(call) == {"index", "function"} for call in calls[1:])
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert deltas[-1] == {}
 
@@ -146,7 +145,7 @@ async def test_a_reply_that_is_cut_ends_for_its_length() -> None:
     async with server_url(engine_of("llama")) as url:
         whole = (await ask(url, "POST", PATH, body_of(max_tokens=9))).json()["choices"][0]
         forced = (await ask(url, "POST", PATH, body_of(max_tokens=43, tool_choice="required"))).json()
-    assert (whole["message"]["content"], whole["finish_reason"]) == ('{"name": ', "length")
+    assert (whole["message"]["content"], whole["finish_reason"]) == ("", "length")
     (call,) = forced["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": '}
     assert forced["choices"][0]["finish_reason"] == "length"
@@ -164,7 +163,7 @@ async def test_choices_are_read_each_for_itself_and_logprobs_cover_calls() -> No
         mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
         tokens = [each["token"] for one in mine if one["logprobs"] for each in one["logprobs"]["content"]]
         assert "".join(tokens) == reply
-        assert sum("tool_calls" in one["delta"] for one in mine) == 2
+        assert sum("tool_calls" in one["delta"] for one in mine) > 2
 
 
 async def test_what_reaches_the_template_and_the_grammar() -> None:
@@ -176,10 +175,8 @@ async def test_what_reaches_the_template_and_the_grammar() -> None:
             {"name": "clock", "parameters": {"type": "object", "properties": {}}},
         ]
         assert engine.requests[-1].grammar is None
-        assert not engine.requests[-1].sampling.skip_special_tokens
         await ask(url, "POST", PATH, body_of(tool_choice="none"))
         assert engine.tools == ()
-        assert engine.requests[-1].sampling.skip_special_tokens
         await ask(url, "POST", PATH, body_of(tool_choice="required"))
         await ask(url, "POST", PATH, body_of(tool_choice=NAMED))
     grammars = [request.grammar for request in engine.requests[-2:]]
@@ -215,10 +212,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a choice without tools": ({"tool_choice": "auto"}, "tool_choice"),
     "a choice of no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    "a format beside tools": (
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        "response_format",
-    ),
     "a bool as a string": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     "the old fields": ({"functions": [{"name": "f"}]}, "functions"),
     "the old choice": ({"function_call": "auto"}, "function_call"),
@@ -256,15 +249,13 @@ async def test_what_is_refused_is_named(case: str) -> None:
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_template_without_tools_refuses_them() -> None:
+async def test_a_model_whose_template_knows_no_tools_gets_them_all_the_same() -> None:
     called = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
-    async with server_url(FakeEngine()) as url:
-        reply = await ask(url, "POST", PATH, body_of())
-        history = await ask(url, "POST", PATH, {"messages": [*HELLO, called]})
-        assert (await ask(url, "POST", "/tokenize", body_of())).json()["error"]["param"] == "tools"
-    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
-    assert "takes no tools" in reply.json()["error"]["message"]
-    assert (history.status, history.json()["error"]["param"]) == (400, "messages[1].tool_calls")
-    async with server_url(FakeEngine(tool_template="{{ tools }} <function=f>")) as url:
-        reply = await ask(url, "POST", PATH, body_of())
-    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+    engine = FakeEngine(reply=REPLIES["hermes"], max_model_len=4096)
+    async with server_url(engine) as url:
+        choice = (await ask(url, "POST", PATH, body_of())).json()["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        for fields in ({"tool_choice": "none"}, {"tool_choice": "required"}):
+            assert (await ask(url, "POST", PATH, body_of(**fields))).status == 200
+        assert (await ask(url, "POST", PATH, {"messages": [*HELLO, called]})).status == 200
+        assert (await ask(url, "POST", "/tokenize", {"messages": HELLO, "tools": TOOLS})).status == 200

@@ -129,7 +129,9 @@ def make_parts(
     )
     decoder = make_decoder(shape, drafters) if drafters else None
     batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), clock, decoder)
-    return EngineParts(runner, batcher, text_tokenizer(), eos_token_ids, info)
+    return EngineParts(
+        runner, batcher, text_tokenizer(), eos_token_ids, info, text_tokenizer().reply_format()
+    )
 
 
 @dataclass

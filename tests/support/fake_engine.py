@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine import (
     BatchMetrics,
@@ -35,11 +36,22 @@ from engine import (
 from engine.loop.request_counts import RequestCounts
 from engine.loop.time_limits import prepared_by
 from engine.plan.structured_output import Grammar
+from engine.text.reply.reply_format import ReplyFormat, Spelling
 
 VOCAB_SIZE = 0x110000
 TIMING = RequestTiming(
     queue_s=0.001, time_to_first_token_s=0.01, generation_s=0.1, mean_itl_s=0.005, num_preemptions=0
 )
+
+
+class Characters(Sequence[bytes]):
+    """The bytes of each token, which is a character."""
+
+    def __len__(self) -> int:
+        return VOCAB_SIZE
+
+    def __getitem__(self, token_id: Any) -> Any:
+        return chr(token_id).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,8 @@ class FakeEngine:
     messages: list[dict[str, object]] = field(default_factory=list)
     tools: Sequence[dict[str, object]] = ()
     tool_template: str | None = None
+    reasoning: str = "none"
+    options: Mapping[str, object] = field(default_factory=dict)  # of the template
     reply: str | None = None
     metrics: BatchMetrics = field(default_factory=BatchMetrics)
     cancelled: list[tuple[str, str]] = field(default_factory=list)
@@ -155,14 +169,22 @@ class FakeEngine:
         messages: list[dict[str, object]],
         tools: Sequence[dict[str, object]] = (),
         *,
+        options: Mapping[str, object] | None = None,
         add_special_tokens: bool = False,
         tenant: str | None = None,
     ) -> list[int]:
-        self.messages, self.tools = messages, tools
+        self.messages, self.tools, self.options = messages, tools, options or {}
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the chat template refused these messages: no", param="messages")
         text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
         return await self.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
+
+    @property
+    def reply_format(self) -> ReplyFormat:
+        if self.state is EngineState.LOADING:
+            raise Overloaded("The model is still loading.", code="loading")
+        spelling = Spelling(Characters(), lambda text: [ord(char) for char in text], {}, {})
+        return ReplyFormat.find(None, self.tool_template, spelling, reasoning=self.reasoning)
 
     async def compile_grammar(
         self, structure: StructuredOutput, *, tenant: str | None = None

@@ -368,6 +368,26 @@ LATER = (
     *(_elsewhere(name, _TOOLS, (CHAT,)) for name in ("tools", "tool_choice", "parallel_tool_calls")),
 )
 
+_REASONING = "test_reasoning"
+THINKING = (
+    RequestField(
+        "chat_template_kwargs",
+        paths=(CHAT,),
+        why=_REASONING,
+        good=({}, {"enable_thinking": False}, {"any": {"thing": [1]}}),
+        bad=([], "x", 1, {"messages": []}, {"tools": []}, {"a b": 1}, {"add_generation_prompt": False}),
+    ),
+    RequestField(
+        "reasoning_effort",
+        paths=(CHAT,),
+        why=_REASONING,
+        good=("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+        bad=("", "huge", *NOT_STRINGS),
+    ),
+    _switch("enable_thinking", paths=(CHAT,), why=_REASONING),
+    _whole("thinking_token_budget", (0, 1, MOST), (-1, MOST + 1), paths=(CHAT,), why=_REASONING),
+)
+
 REFUSED = (
     _refused("suffix", "x", good=("",), paths=(COMPLETIONS,)),
     _refused("prompt_embeds", "x", ["x"]),
@@ -375,14 +395,13 @@ REFUSED = (
     _refused("logits_processors", ["x"], good=([],)),
     _refused("logprob_token_ids", [1], good=([],)),
     _refused("repetition_detection", {}),
-    _refused("thinking_token_budget", 5),
+    _refused("thinking_token_budget", 5, paths=(COMPLETIONS,)),
     _refused("truncation_side", "right", good=("left",)),
     *(_refused(f"guided_{kind}", "x", {})
       for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")),
     _refused("add_generation_prompt", False, good=(True,), paths=(CHAT,)),
     _refused("audio", {}, paths=(CHAT,)),
     _refused("chat_template", "{{ 1 }}", paths=(CHAT,)),
-    _refused("chat_template_kwargs", {"a": 1}, good=({},), paths=(CHAT,)),
     _refused("continue_final_message", True, good=(False,), paths=(CHAT,)),
     _refused("documents", [{}], good=([],), paths=(CHAT,)),
     _refused("echo", True, good=(False,), paths=(CHAT,)),
@@ -390,11 +409,10 @@ REFUSED = (
     _refused("functions", [{}], good=([],), paths=(CHAT,)),
     _refused("function_call", "auto", good=("none",), paths=(CHAT,)),
     _refused("moderation", {}, paths=(CHAT,)),
-    _refused("reasoning_effort", "high", good=("none",), paths=(CHAT,)),
     _refused("verbosity", "high", good=("medium",), paths=(CHAT,)),
     _refused("web_search_options", {}, paths=(CHAT,)),
 )  # fmt: skip
 
 FIELDS: tuple[RequestField, ...] = (
-    *SAMPLING, *LENGTH_AND_STOPS, *PROMPTS, *SHAPE, *SCHEDULING, *LABELS, *LATER, *REFUSED
+    *SAMPLING, *LENGTH_AND_STOPS, *PROMPTS, *SHAPE, *SCHEDULING, *LABELS, *LATER, *THINKING, *REFUSED
 )  # fmt: skip

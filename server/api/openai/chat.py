@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,16 +12,17 @@ from starlette.responses import Response
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
 from server.api.generation import Choice, Generation, Prompt
+from server.api.openai.chat_input import ChatInput, may_think, messages_for_template, template_options
+from server.api.openai.chat_tools import read_tools
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
+from server.api.openai.message import deltas_of, message_of
 from server.api.openai.models import check_model
 from server.api.openai.protocol import ChatCompletionRequest
 from server.api.openai.protocol_refusals import ON_CHAT
 from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
 from server.api.openapi import json_body
+from server.api.reply_rules import ReplyRules
 from server.api.submission import Submission, open_generation, truncated
-from server.api.tools.history import Conversation, messages_for_template, tool_template
-from server.api.tools.message import ToolReply
-from server.api.tools.turn import ToolTurn, check_tool_fields, read_tools
 from server.http.body_room import lease_of
 from server.http.context import context_of, exchange_of
 from server.http.errors import invalid
@@ -44,41 +45,48 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
     context = context_of(request)
     body = await read_request(request, ChatCompletionRequest, ON_CHAT)
     check_model(context, body.model)
-    check_tool_fields(body)
-    template = tool_template(Conversation(body.messages, body.tools), context.engine)
-    messages = messages_for_template(body.messages, template)
-    tools = read_tools(body, template)
-    if tools is not None:
-        body.skip_special_tokens = False  # what marks a call may be one
+    shape = ChatShape(body, TokenSpelling.of(context.engine, body), is_named=_is_named(body))
+    reply_id = fresh_id(shape)
+    reply = Reply(context, body, shape, reply_id)
+    return reply, await open_chat_body(request, body, reply_id)
+
+
+async def open_chat_body(request: Request, body: ChatCompletionRequest, reply_id: str) -> Generation:
+    """The generation that a chat's body asks for, by whichever API it came; `reply_id` is fresh.
+
+    Each choice has a `reader` for the pieces of its reply. Raises ApiError or an EngineError.
+    """
+    context, exchange, lease = context_of(request), exchange_of(request.scope), lease_of(request.scope)
+    form = context.engine.reply_format
+    tools = read_tools(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-
-    exchange = exchange_of(request.scope)
+    shown = ChatInput(
+        messages_for_template(body.messages, form),
+        () if tools is None else [tool.for_template() for tool in tools.tools],
+        template_options(body, form),
+    )
 
     async def prepare(engine: Engine) -> list[Prompt]:
-        token_ids = await engine.render_chat(
-            messages,
-            () if tools is None else tools.for_template,
-            add_special_tokens=bool(body.add_special_tokens),
-            tenant=exchange.tenant,
-        )
+        with_special = bool(body.add_special_tokens)
+        token_ids = await shown.render(engine, add_special_tokens=with_special, tenant=exchange.tenant)
         return [Prompt(truncated(body, token_ids, engine.info))]
 
-    shape = ChatShape(body, TokenSpelling.of(context.engine, body), tools)
-    structure = None if tools is None else tools.structure()
-    lease = lease_of(request.scope)
     submission = Submission(
-        reply_id=fresh_id(shape),
+        reply_id=reply_id,
         body=body,
         num_prompts=1,
         prepare=prepare,
         exchange=exchange,
         lease=lease,
-        structure=structure,
+        rules=ReplyRules(tools, body.thinking_token_budget, may_think(shown.options)),
         held_bytes=0 if tools is None else lease.num_bytes,
     )
-    reply = Reply(context, body, shape, submission.reply_id)
-    return reply, await open_generation(context, submission)
+    return await open_generation(context, submission)
+
+
+def _is_named(body: ChatCompletionRequest) -> bool:
+    return body.tool_choice is not None and body.tool_choice.name is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,7 @@ class ChatShape:
 
     body: ChatCompletionRequest
     spelling: TokenSpelling
-    tools: ToolTurn | None = None  # None: what the model writes is text
-    _replies: dict[int, ToolReply] = field(default_factory=dict, init=False)  # by choice, in a stream
+    is_named: bool = False  # the one tool that has to be called is
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -108,18 +115,14 @@ class ChatShape:
         for i, part in enumerate(parts):
             yield self._chunk(choice, part, None if i else delta)
         if delta.finish is not None:
-            reply = self._replies.get(choice.index)
-            ending = {"index": choice.index, "delta": {}, "logprobs": None, **_ending(choice, reply)}
+            ending = {"index": choice.index, "delta": {}, "logprobs": None, **self._ending(choice)}
             yield {"choices": [ending]}
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[dict[str, object]]:
-        """What the message grows by; with tools nothing, while the text may yet be part of a call."""
-        if self.tools is None:
-            return [{"content": delta.text}] if delta.text else []
-        reply = self._replies.get(choice.index)
-        if reply is None:
-            reply = self._replies[choice.index] = ToolReply(self.tools)
-        return reply.read(delta.text, ended=delta.finish is not None)
+        """What the message grows by: nothing, while the text may yet be part of a mark."""
+        assert choice.reader is not None
+        ended = delta.finish is not None
+        return deltas_of(choice.reader.read(delta.text, ended=ended, cut=choice.is_cut))
 
     def _chunk(
         self, choice: Choice, message: dict[str, object], delta: OutputDelta | None = None
@@ -136,14 +139,14 @@ class ChatShape:
 
     def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
         """The whole choice."""
-        text = "".join(output.text)
-        reply = None if self.tools is None else ToolReply(self.tools)
-        message = {"role": "assistant", "content": text, "refusal": None}
+        reader = choice.reader
+        assert reader is not None
+        whole = reader.whole("".join(output.text), cut=choice.is_cut)
         entry = {
             "index": choice.index,
-            "message": message if reply is None else {**message, **reply.whole(text)},
+            "message": message_of(whole, thinks=reader.thinks),
             "logprobs": self._logprobs(output.logprobs),
-            **_ending(choice, reply),
+            **self._ending(choice),
         }
         if self.body.return_token_ids:
             entry["token_ids"] = output.token_ids
@@ -165,10 +168,13 @@ class ChatShape:
             return {}
         return {"prompt_logprobs": prompt_logprobs(scores.records, number, self.spelling.text)}
 
+    def _ending(self, choice: Choice) -> dict[str, object]:
+        """How the choice ended: with calls, if it did not end before its time.
 
-def _ending(choice: Choice, reply: ToolReply | None) -> dict[str, object]:
-    """How the choice ended: with calls, if it did not end before its time."""
-    fields = finish_fields(choice)
-    if reply is not None and reply.ends_with_calls and fields["finish_reason"] == "stop":
-        fields["finish_reason"] = "tool_calls"
-    return fields
+        OpenAI says `stop` of a call of the tool asked for by name.
+        """
+        fields = finish_fields(choice)
+        has_calls = choice.reader is not None and choice.reader.has_calls
+        if has_calls and not self.is_named and fields["finish_reason"] == "stop":
+            fields["finish_reason"] = "tool_calls"
+        return fields

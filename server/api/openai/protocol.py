@@ -16,6 +16,7 @@ from server.api.openai.protocol_values import (
     BodyPart,
     Content,
     Count,
+    Effort,
     Int64,
     Label,
     LogitBias,
@@ -32,6 +33,7 @@ from server.api.openai.protocol_values import (
     ServiceTier,
     Stop,
     Temperature,
+    TemplateOptions,
     TokenIdSet,
     TopK,
     TopP,
@@ -277,6 +279,15 @@ class ChatMessage(BodyPart):
     """The id of the call that a message with role `tool` answers."""
     tool_calls: ToolCalls | None = None
     """The calls that an assistant's earlier message made."""
+    reasoning_content: str | None = None
+    """What the assistant thought before its earlier message, for templates that show it."""
+    reasoning: str | None = None
+    """Another name for `reasoning_content`."""
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning of an earlier reply, by either of its names."""
+        return self.reasoning_content or self.reasoning
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -301,8 +312,14 @@ class ChatCompletionRequest(GenerationBody):
     """Kinds of reply. Only `["text"]` is supported."""
     parallel_tool_calls: bool | None = None
     """Whether one reply may make several calls. Left out: true."""
-    reasoning_effort: Any = None
-    """How long a model thinks first. Only `none` is supported."""
+    reasoning_effort: Effort | None = None
+    """How long a model thinks first, for templates that know levels; `none` is `enable_thinking` false."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Variables for the chat template, such as `enable_thinking`."""
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers. Left out: as its chat template has it."""
+    thinking_token_budget: Count | None = None
+    """Most tokens to think; then the reasoning is ended. Left out: no limit but that of the reply."""
     tool_choice: Choice | None = None
     """Whether the model calls tools: `none`, `auto` (as it likes), `required` (at least one), or one function
     by name. Left out: `auto` with tools."""

@@ -32,7 +32,6 @@ ON_BOTH: Mapping[str, Refusal] = dict(
         _never("logits_processors", []),
         _never("logprob_token_ids", []),
         _never("repetition_detection"),
-        _never("thinking_token_budget"),
         _never("truncation_side", "left"),
         *(
             _never(f"guided_{kind}", hint=_USE_STRUCTURED)
@@ -40,7 +39,10 @@ ON_BOTH: Mapping[str, Refusal] = dict(
         ),
     )
 )
-ON_COMPLETIONS: Mapping[str, Refusal] = {**ON_BOTH, **dict((_never("suffix", ""),))}
+ON_COMPLETIONS: Mapping[str, Refusal] = {
+    **ON_BOTH,
+    **dict((_never("suffix", ""), _never("thinking_token_budget", hint=": there is no chat to think in"))),
+}
 ON_CHAT: Mapping[str, Refusal] = {
     **ON_BOTH,
     **dict(
@@ -50,13 +52,11 @@ ON_CHAT: Mapping[str, Refusal] = {
             _never("add_generation_prompt", True),
             _never("audio"),
             _never("chat_template", hint=": the server's own template is used"),
-            _never("chat_template_kwargs", {}),
             _never("continue_final_message", False),
             _never("documents", []),
             _never("echo", False),
             _never("modalities", ["text"]),
             _never("moderation"),
-            _never("reasoning_effort", "none"),
             _never("verbosity", "medium"),
             _never("web_search_options"),
         )
@@ -67,7 +67,6 @@ ON_CHAT: Mapping[str, Refusal] = {
 _TEMPLATE_FIELDS = (
     "add_generation_prompt",
     "chat_template",
-    "chat_template_kwargs",
     "continue_final_message",
     "documents",
 )

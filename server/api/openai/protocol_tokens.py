@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from server.api.openai.protocol import MAX_MESSAGES, ChatMessage
 from server.api.openai.protocol_tools import Tools
-from server.api.openai.protocol_values import BodyPart, TokenIds, refuse
+from server.api.openai.protocol_values import BodyPart, TemplateOptions, TokenIds, refuse
 
 
 def check_text(value: object) -> str:
@@ -41,6 +41,8 @@ class TokenizeRequest(TokenBody):
     """A conversation to tokenize as the chat template shows it, in place of `prompt`."""
     tools: Tools | None = None
     """Tools that the template shows with `messages`."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Variables for the chat template, such as `enable_thinking`."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens. Left out: true for `prompt`, false for `messages`."""
     return_token_strs: bool | None = None

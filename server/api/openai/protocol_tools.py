@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import from_json
 
+from engine import NO_PARAMETERS, ToolChoice, ToolSpec
 from server.api.openai.protocol_values import (
     MAX_SCHEMA_CHARS,
     BodyPart,
@@ -24,35 +24,18 @@ MAX_CALLS = 128  # of one message
 MAX_SCHEMA_DEPTH = 64
 MAX_DESCRIPTION = 16_384
 
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
 _NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
-
-ChoiceKind = Literal["none", "auto", "required", "function"]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether the model calls tools: never, as it likes, at least one, or the one with this `name`."""
-
-    kind: ChoiceKind
-    name: str | None = None
-
-    @property
-    def is_forced(self) -> bool:
-        """True when the reply is made of calls and nothing else."""
-        return self.kind in ("required", "function")
 
 
 def check_tool_choice(value: object) -> ToolChoice:
     """OpenAI's three words, or an object that names a function."""
-    if value == "none" or value == "auto" or value == "required":
+    if value in ("none", "auto", "required"):
         return ToolChoice(value)
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         refuse("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '...'}}")
-    return ToolChoice("function", name)
+    return ToolChoice("required", name)
 
 
 def check_function_name(value: str) -> str:
@@ -68,7 +51,7 @@ def check_parameters(value: object) -> dict[str, Any]:
         refuse("must be a JSON schema")
     check_num_values(value)
     if not value:
-        return NO_PARAMETERS
+        return dict(NO_PARAMETERS)
     if value.get("type") != "object":
         refuse("must be the JSON schema of an object, with 'type': 'object'")
     if any(depth > MAX_SCHEMA_DEPTH for depth in depths_of(value)):
@@ -136,10 +119,7 @@ Arguments = Annotated[dict[str, Any], PlainValidator(check_arguments, Any), _des
 
 
 class FunctionDefinition(BodyPart):
-    """A function that the model may call.
-
-    `strict` changes nothing: calls that are forced always match `parameters`, others as the model likes.
-    """
+    """A function that the model may call."""
 
     name: FunctionName
     """The function's name: letters, digits, `_` and `-`."""
@@ -148,12 +128,7 @@ class FunctionDefinition(BodyPart):
     parameters: Parameters | None = None
     """The JSON schema of its arguments, an object. Left out: it takes none."""
     strict: bool | None = None
-    """Accepted, without effect: forced calls always match `parameters`."""
-
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """The schema of its arguments; a function without one takes none."""
-        return NO_PARAMETERS if self.parameters is None else self.parameters
+    """Whether all calls match `parameters`, those that the model makes of its own accord, too."""
 
 
 class Tool(BodyPart):
@@ -164,14 +139,10 @@ class Tool(BodyPart):
     function: FunctionDefinition
     """The function."""
 
-    def for_template(self) -> dict[str, object]:
-        """As chat templates expect it, with the fields that they know."""
+    def spec(self) -> ToolSpec:
+        """The tool in the engine's words."""
         function = self.function
-        shown: dict[str, object] = {"name": function.name}
-        if function.description is not None:
-            shown["description"] = function.description
-        shown["parameters"] = {"type": "object", "properties": {}, **(function.parameters or {})}
-        return {"type": "function", "function": shown}
+        return ToolSpec(function.name, function.description, function.parameters, bool(function.strict))
 
 
 def check_tools(tools: list[Tool]) -> list[Tool]:

@@ -20,6 +20,7 @@ MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_LABEL = 128
+TAKEN_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 MAX_SALT = 1024
 MAX_SCHEMA_CHARS = 65_536
 MAX_TOKEN_IDS = 2**20  # more than any vocabulary has, or context holds
@@ -150,6 +151,17 @@ def _part_text(part: object) -> str:
     return text
 
 
+def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template, none of them one that other fields of the request stand for."""
+    check_num_values(options)
+    taken = next((name for name in options if name in TAKEN_OPTIONS), None)
+    if taken is not None:
+        refuse(f"must not hold '{taken}', which the request says elsewhere")
+    if not all(name.isidentifier() and len(name) <= MAX_LABEL for name in options):
+        refuse("must have names of variables as keys")
+    return options
+
+
 def check_num_values(schema: object) -> None:
     """Refuse a schema of more values than the text of the longest one could hold, without writing it out."""
     num_values, pending = 1, [schema]
@@ -251,4 +263,6 @@ Label = Annotated[
     _described({"pattern": "^[ -~]+$"}),
 ]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_options)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

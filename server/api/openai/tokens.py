@@ -12,12 +12,12 @@ from starlette.responses import Response
 from engine import Engine
 from server.api.body import read_fields
 from server.api.long_list import LongList
+from server.api.openai.chat_input import ChatInput, messages_for_template
 from server.api.openai.models import check_model
 from server.api.openai.protocol_refusals import ON_TOKENIZE
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import json_body
 from server.api.sampling import check_token_ids
-from server.api.tools.history import Conversation, messages_for_template, tool_template
 from server.http.body_room import lease_of
 from server.http.context import ServerContext, context_of, exchange_of
 from server.http.errors import invalid
@@ -61,12 +61,10 @@ async def read_token_ids(body: TokenizeRequest, engine: Engine, tenant: str | No
         return await engine.encode(body.prompt, add_special_tokens=with_special, tenant=tenant)
     if body.messages is None or body.prompt is not None:
         raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-    conversation = Conversation(body.messages, body.tools)
-    messages = messages_for_template(body.messages, tool_template(conversation, engine))
-    tools = [tool.for_template() for tool in body.tools or ()]
-    return await engine.render_chat(
-        messages, tools, add_special_tokens=bool(body.add_special_tokens), tenant=tenant
-    )
+    messages = messages_for_template(body.messages, engine.reply_format)
+    tools = [tool.spec().for_template() for tool in body.tools or ()]
+    shown = ChatInput(messages, tools, body.chat_template_kwargs or {})
+    return await shown.render(engine, add_special_tokens=bool(body.add_special_tokens), tenant=tenant)
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))

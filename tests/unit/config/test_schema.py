@@ -71,6 +71,8 @@ CONTRACT = {
         "strict-params": "off",
         "sse-keepalive-seconds": "10",
         "per-request-metrics": "on",
+        "reasoning-parser": "auto",
+        "tool-call-parser": "auto",
         "protect-metrics": "off",
         "cors-origin": "",
         "allowed-host": "",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support import tool_templates
 from tests.unit.text.builders import CHATML, byte_level, load, save
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
@@ -138,13 +139,46 @@ def test_a_template_that_reads_tools_shows_them(directory: Path, family: str) ->
     assert '"name": "add"' not in tokenizer.render_chat_text(HELLO)
 
 
+CALLED: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "Hm.",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "tool", "content": "4"},
+]
+
+
 @pytest.mark.parametrize("template", [CHATML, tool_templates.NO_TOOLS, "tools {# tools #} {{ 'tools' }}"])
-def test_a_template_that_does_not_read_them_refuses_them(directory: Path, template: str) -> None:
-    tokenizer = Tokenizer(directory, template)
-    assert tokenizer.tool_template is None
-    with pytest.raises(InvalidRequest, match="takes no tools") as caught:
-        tokenizer.render_chat_text(HELLO, [TOOL])
-    assert caught.value.param == "tools"
+def test_a_template_that_does_not_read_them_is_found_out(directory: Path, template: str) -> None:
+    assert Tokenizer(directory, template).tool_template is None
+
+
+def test_a_template_that_knows_no_tools_shows_them_as_text(directory: Path) -> None:
+    text = Tokenizer(directory, CHATML).render_chat_text(CALLED, [TOOL])
+    system, user, assistant, result = text.split("<|im_start|>")[1:5]
+    assert system.startswith("system\nBe brief.\n\nYou may call") and '"name": "add"' in system
+    assert user == "user\nhi<|im_end|>\n"
+    assert assistant == (
+        'assistant\nHm.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+    )
+    assert result == (
+        "user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+    )
+
+
+def test_a_template_that_knows_no_system_message_shows_tools_to_the_user(directory: Path) -> None:
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    text = Tokenizer(directory, strict).render_chat_text(HELLO, [TOOL])
+    assert text.startswith("[user]You may call") and text.endswith("\n\nhello")
+    with pytest.raises(InvalidRequest, match="no system"):
+        Tokenizer(directory, strict).render_chat_text([{"role": "system", "content": "x"}, *HELLO])
 
 
 def test_a_template_of_its_own_for_tools_is_used_for_them_alone(directory: Path) -> None:

@@ -65,8 +65,8 @@ def test_special_tokens_with_text_open_the_text_when_they_are_shown() -> None:
     tokenizer = load("llama")
     prompt = ids_of(tokenizer, "<s>")[:1]
     reply = ids_of(tokenizer, "hello")
-    assert Detokenizer(tokenizer, prompt, skip_special_tokens=False).push(reply).text == " hello"
-    assert Detokenizer(tokenizer, prompt, skip_special_tokens=True).push(reply).text == "hello"
+    assert Detokenizer(tokenizer, prompt, shown_special_ids=None).push(reply).text == " hello"
+    assert Detokenizer(tokenizer, prompt, shown_special_ids=frozenset()).push(reply).text == "hello"
 
 
 def test_a_character_that_the_prompt_leaves_incomplete_comes_with_the_reply() -> None:
@@ -131,7 +131,7 @@ def test_a_stop_string_in_a_special_token_counts_only_when_it_is_shown() -> None
     tokenizer = load("byte_level")
     tokens = ids_of(tokenizer, "hello<|im_end|>")
     assert Detokenizer(tokenizer, [], stop=["<|im_end|>"]).push(tokens).stop is None
-    shown = Detokenizer(tokenizer, [], stop=["<|im_end|>"], skip_special_tokens=False).push(tokens)
+    shown = Detokenizer(tokenizer, [], stop=["<|im_end|>"], shown_special_ids=None).push(tokens)
     assert shown == TextDelta("hello", "<|im_end|>", len(tokens))
 
 

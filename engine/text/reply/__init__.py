@@ -1,0 +1,1 @@
+"""From the tokens of a reply to its parts: reasoning, content and tool calls, as they come."""

@@ -1,0 +1,144 @@
+"""ReplyFormat: how one model writes its replies, found from its template and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from engine.plan.structured_output import CompiledGrammar, StructuredOutput
+from engine.text.reply.pieces import Piece
+from engine.text.reply.reasoning_format import REASONING_FORMATS, ReasoningFormat, find_reasoning
+from engine.text.reply.reasoning_gate import ReasoningGate, ReasoningMarks
+from engine.text.reply.reasoning_place import Phase, Place, ReasoningTrack
+from engine.text.reply.reasoning_reader import read_reasoning
+from engine.text.reply.reply_reader import ReplyReader
+from engine.text.reply.text_feed import Parser, Stage, TextFeed
+from engine.text.tools.call_teller import CallTeller
+from engine.text.tools.json_formats import HERMES
+from engine.text.tools.tool_format import ToolFormat
+from engine.text.tools.tool_formats import TOOL_FORMATS, find_tools
+from engine.text.tools.tool_spec import ToolRules
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What a format needs to know of a vocabulary.
+
+    `table` holds the bytes of each token, special ones spelled out; `encode` makes tokens of a text;
+    `special` are the ids of special tokens by their text, `added` those of all tokens that were added to the
+    vocabulary, special or not.
+    """
+
+    table: Sequence[bytes]
+    encode: Callable[[str], Sequence[int]]
+    special: Mapping[str, int]
+    added: Mapping[str, int]
+
+    def tokens_of(self, mark: str) -> Sequence[int]:
+        """A mark as the model writes it: as the token that it is, if it is one."""
+        return (self.added[mark],) if mark in self.added else self.encode(mark)
+
+
+class ReplyFormat:
+    """Reads replies and gates grammars for one model. Never written after it is built; any thread.
+
+    `reasoning` None: the model does not think, or nobody is to see that it does.
+    """
+
+    def __init__(self, reasoning: ReasoningFormat | None, tools: ToolFormat, spelling: Spelling) -> None:
+        self.reasoning = reasoning
+        self.tools = tools
+        self._spelling = spelling
+        self._track = None if reasoning is None else ReasoningTrack(reasoning, spelling.table)
+
+    @classmethod
+    def find(
+        cls,
+        template: str | None,
+        tool_template: str | None,
+        spelling: Spelling,
+        *,
+        reasoning: str = "auto",
+        tools: str = "auto",
+    ) -> ReplyFormat:
+        """The format that these templates ask for, or the ones of these names.
+
+        Calls of a model whose template knows no tools, or writes them in no known way, are hermes's.
+        """
+        if reasoning == "auto":
+            thinks = find_reasoning(template, spelling.added)
+        else:
+            thinks = REASONING_FORMATS.get(reasoning)
+        if tools == "auto":
+            calls = None if tool_template is None else find_tools(tool_template)
+        else:
+            calls = TOOL_FORMATS[tools]
+        return cls(thinks, calls or HERMES, spelling)
+
+    def begin(self, prompt_token_ids: Sequence[int]) -> Place | None:
+        """Where a reply to this prompt begins; None for a model that does not think."""
+        return None if self._track is None else self._track.start(prompt_token_ids)
+
+    def shown_special_ids(self, *, calls: bool) -> frozenset[int]:
+        """Special tokens that a reader has to see as text, with those of `calls` or without."""
+        marks = (*(self.reasoning.marks if self.reasoning else ()), *(self.tools.marks if calls else ()))
+        special = self._spelling.special.items()
+        return frozenset(token_id for text, token_id in special if any(text in mark for mark in marks))
+
+    def reader(self, prompt_token_ids: Sequence[int], rules: ToolRules | None = None) -> ReplyReader:
+        """For one reply to this prompt, which may call tools by `rules`."""
+        place = self.begin(prompt_token_ids)
+        stages = []
+        if self.reasoning is not None and place is not None:
+            openings = () if rules is None else self.tools.openings
+            stages.append(Stage(partial(_read_reasoning, self.reasoning, place.phase, openings)))
+        if rules is not None:
+            stages.append(Stage(partial(_read_calls, self.tools, rules)))
+        return ReplyReader(stages, self._track, place)
+
+    def forced(self, rules: ToolRules) -> StructuredOutput:
+        """The form of a reply that has to call tools, as this model writes calls."""
+        return self.tools.forced(rules)
+
+    def gate(
+        self,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        grammar: CompiledGrammar | None,
+        budget: int | None = None,
+    ) -> CompiledGrammar | None:
+        """`grammar` as it holds for a reply to this prompt: behind the reasoning, of `budget` tokens at most.
+
+        None for a reply that may be anything.
+        """
+        place = self.begin(prompt_token_ids)
+        if place is None or (place.phase is Phase.AFTER and self._thinks_once(grammar)):
+            return grammar
+        if grammar is None and budget is None:
+            return None
+        return ReasoningGate(self._marks, place, vocab_size, grammar, budget)
+
+    def _thinks_once(self, grammar: CompiledGrammar | None) -> bool:
+        return grammar is not None or self.reasoning is None or not self.reasoning.repeats
+
+    @cached_property
+    def _marks(self) -> ReasoningMarks:
+        assert self.reasoning is not None and self._track is not None
+        spelling, form = self._spelling, self.reasoning
+        begin, end = spelling.tokens_of(form.begin), spelling.tokens_of(form.end)
+        return ReasoningMarks(self._track, begin, end, spelling.table)
+
+
+def _read_reasoning(
+    form: ReasoningFormat,
+    phase: Phase,
+    openings: Collection[str],
+    feed: TextFeed,
+    tell: Callable[[Piece], None],
+) -> Parser:
+    return read_reasoning(form, phase, feed, tell, openings)
+
+
+def _read_calls(tools: ToolFormat, rules: ToolRules, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:
+    return tools.read(feed, CallTeller(rules, tell))

@@ -1,0 +1,1 @@
+"""How models call tools in text: one module a family of formats, found by the chat template."""

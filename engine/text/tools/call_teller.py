@@ -1,0 +1,70 @@
+"""CallTeller: tells the calls of one reply by its request's rules, whatever format they are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.text.reply.pieces import CallArguments, CallEnd, CallStart, ContentText, Piece
+from engine.text.reply.text_feed import Parser, TextFeed, copy_until
+from engine.text.tools.tool_spec import ToolRules, ToolSpec
+
+
+class CallTeller:
+    """Numbers the calls, and leaves out those that are too many.
+
+    Only known tools are called: what looks like a call of another one is content.
+    """
+
+    def __init__(self, rules: ToolRules, tell: Callable[[Piece], None]) -> None:
+        self._tools: Mapping[str, ToolSpec] = {tool.name: tool for tool in rules.callable_tools}
+        self._most = None if rules.takes_several else 1
+        self._tell = tell
+        self._is_told = False  # the call that is open
+        self._has_started = False  # any call
+        self.num_calls = 0
+
+    def knows(self, name: str) -> bool:
+        """True for a tool that may be called."""
+        return name in self._tools
+
+    def schema_of(self, name: str, key: str) -> Mapping[str, Any]:
+        """The schema of one argument; empty where there is none."""
+        properties = self._tools[name].schema.get("properties")
+        found = properties.get(key) if isinstance(properties, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    def content(self, text: str) -> None:
+        """Text that belongs to no call."""
+        if text:
+            self._tell(ContentText(text))
+
+    def copy_until(self, feed: TextFeed, marks: Sequence[str]) -> Parser:
+        """Tell the text up to the first mark as content; whitespace next to a call belongs to the format."""
+        found = yield from copy_until(feed, marks, self.content, strip=True, strip_end=self._has_started)
+        return found
+
+    def start(self, name: str) -> None:
+        """A call of a known tool begins."""
+        self._has_started = True
+        self._is_told = self._most is None or self.num_calls < self._most
+        if self._is_told:
+            self._tell(CallStart(self.num_calls, name))
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the open call's arguments."""
+        if self._is_told and text:
+            self._tell(CallArguments(self.num_calls - 1, text))
+
+    def end(self) -> None:
+        """The open call is complete."""
+        if self._is_told:
+            self._tell(CallEnd(self.num_calls - 1))
+        self._is_told = False
+
+    def call(self, name: str, arguments: str) -> None:
+        """A whole call."""
+        self.start(name)
+        self.arguments(arguments)
+        self.end()

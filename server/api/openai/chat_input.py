@@ -1,0 +1,95 @@
+"""What a chat request shows to the model: its messages, tools and options as a chat template takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import Engine, ReplyFormat
+from server.api.openai.protocol import ChatCompletionRequest, ChatMessage
+from server.http.errors import invalid
+
+# What the templates of gpt-oss know; others take no word, or any.
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """The part of a request that a chat template shows."""
+
+    messages: list[dict[str, object]]
+    tools: Sequence[dict[str, object]]
+    options: Mapping[str, object]
+
+    async def render(self, engine: Engine, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
+        """The prompt, as tokens. Raises InvalidRequest for what the template refuses."""
+        return await engine.render_chat(
+            self.messages,
+            self.tools,
+            options=self.options,
+            add_special_tokens=add_special_tokens,
+            tenant=tenant,
+        )
+
+
+def template_options(body: ChatCompletionRequest, form: ReplyFormat) -> dict[str, object]:
+    """The template's own variables: those given by name, then those that other fields stand for."""
+    options: dict[str, object] = dict(body.chat_template_kwargs or {})
+    thinks = body.enable_thinking
+    if body.reasoning_effort is not None:
+        effort = body.reasoning_effort
+        has_levels = form.reasoning is not None and form.reasoning.has_channels
+        options["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort) if has_levels else effort
+        thinks = effort != "none" if thinks is None else thinks
+    if thinks is not None:  # templates know either name
+        options.update(enable_thinking=thinks, thinking=thinks)
+    return options
+
+
+def may_think(options: Mapping[str, object]) -> bool:
+    """False where a request says that the model is not to think."""
+    return options.get("enable_thinking") is not False
+
+
+def messages_for_template(messages: Sequence[ChatMessage], form: ReplyFormat) -> list[dict[str, object]]:
+    """What the chat template sees of a conversation. Raises ApiError for what it could not be shown."""
+    return [_message(i, message, form) for i, message in enumerate(messages)]
+
+
+def _message(index: int, message: ChatMessage, form: ReplyFormat) -> dict[str, object]:
+    if message.tool_calls and message.role != "assistant":
+        name = f"messages[{index}].tool_calls"
+        raise invalid(f"'{name}' is out of place: only an assistant's message may have calls.", name)
+    if message.content is None and message.role not in ("assistant", "tool"):
+        name = f"messages[{index}].content"
+        raise invalid(f"'{name}' is missing: only an assistant's or a tool's message may have none.", name)
+    if message.role == "tool" and not message.tool_call_id:
+        name = f"messages[{index}].tool_call_id"
+        raise invalid(f"'{name}' is missing: a tool's message names the call that it answers.", name)
+    # Templates know the older name of the role.
+    shown: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content or "",
+    }
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = form.tools.shown_id(message.tool_call_id)
+    if message.tool_calls:
+        shown["tool_calls"] = [_with_shown_id(call.for_template(), form) for call in message.tool_calls]
+    if message.role == "assistant" and message.thought:
+        shown |= _thought(message, form)
+    return shown
+
+
+def _thought(message: ChatMessage, form: ReplyFormat) -> dict[str, object]:
+    """Earlier reasoning under the names that templates read it by."""
+    if form.reasoning is not None and form.reasoning.has_channels:
+        # They refuse it beside content, for it is told as what was said before a call.
+        return {} if message.content and message.tool_calls else {"thinking": message.thought}
+    return {"reasoning_content": message.thought, "reasoning": message.thought}
+
+
+def _with_shown_id(call: dict[str, Any], form: ReplyFormat) -> dict[str, Any]:
+    return {**call, "id": form.tools.shown_id(call["id"])} if "id" in call else call
