@@ -141,7 +141,7 @@ LONG = 10_000  # characters; in quadratic time, tenths of a second or more
 # a run whose strings all end.
 NOT_SEARCHED = (
     "server.observability.status_page._PART",
-    "server.api.tools.forced._HEAD",
+    "engine.text.tools.json_calls._HEAD",
     "server.http.json_parts._WHOLE_STRING",
 )
 
