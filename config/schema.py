@@ -39,6 +39,7 @@ from config.value_types import (
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
 Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
+CpuKernels = Annotated[Literal["auto", "bf16", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
 Quantization = Annotated[Literal["none", "int8"], BeforeValidator(lower_case)]
 Policy = Annotated[
     Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)
@@ -114,6 +115,9 @@ class ModelSettings(Section):
     chat_template: FileOrNone = Field(None, description="Jinja chat template in place of the model's own")
     compile: Switch = Field(
         "auto", description="kernels compiled for this CPU; auto = where that is possible"
+    )
+    cpu_kernels: CpuKernels = Field(
+        "auto", description="vector instructions of the kernels; auto = the fastest that this CPU has"
     )
     quantization: Quantization = Field(
         "none", description="weights as compiled kernels read them; int8 = half the memory, nearly exact"

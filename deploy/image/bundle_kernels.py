@@ -6,17 +6,19 @@ The machine that builds need not be one that the kernels are for.
 
 from __future__ import annotations
 
-import platform
 import sys
 from pathlib import Path
 
 from engine.compute.native.compiler import bundled_library, compile_into
+from engine.compute.native.forms import ELEMENTS, KernelBuild, forms_of
 
 
 def main(prefix: Path) -> None:
-    """Raises NativeUnavailable when compiling fails; does nothing for processors of another kind."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        compile_into(bundled_library(prefix))
+    """All forms for CPUs of this machine's kind. Raises NativeUnavailable when compiling fails."""
+    for form in forms_of():
+        for dtype in ELEMENTS:
+            build = KernelBuild(form, dtype)
+            compile_into(bundled_library(prefix, build), build)
 
 
 if __name__ == "__main__":

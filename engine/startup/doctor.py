@@ -14,12 +14,12 @@ from config import Settings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.drafters.draft_loader import KV_SHARE, check_vocabulary, count_draft_blocks
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
-from engine.compute.loading.loader import LoadedModel, choose_device
+from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import read_json
 from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
 from engine.compute.loading.support import Architecture
-from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, refuse_without
 from engine.compute.native.quantization import foresee_weights
 from engine.compute.recurrent.slot_states import state_bytes
@@ -106,8 +106,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> 
         _describe_model(model, outline, dtype, settings.model.dtype)
         model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
         if settings.model.quantization == "int8" and model.compiled is not None:
-            model.quantized = foresee_weights(outline.model)
-        _warn_of_slow_dtype(found, outline)
+            model.quantized = foresee_weights(outline.model, outline.dtype)
+        _warn_of_slow_dtype(found, settings, outline)
         _examine_cache(found, settings, outline)
         _examine_drafts(found, settings, outline, directory)
 
@@ -144,13 +144,15 @@ def _foresee_kernels(settings: Settings, outline: LoadedModel) -> str:
     if settings.model.compile == "off":
         return "not used: --compile off"
     try:
-        return foresee(outline, settings.home)
+        return foresee(outline, settings.home, settings.model.cpu_kernels)
     except NativeUnavailable as reason:
         refuse_without(settings.model, reason)
         return f"not used: {reason}"
 
 
-def _warn_of_slow_dtype(found: Diagnosis, outline: LoadedModel) -> None:
+def _warn_of_slow_dtype(found: Diagnosis, settings: Settings, outline: LoadedModel) -> None:
+    if may_use_kernels(type(outline.model), outline.device, settings.model):
+        return
     features = found.device.features if found.device is not None else {}
     native = any(features.get(name) for name in ("AVX-512 BF16", "AMX", "bfloat16"))
     is_slow = outline.dtype is torch.bfloat16 and not native

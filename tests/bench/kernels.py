@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from config import load_settings
-from engine.compute.native.compiler import NativeUnavailable, library
+from engine.compute.native.compiler import library
+from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.model_runner import ModelRunner
 from engine.errors import StartRefused
@@ -105,7 +106,7 @@ def products_section(context: BenchContext, runner: ModelRunner) -> Section:
         return section
     makers: dict[str, Maker] = {"torch": plain, "oneDNN, packed": packed_by_onednn}
     try:
-        makers["ours"] = packed_by_us(NativeKernels(library(context.settings.home)))
+        makers["ours"] = packed_by_us(NativeKernels(library(context.settings.home, choose_build(head.dtype))))
     except NativeUnavailable as reason:
         section.notes.append(f"Ours cannot be had: {reason}")
     sides = {name: Products(layers, head, make) for name, make in makers.items()}

@@ -19,6 +19,7 @@ import pytest
 from config import load_settings
 from engine.compute.loading.model_source import installed_model
 from engine.compute.native.compiler import bundled_library
+from engine.compute.native.forms import ELEMENTS, FORMS, KernelBuild
 from tests.deploy.dockerfile import Stage, read_dockerfile
 from tests.support.tiny_models import save_tiny_model
 
@@ -170,17 +171,18 @@ def test_the_model_is_bundled_where_an_installation_looks_for_it(
     assert sorted(path.name for path in there.iterdir()) == sorted(path.name for path in here.iterdir())
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "riscv64"])
 def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a compiler that only says that it was there; for other processors there is nothing to compile."""
-    asked: list[Path] = []
-    monkeypatch.setattr("engine.compute.native.compiler.compile_into", asked.append)
+    asked: list[tuple[Path, KernelBuild]] = []
+    monkeypatch.setattr("engine.compute.native.compiler.compile_into", lambda *given: asked.append(given))
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")
-    assert asked == ([bundled_library(tmp_path)] if machine == "x86_64" else [])
+    builds = [KernelBuild(form, dtype) for form in FORMS.get(machine, ()) for dtype in ELEMENTS]
+    assert asked == [(bundled_library(tmp_path, build), build) for build in builds]
 
 
 def test_only_the_build_has_a_compiler_and_both_things_go_into_the_image() -> None:

@@ -18,14 +18,14 @@ from config import load_settings
 from engine import GenerationRequest, SamplingParams
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import compiler, install
-from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import StartRefused
 from engine.plan.step_records import BlockCopy
-from tests.support.native import compiled_home, compiled_kernels
+from tests.support.native import EVERY_INSTRUCTION, build_here, compiled_home, compiled_kernels
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
 from tests.support.repetitive_world import WORDS, repetitive_model
 from tests.support.speculated import engine_of, single_threaded
@@ -126,7 +126,7 @@ def test_attention_that_is_not_theirs_stays(
 
 def test_a_model_with_nothing_for_them_is_told(kernels: NativeKernels) -> None:
     with pytest.raises(NativeUnavailable, match="GPT2LMHeadModel is not among the models they were made for"):
-        install.check_usable(as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)))
+        install.usable_build(as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)), "auto")
     odd = fresh("llama", head_dim=18, hidden_size=63, intermediate_size=65, vocab_size=511)
     with pytest.raises(NativeUnavailable, match="has no module that they could compute"):
         install.install(replace(odd, vocab_size=511), kernels)
@@ -292,7 +292,7 @@ def test_compile_on_and_auto_use_them_and_off_does_not(tmp_path: Path, kernels: 
     assert not any(tmp_path.iterdir())
     for asked in ("on", "auto"):
         assert with_kernels(asked, tmp_path).kernels is not None
-    assert [path.name for path in (tmp_path / "native").iterdir()] == [compiler._file_name()]
+    assert [path.name for path in (tmp_path / "native").iterdir()] == [compiler.file_name(build_here())]
 
 
 def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | None = None) -> str:
@@ -310,20 +310,21 @@ def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | 
 @pytest.fixture
 def fit_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs no kernel to run is tested on every machine."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
 
 
 def test_a_cpu_without_the_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert refused(tmp_path, caplog) == "the CPU has no AVX-512 BF16"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert refused(tmp_path, caplog) == "the CPU has no instructions for bf16 or avx512 or v3"
 
 
 @pytest.mark.usefixtures("fit_cpu")
 def test_another_number_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wide = fresh("llama", torch.float32)
-    assert refused(tmp_path, caplog, wide) == "they compute in bfloat16, the model in float32"
+    wide = fresh("llama", torch.float64)
+    assert refused(tmp_path, caplog, wide) == "they do not compute in float64"
 
 
 @pytest.mark.usefixtures("fit_cpu")
@@ -359,24 +360,24 @@ def test_a_home_that_cannot_be_written_to(
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path: Path, kernels: NativeKernels) -> None:
-    made = compiler.library(tmp_path)
+    made = compiler.library(tmp_path, build_here())
     whole = made.read_bytes()
     for damaged in (b"", whole[:-1], whole[:9000] + b"x" + whole[9001:], whole[:20_000]):
         made.unlink()
         made.write_bytes(damaged)
-        assert compiler.find_library(tmp_path) is None
-    assert compiler.library(tmp_path) == made
+        assert compiler.find_library(tmp_path, build_here()) is None
+    assert compiler.library(tmp_path, build_here()) == made
     NativeKernels(made)
-    assert compiler.find_library(tmp_path) == made
+    assert compiler.find_library(tmp_path, build_here()) == made
 
 
 def test_an_installation_brings_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: NativeKernels
 ) -> None:
-    bundled = compiler.bundled_library(tmp_path / "prefix")
-    compiler.compile_into(bundled)
+    bundled = compiler.bundled_library(tmp_path / "prefix", build_here())
+    compiler.compile_into(bundled, build_here())
     monkeypatch.setattr(compiler, "_COMPILERS", ())
-    assert compiler.library(tmp_path / "home", tmp_path / "prefix") == bundled
+    assert compiler.library(tmp_path / "home", build_here(), tmp_path / "prefix") == bundled
     assert not (tmp_path / "home").exists()
 
 

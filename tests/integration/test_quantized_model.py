@@ -17,11 +17,11 @@ from engine.compute.native import compiler
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeLinear
-from engine.compute.native.records import BFLOAT16, INT8
+from engine.compute.native.records import ELEMENTS, INT8
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
-from tests.support.native import compiled_home
+from tests.support.native import EVERY_INSTRUCTION, compiled_home
 from tests.support.packed import as_loaded
 from tests.support.recurrent import load_recurrent
 from tests.support.speculated import single_threaded
@@ -69,7 +69,7 @@ def test_logits_are_near_the_plain_models(family: str, home: Path) -> None:
 
 
 def test_without_the_flag_nothing_is_rounded(home: Path) -> None:
-    assert kinds(served(fresh(), home)) == {BFLOAT16}
+    assert kinds(served(fresh(), home)) == {ELEMENTS}
 
 
 def test_all_layers_in_one_call_read_the_integers(home: Path) -> None:
@@ -114,8 +114,8 @@ def on_cuda(loaded: LoadedModel) -> LoadedModel:
     [
         (lambda: on_cuda(fresh()), "they are for CPUs, the model is on cuda:0"),
         (
-            lambda: fresh(dtype=torch.float32),
-            "they compute in bfloat16, the model in float32",
+            lambda: fresh(dtype=torch.float64),
+            "they do not compute in float64",
         ),
         (
             lambda: load_recurrent("mamba2", torch.bfloat16),
@@ -135,7 +135,7 @@ def test_models_that_cannot_have_it_are_refused(
 
 def test_a_machine_that_cannot_have_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
     assert refusal(fresh(), tmp_path) == "no compiled kernels: there is no C++ compiler (no-such-compiler)"
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert refusal(fresh(), tmp_path) == "no compiled kernels: the CPU has no AVX-512 BF16"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert refusal(fresh(), tmp_path).startswith("no compiled kernels: the CPU has no instructions for ")

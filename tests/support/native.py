@@ -9,45 +9,61 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 import pytest
+import torch
 
-from engine.compute.native.compiler import NativeUnavailable, check_cpu, find_compiler, library
+from engine.compute.native.compiler import find_compiler, library
 from engine.compute.native.drawing import NativeDraw
+from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import NativeKernels
+
+# As torch says what a CPU has, of one that has all that any form of the kernels is made of.
+EVERY_INSTRUCTION = {name: True for form in forms_of() for name in form.needs}
 
 
 @cache
-def _compiled() -> Path:
+def _home() -> Path:
     home = Path(mkdtemp())
     atexit.register(rmtree, home, ignore_errors=True)
-    library(home)
     return home
 
 
-def compiled_home() -> Path:
-    """A home with the kernels in it, compiled once a process.
+@cache
+def _compiled(build: KernelBuild) -> Path:
+    return library(_home(), build)
 
-    Skips the test with the reason where no machine like this could have them; source that does not compile
-    fails it.
+
+def build_here(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> KernelBuild:
+    """The kernels of that form for models of that type.
+
+    Skips the test with the reason where no machine like this could have them.
     """
     try:
-        check_cpu()
+        build = choose_build(dtype, form)
         find_compiler()
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
-    return _compiled()
+    return build
+
+
+def compiled_home(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> Path:
+    """A home with the kernels in it, compiled once a process; as `build_here`.
+
+    Source that does not compile fails the test.
+    """
+    _compiled(build_here(dtype, form))
+    return _home()
 
 
 @cache
-def _loaded() -> NativeKernels:
-    return NativeKernels(library(compiled_home()))
+def _loaded(build: KernelBuild) -> NativeKernels:
+    return NativeKernels(_compiled(build), build.dtype)
 
 
-def compiled_kernels() -> NativeKernels:
+def compiled_kernels(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> NativeKernels:
     """The kernels, loaded once a process; as `compiled_home`."""
-    compiled_home()
-    return _loaded()
+    return _loaded(build_here(dtype, form))
 
 
-def compiled_draw() -> NativeDraw:
+def compiled_draw(form: str = "auto") -> NativeDraw:
     """What draws rows; as `compiled_home`."""
-    return NativeDraw(library(compiled_home()))
+    return NativeDraw(_compiled(build_here(form=form)))

@@ -27,6 +27,9 @@ from engine.compute.loading.model_files import (
 )
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import check_num_layers, exact_context_limit, read_architecture
+from engine.compute.native.compiler import find_compiler
+from engine.compute.native.families import is_known_class
+from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
@@ -77,7 +80,8 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     config = architecture.text_config
     check_num_layers(config, count_tensors(directory))
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device)
+    on_kernels = may_use_kernels(architecture.model_class, device, settings)
+    dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
     model = _load_weights(directory, architecture.config, dtype).to(device)
     probe = probe_layers(model, model.config.get_text_config(decoder=True))
@@ -103,14 +107,17 @@ def choose_device(asked: str) -> torch.device:
     return torch.device(asked, torch.cuda.current_device()) if asked == "cuda" else torch.device(asked)
 
 
-def choose_dtype(asked: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    asked: str, stored: torch.dtype, device: torch.device, *, on_kernels: bool = False
+) -> torch.dtype:
     """The dtype to compute in: what is asked for, or for `auto` the stored one if the device is made for it.
 
-    Half precision that the device lacks becomes the half it has, or float32; the log says so.
+    Compiled kernels compute in every dtype, so that a model `on_kernels` keeps its own. Half precision that
+    the device lacks becomes the half it has, or float32; the log says so.
     """
     if asked != "auto":
         return _DTYPES[asked]
-    if stored is torch.float32 or (device.type == "cuda" and stored is torch.float16):
+    if stored is torch.float32 or on_kernels or (device.type == "cuda" and stored is torch.float16):
         return stored
     native = (
         torch.cuda.is_bf16_supported(including_emulation=False)
@@ -127,6 +134,18 @@ def choose_dtype(asked: str, stored: torch.dtype, device: torch.device) -> torch
             _name(chosen),
         )
     return chosen
+
+
+def may_use_kernels(model_class: type, device: torch.device, settings: ModelSettings) -> bool:
+    """Whether compiled kernels will compute most of a model of that class, as far as one can know before."""
+    if device.type != "cpu" or settings.compile == "off" or not is_known_class(model_class):
+        return False
+    try:
+        choose_build(torch.bfloat16, settings.cpu_kernels)
+        find_compiler()
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:

@@ -20,6 +20,7 @@ from engine.compute.loading.loader import (
     choose_device,
     choose_dtype,
     choose_max_model_len,
+    may_use_kernels,
     stored_dtype,
 )
 from engine.compute.loading.locate import FoundModel
@@ -63,7 +64,8 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     forward pass needs numbers.
     """
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, stored, device)
+    on_kernels = may_use_kernels(architecture.model_class, device, settings)
+    dtype = choose_dtype(settings.dtype, stored, device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture.text_config)
     AttentionInterface.register(_NAME, _note_attention)
     layers: dict[int, LayerKv] = {}

@@ -17,8 +17,8 @@ class Desk {
  public:
   Desk(const Attention& a, const Tiles& tiles)
       : a_(a), tiles_(tiles), group_(a.heads / a.kv_heads), tile_records_(tiles.most_rows() * record_size(a.dim)),
-        memory_(room(2 * tile_records_ + (KEYS + tiles.most_rows() / 2 + 1) * a.dim)),
-        whole_(memory_.get()), part_(whole_ + tile_records_), keys_((bf16*)(part_ + tile_records_)),
+        memory_(room(2 * tile_records_ + numbers(tiles, a) * sizeof(Number) / sizeof(float))),
+        whole_(memory_.get()), part_(whole_ + tile_records_), keys_((Number*)(part_ + tile_records_)),
         values_(keys_ + KEYS * a.dim), query_(values_ + KEYS * a.dim), seen_(tiles.most_rows()),
         upcoming_(a.keys, a.values, a.dim), block_{keys_, values_, Scores(a.scale, a.softcap), a.dim, upcoming_} {}
 
@@ -67,12 +67,17 @@ class Desk {
     void operator()(float* memory) const { std::free(memory); }
   };
 
+  // What a block's keys and values and a tile's queries are together, an even number.
+  static Index numbers(const Tiles& tiles, const Attention& a) {
+    return (2 * KEYS + tiles.most_rows() + tiles.most_rows() % 2) * a.dim;
+  }
+
   // The queries of the tile's rows, one after another.
   void take(const Span& span) {
     const Index size = group_ * a_.dim;
-    const bf16* query = a_.query + span.tile.row * a_.heads * a_.dim + span.head * size;
+    const Element* query = a_.query + span.tile.row * a_.heads * a_.dim + span.head * size;
     for (Index t = 0; t < span.tile.count; t++)
-      memcpy(query_ + t * size, query + t * a_.heads * a_.dim, size * sizeof(bf16));
+      copy_numbers(query_ + t * size, query + t * a_.heads * a_.dim, size);
   }
 
   // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, or more
@@ -102,7 +107,7 @@ class Desk {
   Index group_, tile_records_;
   std::unique_ptr<float, Free> memory_;
   float *whole_, *part_;           // records of a tile's rows
-  bf16 *keys_, *values_, *query_;  // a block's, as they are multiplied, and the tile's
+  Number *keys_, *values_, *query_;  // a block's, as they are multiplied, and the tile's
   std::vector<uint64_t> seen_;     // by each row
   Index places_[KEYS], next_[KEYS];
   Upcoming upcoming_;

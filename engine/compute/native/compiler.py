@@ -15,58 +15,42 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from engine.errors import EngineError
+from engine.compute.native.forms import KernelBuild, NativeUnavailable
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 BUNDLED = Path("share", "slipstream", "native")  # below a prefix: what an image without a compiler brings
 _COMPILERS = ("c++", "g++", "clang++")
-# By name and not -march=native, so that one library serves every machine that has these.
-_FLAGS = (
-    *("-O3", "-std=c++20", "-pthread", "-fPIC", "-shared"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma"),
-)
+# Products are fused with sums only where the source says so: a row's bits must not depend on its tile.
+_FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
 _TIME_LIMIT_S = 120
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-class NativeUnavailable(EngineError):
-    """The kernels cannot be had on this machine; the message says why."""
-
-
-def library(home: Path, prefix: Path | None = None) -> Path:
+def library(home: Path, build: KernelBuild, prefix: Path | None = None) -> Path:
     """The compiled kernels: those installed below `prefix` (None: this Python's), else from below `home`.
 
     Compiled where they are not there whole, for this source and these flags. Raises NativeUnavailable.
     """
-    check_cpu()
-    found = find_library(home, prefix)
+    found = find_library(home, build, prefix)
     if found is None:
-        found = home / "native" / _file_name()
+        found = home / "native" / file_name(build)
         _settle(home)
-        compile_into(found)
+        compile_into(found, build)
     return found
 
 
-def find_library(home: Path, prefix: Path | None = None) -> Path | None:
+def find_library(home: Path, build: KernelBuild, prefix: Path | None = None) -> Path | None:
     """Where `library` finds the kernels without compiling anything; None where it would have to."""
-    bundled = bundled_library(Path(sys.prefix if prefix is None else prefix))
+    bundled = bundled_library(Path(sys.prefix if prefix is None else prefix), build)
     if _is_whole(bundled):
         return bundled
-    own = home / "native" / _file_name()
+    own = home / "native" / file_name(build)
     return own if _is_settled(home) and _is_ours(own.parent) and _is_ours(own) and _is_whole(own) else None
 
 
-def bundled_library(prefix: Path) -> Path:
+def bundled_library(prefix: Path, build: KernelBuild) -> Path:
     """Where an installation under `prefix` has the kernels of this source, if at all."""
-    return prefix / BUNDLED / _file_name()
-
-
-def check_cpu() -> None:
-    """Raise NativeUnavailable unless this CPU has the instructions that the kernels are made of."""
-    if not torch.cpu._is_avx512_bf16_supported():
-        raise NativeUnavailable("the CPU has no AVX-512 BF16")
+    return prefix / BUNDLED / file_name(build)
 
 
 def find_compiler() -> str:
@@ -77,7 +61,7 @@ def find_compiler() -> str:
     return found
 
 
-def compile_into(target: Path) -> None:
+def compile_into(target: Path, build: KernelBuild) -> None:
     """Compile to `target`, which is complete or as it was before; only this user can write there.
 
     Raises NativeUnavailable, also where the directory is another user's.
@@ -88,7 +72,7 @@ def compile_into(target: Path) -> None:
         _close(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, target.name)
-            command = [compiler, *_FLAGS, "-o", str(made), str(SOURCE)]
+            command = [compiler, *_FLAGS, *build.flags, "-o", str(made), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)
             with made.open("ab") as file:
                 file.write(_seal(made.read_bytes()))
@@ -163,8 +147,9 @@ def _seal(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def _file_name() -> str:
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+def file_name(build: KernelBuild) -> str:
+    """Of the library: another for other source, flags or build."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, *build.flags)).encode())
     for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
         digest.update(file.read_bytes())
-    return f"kernels-{digest.hexdigest()[:16]}.so"
+    return f"kernels-{build.form.name}-{digest.hexdigest()[:16]}.so"

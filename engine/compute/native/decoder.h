@@ -22,12 +22,12 @@ struct Decoder {  // what stays from step to step; records.py mirrors it
 };
 
 struct DecoderStep {  // records.py mirrors it
-  bf16* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
-  const bf16 *cos, *sin;         // [n, dim]
+  Element* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
+  const Element *cos, *sin;         // [n, dim]
   const Index* slots;            // [n], as in Rotation
-  bf16* const *keys, *const *values;  // each layer's pages
+  Element* const *keys, *const *values;  // each layer's pages
   const Attention* attention;    // what is the same in all layers; it gets its tensors here
-  bf16* scratch;                 // [n, slip_decoder_scratch()]
+  Element* scratch;                 // [n, slip_decoder_scratch()]
   Index n;
 };
 
@@ -36,20 +36,23 @@ struct DecoderStep {  // records.py mirrors it
 namespace {
 
 // act [n, width] = silu(gate) * up of x [n, k]. For every thread of a team, with a barrier behind it.
-void gated_product_in_team(Worker& me, const Product& gate_and_up, const bf16* x, bf16* act, Index n) {
+void gated_product_in_team(Worker& me, const Product& gate_and_up, const Element* x, Element* act, Index n) {
   const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL, k = gate_and_up.k;
-  for_panels(me, n, panels, [&](Index first, Index stop, Index p) {
-    alignas(64) bf16 gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
-    times_panel(gate_and_up, p, x + first * k, stop - first, {gate, nullptr, PANEL});
-    times_panel(gate_and_up, panels + p, x + first * k, stop - first, {up, nullptr, PANEL});
-    for (Index i = 0; i < stop - first; i++)
-      apply_gate(gate + i * PANEL, up + i * PANEL, act + (first + i) * width + p * PANEL, PANEL);
+  for_panels(me, n, panels, [&](Index first, Index stop, Index panel, Index last) {
+    alignas(64) Element gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
+    const Number* rows = as_numbers(x + first * k, (stop - first) * k);
+    for (; panel < last; panel++) {
+      times_panel(gate_and_up, panel, rows, stop - first, {gate, nullptr, PANEL});
+      times_panel(gate_and_up, panels + panel, rows, stop - first, {up, nullptr, PANEL});
+      for (Index i = 0; i < stop - first; i++)
+        apply_gate(gate + i * PANEL, up + i * PANEL, act + (first + i) * width + panel * PANEL, PANEL);
+    }
   });
 }
 
 // Where a step's intermediate results lie: those of a layer's two halves in one place.
 struct Scratch {
-  bf16 *normed, *qkv, *query, *attended, *act;
+  Element *normed, *qkv, *query, *attended, *act;
 
   Scratch(const Decoder& d, const DecoderStep& s)
       : normed(s.scratch), qkv(normed + s.n * d.hidden), query(qkv + s.n * (d.heads + 2 * d.kv_heads) * d.dim),

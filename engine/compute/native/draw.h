@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "numbers.h"
 #include "team.h"
 
 namespace {
@@ -37,90 +38,80 @@ struct Row {  // scratch
 };
 
 // 16 logits from place j on of the row that begins at `first`; -inf behind its end.
-inline __m512 logits_at(const void* logits, bool is_bf16, Index first, Index j, Index vocab) {
+SLIP_INLINE Floats logits_at(const void* logits, bool is_bf16, Index first, Index j, Index vocab) {
   const Index left = std::max<Index>(0, vocab - j);
-  const __mmask16 real = left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1);
-  const __m512 least = _mm512_set1_ps(-INFINITY);
-  if (!is_bf16) return _mm512_mask_loadu_ps(least, real, (const float*)logits + first + j);
-  const __m256i raw = _mm256_maskz_loadu_epi16(real, (const bf16*)logits + first + j);
-  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
-  return _mm512_mask_mov_ps(least, real, _mm512_castsi512_ps(bits));
+  if (!is_bf16) return load_some((const float*)logits + first + j, left, -INFINITY);
+  const uint16_t* p = (const uint16_t*)logits + first + j;
+  if (left >= LANES) return load_bfloat16(p);
+  uint16_t row[LANES];
+  for (Index i = 0; i < LANES; i++) row[i] = i < left ? p[i] : 0xFF80;
+  return load_bfloat16(row);
 }
 
 // Gaps of the whole row, infinite behind its end, and the smallest of each block.
 inline void find_gaps(const Draw* d, Index i, Row& row) {
   const Index vocab = d->vocab, padded = (vocab + GAP_BLOCK - 1) / GAP_BLOCK * GAP_BLOCK, first = d->rows[i] * vocab;
-  row.gaps.resize(padded + 16);
+  row.gaps.resize(padded + LANES);
   row.smallest.resize(padded / GAP_BLOCK);
-  const __m512 least = _mm512_set1_ps(-INFINITY);
-  __m512 top = least;
-  for (Index j = 0; j < padded; j += 16) {
-    const __m512 v = logits_at(d->logits, d->is_bf16, first, j, vocab);
-    _mm512_storeu_ps(&row.gaps[j], v);
-    top = _mm512_max_ps(top, v);
+  Floats top = broadcast(-INFINITY);
+  for (Index j = 0; j < padded; j += LANES) {
+    const Floats v = logits_at(d->logits, d->is_bf16, first, j, vocab);
+    store_floats(&row.gaps[j], v);
+    top = maximum(top, v);
   }
-  const __m512 greatest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  const Floats highest = broadcast(greatest(top));
   for (Index j = 0; j < padded; j += GAP_BLOCK) {
-    __m512 smallest = _mm512_set1_ps(INFINITY);
-    for (Index k = j; k < j + GAP_BLOCK; k += 16) {
-      const __m512 gap = _mm512_abs_ps(_mm512_sub_ps(_mm512_loadu_ps(&row.gaps[k]), greatest));
-      _mm512_storeu_ps(&row.gaps[k], gap);
-      smallest = _mm512_min_ps(smallest, gap);
+    Floats smallest = broadcast(INFINITY);
+    for (Index k = j; k < j + GAP_BLOCK; k += LANES) {
+      const Floats gap = absolute(load_floats(&row.gaps[k]) - highest);
+      store_floats(&row.gaps[k], gap);
+      smallest = minimum(smallest, gap);
     }
-    row.smallest[j / GAP_BLOCK] = _mm512_reduce_min_ps(smallest);
+    row.smallest[j / GAP_BLOCK] = least(smallest);
   }
 }
 
-inline __m512 mass_of(__m512 gap, float temperature) {
-  const __m512 share = exponential(_mm512_div_ps(gap, _mm512_set1_ps(-temperature)));
-  return _mm512_roundscale_ps(_mm512_mul_ps(share, _mm512_set1_ps((float)UNIT_MASS)),
-                              _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+SLIP_INLINE Floats mass_of(Floats gap, float temperature) {
+  return whole_below(exponential(gap / broadcast(-temperature)) * broadcast((float)UNIT_MASS));
 }
 
 inline double total_mass(const Row& row, float temperature) {
-  __m512d low = _mm512_setzero_pd(), high = low;
-  for (size_t j = 0; j < row.smallest.size() * GAP_BLOCK; j += 16) {
-    const __m512 mass = mass_of(_mm512_loadu_ps(&row.gaps[j]), temperature);
-    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(mass)));
-    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(mass, 1)));
-  }
-  return _mm512_reduce_add_pd(low) + _mm512_reduce_add_pd(high);
+  WideSum all;
+  for (size_t j = 0; j < row.smallest.size() * GAP_BLOCK; j += LANES)
+    all.add(mass_of(load_floats(&row.gaps[j]), temperature));
+  return all.total();
 }
 
 // List the tokens that `wanted` marks, 16 at a time, in ascending order; blocks that are all too far are skipped.
 template <class Wanted>
 inline void list_tokens(Row& row, float farthest, Wanted wanted) {
   row.count = 0;
-  const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (size_t block = 0; block < row.smallest.size(); block++) {
     if (!(row.smallest[block] <= farthest)) continue;
-    for (Index j = block * GAP_BLOCK; j < (Index)(block + 1) * GAP_BLOCK; j += 16) {
-      const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32((int)j), steps);
-      const __mmask16 marks = wanted(ids, _mm512_loadu_ps(&row.gaps[j]));
+    for (Index j = block * GAP_BLOCK; j < (Index)(block + 1) * GAP_BLOCK; j += LANES) {
+      uint32_t marks = wanted(broadcast((uint32_t)j) + lanes(), load_floats(&row.gaps[j]));
       if (!marks) continue;
-      if (row.ids.size() < (size_t)row.count + 16) row.ids.resize(2 * row.ids.size() + 16);
-      _mm512_storeu_si512(&row.ids[row.count], _mm512_maskz_compress_epi32(marks, ids));
-      row.count += __builtin_popcount(marks);
+      if (row.ids.size() < (size_t)row.count + LANES) row.ids.resize(2 * row.ids.size() + LANES);
+      for (; marks; marks &= marks - 1) row.ids[row.count++] = (int32_t)j + __builtin_ctz(marks);
     }
   }
 }
 
-inline __m512i folded(__m512i v, int shift) { return _mm512_xor_si512(v, _mm512_srli_epi32(v, shift)); }
+SLIP_INLINE Words folded(Words v, int shift) { return v ^ (v >> shift); }
 
-inline __m512i mixed(__m512i v) {
-  v = _mm512_mullo_epi32(folded(v, 16), _mm512_set1_epi32(0x7FEB352D));
-  return _mm512_mullo_epi32(folded(v, 15), _mm512_set1_epi32((int)0x846CA68B));
+SLIP_INLINE Words mixed(Words v) {
+  v = folded(v, 16) * broadcast(0x7FEB352Du);
+  return folded(v, 15) * broadcast(0x846CA68Bu);
 }
 
 // 32 noise bits of each token, as engine/compute/sampling/noise.py makes them, shifted to be unsigned.
-inline __m512i noise_bits(__m512i ids, const int32_t* key) {
-  const __m512i half = _mm512_add_epi32(mixed(_mm512_xor_si512(ids, _mm512_set1_epi32(key[0]))),
-                                        _mm512_set1_epi32(key[1]));
-  return _mm512_xor_si512(folded(mixed(half), 16), _mm512_set1_epi32((int)0x80000000u));
+SLIP_INLINE Words noise_bits(Words ids, const int32_t* key) {
+  const Words half = mixed(ids ^ broadcast((uint32_t)key[0])) + broadcast((uint32_t)key[1]);
+  return folded(mixed(half), 16) ^ broadcast(0x80000000u);
 }
 
 inline double gumbel(int32_t token_id, const int32_t* key) {
-  const uint32_t bits = (uint32_t)_mm_cvtsi128_si32(_mm512_castsi512_si128(noise_bits(_mm512_set1_epi32(token_id), key)));
+  const uint32_t bits = noise_bits(broadcast((uint32_t)token_id), key).part[0][0];
   return -std::log(-std::log((bits + .5) / 4294967296.));
 }
 
@@ -163,11 +154,11 @@ inline void keep_prefix(Row& row, const float* weight, double needed) {
 }
 
 inline void weigh_tokens(Row& row, float temperature) {
-  row.mass.resize(row.count + 16);
-  for (Index i = 0; i < row.count; i += 16) {
-    const __mmask16 real = row.count - i >= 16 ? 0xFFFF : (__mmask16)((1u << (row.count - i)) - 1);
-    const __m512i ids = _mm512_maskz_loadu_epi32(real, &row.ids[i]);
-    _mm512_storeu_ps(&row.mass[i], mass_of(_mm512_i32gather_ps(ids, row.gaps.data(), 4), temperature));
+  row.mass.resize(row.count + LANES);
+  for (Index i = 0; i < row.count; i += LANES) {
+    float gaps[LANES] = {};
+    for (Index j = i; j < std::min(i + LANES, row.count); j++) gaps[j - i] = row.gaps[row.ids[j]];
+    store_floats(&row.mass[i], mass_of(load_floats(gaps), temperature));
   }
 }
 
@@ -192,8 +183,8 @@ inline void filter(const Draw* d, Index i, Row& row) {
     const double reach = std::log(d->vocab * UNIT_MASS / ((1 - d->top_p[i]) * total)) + SLACK;
     near_enough = (float)std::min<double>(near_enough, temperature * std::max(0., reach));
   }
-  const __m512 limit = _mm512_set1_ps(near_enough);
-  list_tokens(row, near_enough, [&](__m512i, __m512 gap) { return _mm512_cmp_ps_mask(gap, limit, _CMP_LE_OQ); });
+  const Floats limit = broadcast(near_enough);
+  list_tokens(row, near_enough, [&](Words, Floats gap) { return at_most(gap, limit); });
   if (by_count) keep_prefix(row, nullptr, d->top_k[i]);
   if (!by_share) return;
   weigh_tokens(row, temperature);
@@ -208,15 +199,14 @@ inline void filter(const Draw* d, Index i, Row& row) {
 inline void list_hopeful(const Draw* d, Index i, Row& row) {
   const int32_t* key = d->keys + 2 * i;
   const Index best = std::find(row.gaps.begin(), row.gaps.end(), 0.f) - row.gaps.begin();
-  const __m512 bar = _mm512_set1_ps((float)gumbel((int32_t)best, key) - SLACK);
-  const __m512 temperature = _mm512_set1_ps(d->temperature[i]), all = _mm512_set1_ps(32.f);
-  const __m512 doubling = _mm512_set1_ps(0.693148f);
-  const float farthest = (24.f - _mm512_cvtss_f32(bar)) * d->temperature[i];  // noise never exceeds 23
-  list_tokens(row, std::min(farthest, std::numeric_limits<float>::max()), [&](__m512i ids, __m512 gap) {
-    const __m512 rest = _mm512_cvtepu32_ps(_mm512_xor_si512(noise_bits(ids, key), _mm512_set1_epi32(-1)));
-    const __m512 floor = _mm512_getexp_ps(_mm512_max_ps(rest, _mm512_set1_ps(.5f)));
-    const __m512 most = _mm512_mul_ps(_mm512_sub_ps(all, floor), doubling);
-    return _mm512_cmp_ps_mask(_mm512_add_ps(_mm512_div_ps(gap, temperature), bar), most, _CMP_LE_OQ);
+  const float least_score = (float)gumbel((int32_t)best, key) - SLACK;
+  const Floats bar = broadcast(least_score), temperature = broadcast(d->temperature[i]), half = broadcast(.5f);
+  const Floats all = broadcast(32.f + 127.f), doubling = broadcast(0.693148f);
+  const float farthest = (24.f - least_score) * d->temperature[i];  // noise never exceeds 23
+  list_tokens(row, std::min(farthest, std::numeric_limits<float>::max()), [&](Words ids, Floats gap) {
+    const Floats rest = maximum(to_floats(noise_bits(ids, key) ^ broadcast(0xFFFFFFFFu)), half);
+    const Floats most = (all - to_floats(bits_of(rest) >> 23)) * doubling;
+    return at_most(gap / temperature + bar, most);
   });
 }
 
@@ -239,22 +229,20 @@ extern "C" {
 // The first of each row's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
 void slip_best(Team* team, const void* logits, Index is_bf16, Index n, Index vocab, Index* token_ids) {
   const auto find = [&](Index i) {
-    __m512 top = _mm512_set1_ps(-INFINITY);
-    __mmask16 bad = 0;
-    for (Index j = 0; j < vocab; j += 16) {
-      const __m512 v = logits_at(logits, is_bf16, i * vocab, j, vocab);
-      bad |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-      top = _mm512_max_ps(top, v);
+    Floats top = broadcast(-INFINITY);
+    uint32_t bad = 0;
+    for (Index j = 0; j < vocab; j += LANES) {
+      const Floats v = logits_at(logits, is_bf16, i * vocab, j, vocab);
+      bad |= are_nan(v);
+      top = maximum(top, v);
     }
-    const float greatest = _mm512_reduce_max_ps(top);
+    const float highest = greatest(top);
     token_ids[i] = -1;
-    if (bad || std::isinf(greatest)) return;
-    const __m512 wanted = _mm512_set1_ps(greatest);
-    for (Index j = 0; j < vocab; j += 16) {
-      const __m512 v = logits_at(logits, is_bf16, i * vocab, j, vocab);
-      const __mmask16 equal = _mm512_cmp_ps_mask(v, wanted, _CMP_EQ_OQ);
-      if (!equal) continue;
-      token_ids[i] = j + __builtin_ctz(equal);
+    if (bad || std::isinf(highest)) return;
+    for (Index j = 0; j < vocab; j += LANES) {
+      const uint32_t marks = equal(logits_at(logits, is_bf16, i * vocab, j, vocab), broadcast(highest));
+      if (!marks) continue;
+      token_ids[i] = j + __builtin_ctz(marks);
       break;
     }
   };

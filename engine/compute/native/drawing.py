@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.native.compiler import NativeUnavailable, check_cpu, find_library
+from engine.compute.native.compiler import find_library
+from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.records import INDEX, POINTER
 from engine.compute.native.team import ComputeTeam, library_function, load_library
 from engine.plan.step_records import Int64, SamplingInputs
@@ -20,12 +21,11 @@ from engine.plan.step_records import Int64, SamplingInputs
 
 def find_row_draw(loaded: LoadedModel, settings: ModelSettings, home: Path) -> NativeDraw | None:
     """What draws the model's tokens under `--compile`; None where tensor operations do. Compiles nothing."""
-    found = find_library(home)
-    if found is None or settings.compile == "off" or loaded.device.type != "cpu":
+    if settings.compile == "off" or loaded.device.type != "cpu":
         return None
     try:
-        check_cpu()
-        return NativeDraw(found, loaded.team)
+        found = find_library(home, choose_build(loaded.dtype, settings.cpu_kernels))
+        return None if found is None else NativeDraw(found, loaded.team)
     except NativeUnavailable:
         return None
 

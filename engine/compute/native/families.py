@@ -27,21 +27,26 @@ PROJECTIONS = frozenset(
 
 def is_known(model: nn.Module) -> bool:
     """True for a model whose projections at least may be replaced."""
-    return _family(model) in WHOLE | PROJECTIONS
+    return is_known_class(type(model))
+
+
+def is_known_class(model_class: type) -> bool:
+    """The same of a model that is not there yet."""
+    return _family(model_class) in WHOLE | PROJECTIONS
 
 
 def is_whole(module: nn.Module, kind: str) -> bool:
     """True for an `Attention`, `MLP` or `RMSNorm` (`kind`) that is one of those read."""
-    return _family(module) in WHOLE and type(module).__name__.endswith(kind)
+    return _family(type(module)) in WHOLE and type(module).__name__.endswith(kind)
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:
     """True for a `Model` or `DecoderLayer` (`kind`) that does nothing but what its parts do."""
-    return _family(module) in PLAIN and type(module).__name__.endswith(kind)
+    return _family(type(module)) in PLAIN and type(module).__name__.endswith(kind)
 
 
-def _family(module: nn.Module) -> str | None:
-    """The family whose file in transformers defines the module's class; None for all other classes."""
-    family = type(module).__module__.rpartition(".modeling_")[2]
-    is_theirs = type(module).__module__ == f"transformers.models.{family}.modeling_{family}"
+def _family(module_class: type) -> str | None:
+    """The family whose file in transformers defines a module's class; None for all other classes."""
+    family = module_class.__module__.rpartition(".modeling_")[2]
+    is_theirs = module_class.__module__ == f"transformers.models.{family}.modeling_{family}"
     return family if is_theirs else None

@@ -12,9 +12,10 @@ import torch
 
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel, leave_file
-from engine.compute.native.compiler import NativeUnavailable, check_cpu, find_compiler, find_library, library
+from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.families import is_known
+from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.observation import observe
 from engine.compute.native.places import Place, find_places
@@ -42,8 +43,8 @@ def with_kernels(
     if settings.compile == "off":
         return loaded
     try:
-        check_usable(loaded)
-        kernels = NativeKernels(library(home))
+        build = usable_build(loaded, settings.cpu_kernels)
+        kernels = NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
         loaded = install(loaded, kernels)
         if settings.quantization == "int8":
@@ -68,29 +69,31 @@ def refuse_without(settings: ModelSettings, reason: object) -> None:
         raise StartRefused(f"--compile on: {reason}. Leave it out to do without.")
 
 
-def check_usable(loaded: LoadedModel) -> None:
-    """Raise NativeUnavailable unless a model like this can run on the kernels; its weights are not needed."""
+def usable_build(loaded: LoadedModel, asked: str) -> KernelBuild:
+    """The kernels that a model like this can run on, of the form `asked`; its weights are not needed.
+
+    Raises NativeUnavailable.
+    """
     if loaded.device.type != "cpu":
         raise NativeUnavailable(f"they are for CPUs, the model is on {loaded.device}")
-    if loaded.dtype is not torch.bfloat16:
-        raise NativeUnavailable(f"they compute in bfloat16, the model in {str(loaded.dtype).split('.')[-1]}")
     if not loaded.rewindable:
         raise NativeUnavailable("the model keeps recurrent states")
     if not is_known(loaded.model):
         raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")
-    check_cpu()
+    return choose_build(loaded.dtype, asked)
 
 
-def foresee(outline: LoadedModel, home: Path) -> str:
+def foresee(outline: LoadedModel, home: Path, asked: str) -> str:
     """What a start would use the kernels for, in words. Compiles nothing. Raises NativeUnavailable."""
-    check_usable(outline)
-    is_ready = find_library(home) is not None
+    build = usable_build(outline, asked)
+    is_ready = find_library(home, build) is not None
     if not is_ready:
         find_compiler()
-    count = Counter(place.name_of_kind for place in find_places(outline.model))
+    count = Counter(place.name_of_kind for place in find_places(outline.model, outline.dtype))
     if not count:
         raise _nothing_to_do(outline)
-    return _listed(count) + ("" if is_ready else "; the first start compiles them, in a few seconds")
+    later = "" if is_ready else "; the first start compiles them, in a few seconds"
+    return f"{build.form.name}: {_listed(count)}{later}"
 
 
 def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
@@ -98,7 +101,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
 
     Raises NativeUnavailable when nothing was replaced and LogitsChanged when the model is of no use any more.
     """
-    places = find_places(loaded.model)
+    places = find_places(loaded.model, loaded.dtype)
     before = packed_sample(PackedForward(loaded))
     count = _replace_all(loaded, places, kernels)
     if not count:

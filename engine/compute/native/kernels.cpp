@@ -1,7 +1,7 @@
-// What a bfloat16 model does most, for x86 CPUs with AVX-512 BF16. Plain C, called from Python by address.
+// What a model does most, on CPUs. Plain C, called from Python by address.
 //
 // Every output row is computed in one order whatever the other rows are: a token's result does not depend on
-// the batch. Numbers are rounded to bfloat16 where the model's own modules round them. Sizes are in elements;
+// the batch. Numbers are rounded to the model's type where its own modules round them. Sizes are in elements;
 // what they must be multiples of is checked by the caller (kernels.py).
 
 #include "decoder.h"

@@ -13,7 +13,7 @@ import torch
 from engine.compute.attention import LayerCall, PagedRows
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
-    BFLOAT16,
+    ELEMENTS,
     INDEX,
     INT8,
     POINTER,
@@ -42,14 +42,15 @@ class HeadNorms:
 
 
 class NativeKernels:
-    """The loaded library. Every tensor is bfloat16 and contiguous on the CPU; results are new tensors.
+    """The loaded library. Every tensor is of `dtype` and contiguous on the CPU; results are new tensors.
 
     Computes with the threads of `team`: as many as torch has on the calling thread, until it is resized.
     Raises NativeUnavailable if the library cannot be loaded.
     """
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         loaded = load_library(library)
+        self.dtype = dtype
         self.team = ComputeTeam(loaded, torch.get_num_threads())
 
         def function(name: str, *arguments: Any) -> Any:
@@ -68,16 +69,16 @@ class NativeKernels:
         )
 
     @staticmethod
-    def packs(weight: torch.Tensor) -> bool:
-        """True for weights [out, in] that `pack` takes."""
-        return weight.dtype is torch.bfloat16 and weight.shape[0] % PANEL == 0 and weight.shape[1] % 2 == 0
+    def packs(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+        """True for weights [out, in] that `pack` takes for a model in `dtype`."""
+        return weight.dtype is dtype and weight.shape[0] % PANEL == 0 and weight.shape[1] % 2 == 0
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
         """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
         weight = weight.contiguous()
         packed = torch.empty_like(weight)
         self._pack(self.team.handle, weight.data_ptr(), packed.data_ptr(), *weight.shape)
-        return PackedWeights(BFLOAT16, packed, None, bias, *weight.shape)
+        return PackedWeights(ELEMENTS, packed, None, bias, *weight.shape)
 
     def quantize(self, weights: PackedWeights) -> PackedWeights:
         """The same weights, which `pack` gave, as integers of 8 bits: half the bytes.

@@ -32,9 +32,9 @@ class NativeLinear(nn.Module):
         self.weights = kernels.pack(together, _joined_bias(linears))
 
     @staticmethod
-    def fits(*linears: nn.Module) -> bool:
-        """True for plain projections of one input that can be packed."""
-        return all(type(linear) is nn.Linear and NativeKernels.packs(linear.weight) for linear in linears)
+    def fits(linear: nn.Module, dtype: torch.dtype) -> bool:
+        """True for a plain projection that can be packed."""
+        return type(linear) is nn.Linear and NativeKernels.packs(linear.weight, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -51,14 +51,14 @@ class NativeRmsNorm(nn.Module):
         self.weight, self.eps = _norm_parts(norm)
 
     @staticmethod
-    def fits(norm: nn.Module) -> bool:
+    def fits(norm: nn.Module, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
         weight = getattr(norm, "weight", None)
         return (
             is_whole(norm, "RMSNorm")
             and isinstance(weight, torch.Tensor)
             and isinstance(getattr(norm, "variance_epsilon", None), float)
-            and weight.dtype is torch.bfloat16
+            and weight.dtype is dtype
             and weight.numel() % VECTOR == 0
         )
 
@@ -81,12 +81,12 @@ class NativeGatedMlp(nn.Module):
         self.down = NativeLinear(kernels, mlp.down_proj)
 
     @staticmethod
-    def fits(mlp: Any) -> bool:
+    def fits(mlp: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
         names = ("gate_proj", "up_proj", "down_proj")
         if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
             return False
-        linears = _linears(mlp, names)
+        linears = _linears(mlp, names, dtype)
         return len(linears) == len(names) and linears[0].out_features == linears[1].out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,11 +122,11 @@ class NativeAttention(nn.Module):
         self.call = call
 
     @staticmethod
-    def fits(original: Any) -> bool:
+    def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
         if not is_whole(original, "Attention"):
             return False
-        linears = _linears(original, [f"{name}_proj" for name in "qkvo"])
+        linears = _linears(original, [f"{name}_proj" for name in "qkvo"], dtype)
         dim = getattr(original, "head_dim", 0)
         if len(linears) < 4:
             return False
@@ -139,8 +139,8 @@ class NativeAttention(nn.Module):
             and linears[1].out_features == linears[2].out_features
             and norms in (set(), {"q_norm", "k_norm"})
             and all(
-                NativeRmsNorm.fits(getattr(original, name)) and getattr(original, name).weight.numel() == dim
-                for name in norms
+                NativeRmsNorm.fits(norm, dtype) and norm.weight.numel() == dim
+                for norm in (getattr(original, name) for name in norms)
             )
             and isinstance(getattr(original, "layer_idx", None), int)
         )
@@ -149,7 +149,8 @@ class NativeAttention(nn.Module):
     def rotates(original: _SelfAttention, rotation: Any) -> bool:
         """True for angles that our kernel takes: whole heads, in the model's own number format."""
         return isinstance(rotation, tuple) and all(
-            part.dtype is torch.bfloat16 and part.shape[-1] == original.head_dim for part in rotation
+            part.dtype is original.q_proj.weight.dtype and part.shape[-1] == original.head_dim
+            for part in rotation
         )
 
     def forward(
@@ -168,10 +169,10 @@ class NativeAttention(nn.Module):
         return self.output(attended.flatten(1))[None], None
 
 
-def _linears(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+def _linears(parent: nn.Module, names: Sequence[str], dtype: torch.dtype) -> list[nn.Linear]:
     """The children of these names if all of them can be packed, else none."""
     found = [child for name in names if isinstance(child := getattr(parent, name, None), nn.Linear)]
-    return found if len(found) == len(names) and NativeLinear.fits(*found) else []
+    return found if len(found) == len(names) and all(NativeLinear.fits(each, dtype) for each in found) else []
 
 
 def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:

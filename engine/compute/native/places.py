@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
@@ -33,22 +34,22 @@ _KINDS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def find_places(model: nn.Module) -> list[Place]:
-    """Every module that one of ours could replace; none lies inside another.
+def find_places(model: nn.Module, dtype: torch.dtype) -> list[Place]:
+    """Every module that one of ours could replace in a model of `dtype`; none lies inside another.
 
     Modules that stand in several places, or that do more when called than their class says, are left out.
     """
     counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    return list(_places_in(model, "", counts))
+    return list(_places_in(model, "", counts, dtype))
 
 
-def _places_in(parent: nn.Module, prefix: str, counts: Counter[int]) -> Iterator[Place]:
+def _places_in(parent: nn.Module, prefix: str, counts: Counter[int], dtype: torch.dtype) -> Iterator[Place]:
     for name, child in parent.named_children():
         if counts[id(child)] > 1 or not is_unhooked(child):
             continue
-        kind = next((kind for kind, made in _KINDS if made.fits(child)), None)
+        kind = next((kind for kind, made in _KINDS if made.fits(child, dtype)), None)
         if kind is None:
-            yield from _places_in(child, f"{prefix}{name}.", counts)
+            yield from _places_in(child, f"{prefix}{name}.", counts, dtype)
         elif all(counts[id(part)] == 1 and is_unhooked(part) for part in child.modules()):
             yield Place(prefix + name, kind)
 

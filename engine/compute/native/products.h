@@ -7,11 +7,10 @@
 
 namespace {
 
-constexpr int TILE = 8;            // rows of x in one tile at most: 16 sums keep both multipliers busy
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-enum Kind : Index { BFLOAT16 = 0, INT8 = 1 };
+enum Kind : Index { ELEMENTS = 0, INT8 = 1 };
 
 }  // namespace
 
@@ -21,7 +20,7 @@ struct Product {       // a linear layer; records.py mirrors it
   Index kind;          // a Kind: what `packed` is, and how it is multiplied
   const void* packed;  // out / PANEL panels, one after the other
   const void* scales;  // null where the kind has none
-  const bf16* bias;    // [out], null for none
+  const Element* bias;    // [out], null for none
   Index out, k;
 };
 
@@ -32,8 +31,8 @@ namespace {
 // Where a panel's 32 columns of the product go: y [n, stride], plus `residual` [n, stride] if any, which may be y.
 // The product is rounded before that is added.
 struct Target {
-  bf16* y;
-  const bf16* residual;
+  Element* y;
+  const Element* residual;
   Index stride;
 
   Target at(Index row, Index column = 0) const {
@@ -47,9 +46,9 @@ struct NextPanel {
   const char* at;
   Index step;  // for each pair of inputs
 
-  void operator()(Index pair) const {
-    _mm_prefetch(at + pair * step, _MM_HINT_T1);
-    _mm_prefetch(at + pair * step + 64, _MM_HINT_T1);
+  SLIP_INLINE void operator()(Index pair) const {
+    ask_for_later(at + pair * step);
+    ask_for_later(at + pair * step + 64);
   }
 };
 
@@ -57,7 +56,7 @@ struct NextPanel {
 template <class Panel>
 struct Columns {
   Panel panel;
-  const bf16* bias;
+  const Element* bias;
   Index k;
   const char* next;
   Index pair_bytes;  // what a pair of inputs takes there
@@ -67,44 +66,51 @@ struct Columns {
   }
 };
 
-// x[M, k] times the columns.
+// A pair of inputs of the halves from `half` on.
+template <class Panel>
+struct PairOfInputs {
+  const Panel& panel;
+  Index j;
+  int half;
+
+#if SLIP_PAIRED
+  SLIP_INLINE Pair both(int v) const { return panel.both(j, half + v); }
+#endif
+  SLIP_INLINE Floats one(int v, int odd) const { return panel.one(j, half + v, odd); }
+};
+
+// x[M, k] times TILE_VECTORS halves of the columns, from `half` on.
 template <int M, class Panel>
-void tile(const bf16* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
-  __m512 sums[M][2];
-  for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
+void tile(const Number* x, const Columns<Panel>& w, int half, NextPanel next_panel, Target to) {
+  Floats sums[M][TILE_VECTORS];
+  clear(sums);
   for (Index j = 0; j < w.k / 2; j++) {
-    const __m512bh left = w.panel.pair(j, 0), right = w.panel.pair(j, 1);
     next_panel(j);
-    for (int i = 0; i < M; i++) {
-      int32_t both;
-      memcpy(&both, x + i * w.k + 2 * j, 4);
-      const __m512bh v = (__m512bh)_mm512_set1_epi32(both);
-      sums[i][0] = _mm512_dpbf16_ps(sums[i][0], left, v);
-      sums[i][1] = _mm512_dpbf16_ps(sums[i][1], right, v);
-    }
+    multiply(sums, x + 2 * j, w.k, PairOfInputs<Panel>{w.panel, j, half});
   }
-  for (int i = 0; i < M; i++)
-    for (int half = 0; half < 2; half++) {
-      const Index by = 16 * half;
+  repeat<M>(SLIP_EACH_OF(i) {
+    repeat<TILE_VECTORS>(SLIP_EACH_OF(v) {
+      const Index by = LANES * (half + v);
       const float* scales = w.panel.scales ? w.panel.scales + by : nullptr;
-      __m512 v = finished(sums[i][half], scales, w.bias ? w.bias + by : nullptr);
+      Floats result = finished(sums[i][v], scales, w.bias ? w.bias + by : nullptr);
       const Target here = to.at(i, by);
-      if (here.residual) v = _mm512_add_ps(rounded(v), load(here.residual));
-      store(here.y, v);
-    }
+      if (here.residual) result = rounded(result) + load(here.residual);
+      store(here.y, result);
+    });
+  });
 }
 
 template <int M, class Panel>
-void tile_of(Index rows, const bf16* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
+void tile_of(Index rows, const Number* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
   if (rows == M)
-    tile<M>(x, w, next_panel, to);
+    for (int half = 0; half < 2; half += TILE_VECTORS) tile<M>(x, w, half, next_panel, to);
   else if constexpr (M > 1)
     tile_of<M - 1>(rows, x, w, next_panel, to);
 }
 
 // x[n, k] times the columns, in tiles of about the same size, each of which asks for its part of what comes next.
 template <class Panel>
-void tiles(const bf16* x, Index n, const Columns<Panel>& w, Target to) {
+void tiles(const Number* x, Index n, const Columns<Panel>& w, Target to) {
   const Index parts = (n + TILE - 1) / TILE, size = (n + parts - 1) / std::max<Index>(1, parts);
   for (Index part = 0; part * size < n; part++) {
     const Index first = part * size;
@@ -113,12 +119,12 @@ void tiles(const bf16* x, Index n, const Columns<Panel>& w, Target to) {
 }
 
 // Rows x [n, k] times panel `p`. The one place that knows kinds of weights apart.
-void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
-  const Index k = w.k, first = p * PANEL;
-  const bf16* bias = w.bias ? w.bias + first : nullptr;
-  if (w.kind == BFLOAT16) {
-    const bf16* panel = (const bf16*)w.packed + first * k;
-    tiles<Bf16Panel>(x, n, {{panel, nullptr}, bias, k, (const char*)(panel + PANEL * k), 4 * PANEL}, to);
+void times_panel(const Product& w, Index p, const Number* x, Index n, Target to) {
+  const Index k = w.k, first = p * PANEL, pair_bytes = 2 * PANEL * sizeof(Element);
+  const Element* bias = w.bias ? w.bias + first : nullptr;
+  if (w.kind == ELEMENTS) {
+    const Element* panel = (const Element*)w.packed + first * k;
+    tiles<ElementPanel>(x, n, {{panel, nullptr}, bias, k, (const char*)(panel + PANEL * k), pair_bytes}, to);
     return;
   }
   const Int8Panel panel{(const int8_t*)w.packed + first * k, (const float*)w.scales + first};
@@ -127,32 +133,34 @@ void times_panel(const Product& w, Index p, const bf16* x, Index n, Target to) {
     tiles<Int8Panel>(x, n, {panel, bias, k, next, 2 * PANEL}, to);
     return;
   }
-  static thread_local std::vector<bf16> space;
+  static thread_local std::vector<Element> space;
   space.resize(PANEL * k);
-  tiles<Bf16Panel>(x, n, {panel.expanded(space.data(), k), bias, k, next, 2 * PANEL}, to);
+  tiles<ElementPanel>(x, n, {panel.expanded(space.data(), k), bias, k, next, 2 * PANEL}, to);
 }
 
-// Calls `work(first row, stop row, panel)` until all rows and panels are done, shared out among the team.
+// Calls `work(first row, stop row, first panel, stop panel)` until all rows and panels are done, shared out among
+// the team.
 template <class Work>
 void for_panels(Worker& me, Index n, Index panels, Work work) {
   if (n <= ROW_BLOCK) {
-    me.each(panels, [&](Index p) { work(0, n, p); });
+    me.each(panels, [&](Index p) { work(0, n, p, p + 1); });
     return;
   }
   const Index row_blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK, panel_blocks = (panels + PANEL_BLOCK - 1) / PANEL_BLOCK;
   me.each(row_blocks * panel_blocks, [&](Index block) {
     const Index b = block / panel_blocks, q = block % panel_blocks;
-    for (Index p = q * PANEL_BLOCK; p < std::min(panels, (q + 1) * PANEL_BLOCK); p++)
-      work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), p);
+    work(b * ROW_BLOCK, std::min(n, (b + 1) * ROW_BLOCK), q * PANEL_BLOCK, std::min(panels, (q + 1) * PANEL_BLOCK));
   });
 }
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias and `residual`, which may be y; null for none.
 // For every thread of a team, with a barrier behind it.
-void product_in_team(Worker& me, const Product& w, const bf16* x, bf16* y, Index n, const bf16* residual = nullptr) {
+void product_in_team(Worker& me, const Product& w, const Element* x, Element* y, Index n,
+                     const Element* residual = nullptr) {
   const Target to{y, residual, w.out};
-  for_panels(me, n, w.out / PANEL, [&](Index first, Index stop, Index p) {
-    times_panel(w, p, x + first * w.k, stop - first, to.at(first, p * PANEL));
+  for_panels(me, n, w.out / PANEL, [&](Index first, Index stop, Index panel, Index last) {
+    const Number* rows = as_numbers(x + first * w.k, (stop - first) * w.k);
+    for (; panel < last; panel++) times_panel(w, panel, rows, stop - first, to.at(first, panel * PANEL));
   });
 }
 
@@ -161,7 +169,7 @@ void product_in_team(Worker& me, const Product& w, const bf16* x, bf16* y, Index
 extern "C" {
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
-void slip_linear(Team* team, const Product* w, const bf16* x, bf16* y, Index n) {
+void slip_linear(Team* team, const Product* w, const Element* x, Element* y, Index n) {
   team->run(true, [&](Worker& me) { product_in_team(me, *w, x, y, n); });
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from engine.compute.loading.loader import LoadedModel
@@ -45,15 +46,17 @@ def unquantized(reason: object) -> StartRefused:
     return StartRefused(f"--quantization int8: {reason}. Leave it out to do without.")
 
 
-def foresee_weights(outline: nn.Module) -> str:
+def foresee_weights(outline: nn.Module, dtype: torch.dtype) -> str:
     """What `quantize` would make of a model whose weights are not there, in words."""
-    replaced = [outline.get_submodule(place.name) for place in find_places(outline)]
+    replaced = [outline.get_submodule(place.name) for place in find_places(outline, dtype)]
     linears = [part for module in replaced for part in module.modules() if isinstance(part, nn.Linear)]
     numbers, outputs = (
         sum(part.weight.numel() for part in linears),
         sum(part.out_features for part in linears),
     )
-    return f"int8: {_size(numbers + 4 * outputs)} to multiply with instead of {_size(2 * numbers)}"
+    return (
+        f"int8: {_size(numbers + 4 * outputs)} to multiply with instead of {_size(dtype.itemsize * numbers)}"
+    )
 
 
 def _quantize(module: nn.Module, kernels: NativeKernels) -> int:

@@ -15,7 +15,7 @@ from engine.compute.native.places import Place
 
 # By how much of its length a row may differ: half of them, and any one. Rounding to bfloat16 makes 0.003,
 # attention's roundings together up to 0.02 in few rows; a scale that is ten percent off makes 0.1.
-_TYPICAL, _LARGEST = 0.02, 0.08
+_LIMITS = {torch.bfloat16: (0.02, 0.08), torch.float16: (0.003, 0.02), torch.float32: (1e-4, 1e-3)}
 
 
 def make_equal(
@@ -31,7 +31,7 @@ def make_equal(
     """
     seen = observation.seen.get(place.name)
     given = None if seen is None else seen.given
-    if seen is None or given is None or given.dtype is not torch.bfloat16:
+    if seen is None or given is None or given.dtype is not kernels.dtype:
         return None
     if place.name_of_kind == Place.ATTENTION:
         return _equal_attention(original, seen, observation, context, kernels)
@@ -74,4 +74,5 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if distances[lengths == 0].any():
         return False
     parts = distances[lengths > 0] / lengths[lengths > 0]
-    return not len(parts) or bool(parts.median() <= _TYPICAL and parts.max() <= _LARGEST)
+    typical, largest = _LIMITS[expected.dtype]
+    return not len(parts) or bool(parts.median() <= typical and parts.max() <= largest)

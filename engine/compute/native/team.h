@@ -15,7 +15,7 @@
 #include <csignal>
 #endif
 
-#include "numbers.h"
+#include "vector.h"
 
 namespace {
 

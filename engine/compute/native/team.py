@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.records import INDEX, POINTER
 
 

@@ -7,11 +7,11 @@
 extern "C" {
 
 struct Attention {  // of slip_attend; records.py mirrors it
-  const bf16 *query, *keys, *values;  // [tokens, heads, dim], and pages [blocks, kv_heads, block_size, dim]
+  const Element *query, *keys, *values;  // [tokens, heads, dim], and pages [blocks, kv_heads, block_size, dim]
   const int32_t *counts, *lengths;    // [sequences]: tokens in this step, and positions in the pages with these
   const int32_t* tables;              // [sequences, max_blocks]
   const int32_t *trees, *gaps;        // as PagedRows has them; null where all sequences are chains
-  bf16* output;                       // [tokens, heads, dim]
+  Element* output;                       // [tokens, heads, dim]
   Index sequences, max_blocks, heads, kv_heads, dim, block_size, window;  // window 0: all positions
   float scale, softcap;               // softcap 0: none
 };

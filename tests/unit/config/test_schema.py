@@ -19,6 +19,7 @@ CONTRACT = {
         "revision": "",
         "chat-template": "",
         "compile": "auto",
+        "cpu-kernels": "auto",
         "quantization": "none",
     },
     "cache": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from engine.compute.loading.loader import load_model
 from engine.compute.loading.locate import find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
+from engine.compute.native.forms import forms_of
 from engine.errors import StartRefused
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
+from tests.support.native import EVERY_INSTRUCTION
 from tests.support.tiny_gguf import save_tiny_gguf
 from tests.support.tiny_models import FAMILIES, MAX_POSITIONS, RECURRENT_FAMILIES, save_tiny_model
 
-BF16_NATIVE = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+# Instructions of another kind of CPU than this one.
+OTHERS = "v3" if platform.machine() in ("aarch64", "arm64") else "neon"
+BF16_NATIVE = any(form.is_here for form in forms_of()) or torch.cpu._is_amx_tile_supported()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
         ("--max-model-len", "100000"),
         ("--revision", "main"),
         ("--draft-model", "./no/such/dir"),
-        ("--compile", "on"),
+        ("--compile", "on", "--cpu-kernels", OTHERS),
         ("--medusa-heads", "./no/such/dir"),
     ],
 )
@@ -163,7 +168,7 @@ def test_a_recurrent_model_drafts_nothing_and_says_so(tmp_path: Path) -> None:
 
 def test_a_dtype_that_the_cpu_lacks_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        found = diagnose(settings_for(model, "--dtype", "float16", "--device", "cpu"))
+        found = diagnose(settings_for(model, "--dtype", "float16", "--device", "cpu", "--compile", "off"))
     assert found.model is not None and found.model.dtype == "float16"
     assert found.warnings == ["This CPU does not compute float16 natively: --dtype float32 is faster."]
     assert found.device is not None and found.device.why == "asked for by --device cpu"
@@ -177,7 +182,7 @@ def test_a_device_that_is_not_there_is_a_problem(model: Path) -> None:
 
 
 def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
     monkeypatch.setattr(compiler, "_COMPILERS", ("true",))
     model, home = save_tiny_model("llama", tmp_path / "model"), tmp_path / "home"
 
@@ -187,13 +192,14 @@ def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.Monke
         return found.model.compiled
 
     # Heads of 16 are too narrow for attention.
-    modules = "2 gated MLPs, 5 norms, 9 projections"
+    modules = f"{forms_of()[0].name}: 2 gated MLPs, 5 norms, 9 projections"
     assert told() == f"{modules}; the first start compiles them, in a few seconds"
-    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home: home)
+    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home, build: home)
     assert told("--compile", "on") == modules
     assert told("--compile", "off") == "not used: --compile off"
-    assert told("--dtype", "float32") == "not used: they compute in bfloat16, the model in float32"
-    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home: None)
+    assert told("--dtype", "float32") == modules
+    assert told("--cpu-kernels", "v3") == modules.replace(forms_of()[0].name, "v3")
+    monkeypatch.setattr("engine.compute.native.install.find_library", lambda home, build: None)
     monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
     assert told() == "not used: there is no C++ compiler (no-such-compiler)"
     assert not home.exists(), "looking changes nothing"

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.compute.native import compiler
-from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.forms import CpuForm, KernelBuild, NativeUnavailable
 
 EVIL = b"evil"
+
+BUILD = KernelBuild(CpuForm("any", (), ()), torch.bfloat16)
 
 
 @pytest.fixture
@@ -33,7 +36,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         asked.append(made)
         made.write_bytes(b"ours")
 
-    monkeypatch.setattr(compiler, "check_cpu", lambda: None)
     monkeypatch.setattr(compiler, "find_compiler", lambda: "c++")
     monkeypatch.setattr(subprocess, "run", compile)
     return asked
@@ -41,7 +43,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def plant(home: Path, mode: int = 0o644, folder_mode: int = 0o755) -> Path:
     """A library that is whole, as anybody can make one."""
-    file = home / "native" / compiler._file_name()
+    file = home / "native" / compiler.file_name(BUILD)
     file.parent.mkdir()
     file.write_bytes(EVIL + compiler._seal(EVIL))
     file.chmod(mode)
@@ -55,9 +57,9 @@ def become_another(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 
 
 def test_what_we_compiled_is_found_again(home: Path, compiled: list[Path]) -> None:
-    made = compiler.library(home, home / "prefix")
+    made = compiler.library(home, BUILD, home / "prefix")
     assert made.read_bytes().startswith(b"ours")
-    assert compiler.library(home, home / "prefix") == made
+    assert compiler.library(home, BUILD, home / "prefix") == made
     assert len(compiled) == 1
 
 
@@ -66,9 +68,9 @@ def test_what_another_user_planted_is_neither_loaded_nor_written_beside(
 ) -> None:
     plant(home)
     become_another(monkeypatch, home)
-    assert compiler.find_library(home, home / "prefix") is None
+    assert compiler.find_library(home, BUILD, home / "prefix") is None
     with pytest.raises(NativeUnavailable, match="belongs to another user"):
-        compiler.library(home, home / "prefix")
+        compiler.library(home, BUILD, home / "prefix")
     assert compiled == []
 
 
@@ -79,18 +81,18 @@ def test_what_others_could_have_written_is_compiled_again_where_they_cannot(
     home: Path, compiled: list[Path], mode: int, folder_mode: int
 ) -> None:
     file = plant(home, mode, folder_mode)
-    assert compiler.find_library(home, home / "prefix") is None
-    assert compiler.library(home, home / "prefix") == file
+    assert compiler.find_library(home, BUILD, home / "prefix") is None
+    assert compiler.library(home, BUILD, home / "prefix") == file
     assert file.read_bytes().startswith(b"ours")
     assert [stat.S_IMODE(each.stat().st_mode) & 0o022 for each in (file, file.parent)] == [0, 0]
-    assert compiler.find_library(home, home / "prefix") == file
+    assert compiler.find_library(home, BUILD, home / "prefix") == file
 
 
 def test_a_friendly_umask_does_not_have_them_compiled_at_each_start(home: Path, compiled: list[Path]) -> None:
     before = os.umask(0o002)
     try:
-        compiler.library(home, home / "prefix")
-        assert compiler.find_library(home, home / "prefix") is not None
+        compiler.library(home, BUILD, home / "prefix")
+        assert compiler.find_library(home, BUILD, home / "prefix") is not None
     finally:
         os.umask(before)
 
@@ -101,12 +103,12 @@ def test_links_to_elsewhere_are_not_followed(home: Path, compiled: list[Path], l
     planted = file if linked == "file" else file.parent
     planted.rename(home / "elsewhere")
     planted.symlink_to(home / "elsewhere")
-    assert compiler.find_library(home, home / "prefix") is None
+    assert compiler.find_library(home, BUILD, home / "prefix") is None
     if linked == "folder":
         with pytest.raises(NativeUnavailable, match="belongs to another user"):
-            compiler.library(home, home / "prefix")
+            compiler.library(home, BUILD, home / "prefix")
     else:
-        assert compiler.library(home, home / "prefix") == file
+        assert compiler.library(home, BUILD, home / "prefix") == file
         assert not file.is_symlink() and file.read_bytes().startswith(b"ours")
 
 
@@ -115,16 +117,16 @@ def test_a_home_in_which_anybody_can_put_another_folder_in_place_of_ours_is_not_
 ) -> None:
     plant(home)
     home.chmod(0o777)
-    assert compiler.find_library(home, home / "prefix") is None
+    assert compiler.find_library(home, BUILD, home / "prefix") is None
     with pytest.raises(NativeUnavailable, match="open to all"):
-        compiler.library(home, home / "prefix")
+        compiler.library(home, BUILD, home / "prefix")
 
 
 def test_what_an_installation_brings_is_as_good_as_its_code(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundled = compiler.bundled_library(home / "prefix")
+    bundled = compiler.bundled_library(home / "prefix", BUILD)
     bundled.parent.mkdir(parents=True)
     bundled.write_bytes(EVIL + compiler._seal(EVIL))
     become_another(monkeypatch, home)
-    assert compiler.find_library(home, home / "prefix") == bundled
+    assert compiler.find_library(home, BUILD, home / "prefix") == bundled

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.compute.native.compiler import NativeUnavailable
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import HeadNorms, NativeKernels
 from tests.support.native import compiled_kernels
 
@@ -46,8 +46,8 @@ def test_linear(kernels: NativeKernels, n: int, width: int, out: int) -> None:
 
 def test_what_can_be_packed() -> None:
     for out, width, fits in [(32, 2, True), (33, 2, False), (31, 2, False), (32, 3, False), (64, 34, True)]:
-        assert NativeKernels.packs(torch.zeros(out, width, dtype=torch.bfloat16)) is fits
-    assert not NativeKernels.packs(torch.zeros(32, 2))
+        assert NativeKernels.packs(torch.zeros(out, width), torch.float32) is fits
+    assert not NativeKernels.packs(torch.zeros(32, 2), torch.bfloat16)
 
 
 def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:

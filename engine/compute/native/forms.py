@@ -1,0 +1,90 @@
+"""The forms of the kernels: one for each set of vector instructions and each type of a model's numbers."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import EngineError
+
+# By the numbers that numbers.h gives them.
+ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class NativeUnavailable(EngineError):
+    """The kernels cannot be had on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuForm:
+    """Instructions that kernels are compiled for: `needs` are torch's names of what a CPU must have.
+
+    `flags` name them one by one and never this machine's own, so that one library serves every CPU that has
+    them.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this CPU has the instructions."""
+        capabilities = torch.cpu.get_capabilities()
+        return all(capabilities.get(name, False) for name in self.needs)
+
+
+_V3 = ("avx2", "fma3", "f16c", "bmi2")
+_AVX512 = (*_V3, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_AVX512_FLAGS = ("-march=x86-64-v3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+
+# The fastest first.
+FORMS = {
+    "x86_64": (
+        CpuForm("bf16", (*_AVX512, "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512bf16")),
+        CpuForm("avx512", _AVX512, _AVX512_FLAGS),
+        CpuForm("v3", _V3, ("-march=x86-64-v3",)),
+    ),
+    "aarch64": (CpuForm("neon", ("neon",), ("-march=armv8-a",)),),
+}
+_ARCHITECTURES = {"AMD64": "x86_64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """One compiled library: the instructions it is made of, and the numbers it computes with."""
+
+    form: CpuForm
+    dtype: torch.dtype
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the compiler is told."""
+        return (*self.form.flags, f"-DSLIP_ELEMENT={ELEMENTS.index(self.dtype)}")
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{self.form.name}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def forms_of(machine: str | None = None) -> tuple[CpuForm, ...]:
+    """Every form for CPUs of a kind, as Python's `platform` calls it; None for this one."""
+    machine = platform.machine() if machine is None else machine
+    return FORMS.get(_ARCHITECTURES.get(machine, machine), ())
+
+
+def choose_build(dtype: torch.dtype, asked: str = "auto") -> KernelBuild:
+    """The fastest library for this CPU, or that of the form `asked`. Raises NativeUnavailable for none."""
+    if dtype not in ELEMENTS:
+        raise NativeUnavailable(f"they do not compute in {str(dtype).removeprefix('torch.')}")
+    known = forms_of()
+    found = next((form for form in known if asked in ("auto", form.name) and form.is_here), None)
+    if found is not None:
+        return KernelBuild(found, dtype)
+    if asked != "auto":
+        here = ", ".join(form.name for form in known if form.is_here) or "none"
+        raise NativeUnavailable(f"--cpu-kernels {asked}: this CPU has {here}")
+    wanted = " or ".join(form.name for form in known) or "kernels"
+    raise NativeUnavailable(f"the CPU has no instructions for {wanted}")

@@ -1,0 +1,235 @@
+"""Every form of the kernels that this CPU can run, in every dtype: right, and the same bits in any crowd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.compute.attention import CpuAttention, LayerCall, ReferenceAttention
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.native import install
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choose_build, forms_of
+from engine.compute.native.kernels import HeadNorms, NativeKernels
+from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.sampling.sampler import Sampler
+from tests.support.attention_noise import Chunk, Noise, attend, random_tree
+from tests.support.native import EVERY_INSTRUCTION, compiled_draw, compiled_kernels
+from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
+from tests.support.sampling_reference import Row, inputs_of
+from tests.support.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-17}
+# Each form and each dtype once; compiling all takes longer.
+ALWAYS = ("v3 bfloat16", "avx512 float16", "v3 float32", "neon bfloat16", "neon float16", "neon float32")
+
+
+@dataclass(frozen=True)
+class Side:
+    """Kernels, and numbers to try them with."""
+
+    kernels: NativeKernels
+    form: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kernels.dtype
+
+    @property
+    def rounding(self) -> float:
+        return ROUNDING[self.dtype]
+
+    def noise(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+
+    def assert_close(self, found: torch.Tensor, expected: torch.Tensor, slack: float = 2.0) -> None:
+        near = self.rounding * slack
+        torch.testing.assert_close(found.double(), expected.double(), rtol=near, atol=near / 4)
+
+
+def builds() -> list[object]:
+    names = [f"{form.name} {dtype}" for form in forms_of() for dtype in DTYPES]
+    return [
+        pytest.param(name, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        for name in names
+        if name != "bf16 bfloat16"  # has modules of its own
+    ]
+
+
+@pytest.fixture(scope="module", params=builds())
+def side(request: pytest.FixtureRequest) -> Side:
+    form, dtype = request.param.split()
+    kernels = compiled_kernels(DTYPES[dtype], form)
+    kernels.team.resize(2)
+    return Side(kernels, form)
+
+
+@pytest.mark.parametrize(("width", "out"), [(2, 32), (34, 64), (576, 96)])
+def test_products(side: Side, width: int, out: int) -> None:
+    weight, bias = side.noise(out, width), side.noise(out, seed=1)
+    packed = side.kernels.pack(weight, bias)
+    x = side.noise(200, width, seed=2) / width**0.5
+    whole = side.kernels.linear(x, packed)
+    side.assert_close(whole, x.double() @ weight.double().T + bias.double())
+    for threads in (1, 3, 2):
+        side.kernels.team.resize(threads)
+        for n in (1, 5, 6, 7, 8, 9, 95, 97):
+            assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
+
+
+def test_products_with_integers(side: Side) -> None:
+    weight, x = side.noise(96, 130), side.noise(200, 130, seed=2) / 12
+    packed = side.kernels.quantize(side.kernels.pack(weight))
+    assert packed.scales is not None
+    inverse = torch.tensor(127.0) / weight.float().abs().amax(dim=1, keepdim=True)
+    exact = (weight.float() * inverse).round().double() * packed.scales.double()[:, None]
+    whole = side.kernels.linear(x, packed)
+    side.assert_close(whole, x.double() @ exact.T, slack=4)
+    for n in (1, 8, 9):
+        assert torch.equal(side.kernels.linear(x[:n].contiguous(), packed), whole[:n])
+
+
+def test_rows(side: Side) -> None:
+    x, weight = 3 * side.noise(41, 96), side.noise(96, seed=1)
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    side.assert_close(side.kernels.rms_norm(x, weight, 1e-5), normed * weight.double(), slack=6)
+    gate, up = (4 * side.noise(41, 192, seed=2)).chunk(2, dim=-1)
+    gate[0, :4] = torch.tensor([0.0, -0.0, 300.0, -300.0])
+    found = side.kernels.silu_mul(torch.cat((gate, up), dim=-1))
+    side.assert_close(found, torch.nn.functional.silu(gate.double()) * up.double(), slack=8)
+    assert side.kernels.silu_mul(torch.full((1, 64), torch.nan).to(side.dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dim", [32, 96])
+def test_rotation(side: Side, dim: int) -> None:
+    heads, kv_heads, n = 4, 2, 5
+    qkv = side.noise(n, (heads + 2 * kv_heads) * dim)
+    angles = 3 * torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(4)).repeat(1, 2)
+    cos, sin = angles.cos().to(side.dtype), angles.sin().to(side.dtype)
+    norms = HeadNorms(side.noise(dim, seed=1), side.noise(dim, seed=2), 1e-6)
+    pages = tuple(torch.zeros(4, kv_heads, 3, dim, dtype=side.dtype) for _ in range(2))
+    slots = torch.tensor([11, 0, 4, 7, 8])
+    found = side.kernels.rotate_and_write(qkv, (cos, sin), norms, (pages[0], pages[1]), slots)
+    rows = qkv.view(n, -1, dim).double()
+    turned, weights = rows[:, : heads + kv_heads], (norms.query, norms.key)
+    scales = torch.stack([weights[head >= heads].double() for head in range(heads + kv_heads)])
+    expected = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + 1e-6) * scales
+    left, right = expected.chunk(2, dim=-1)
+    expected = expected * cos.double()[:, None] + torch.cat((-right, left), -1) * sin.double()[:, None]
+    size = expected.norm(dim=-1, keepdim=True)
+    by_slot = [page.transpose(1, 2).flatten(0, 1)[slots] for page in pages]  # [n, kv_heads, dim]
+    side.assert_close(found / size[:, :heads], expected[:, :heads] / size[:, :heads], slack=4)
+    side.assert_close(by_slot[0] / size[:, heads:], expected[:, heads:] / size[:, heads:], slack=4)
+    assert torch.equal(by_slot[1], qkv.view(n, -1, dim)[:, heads + kv_heads :])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_attention(side: Side, dim: int, softcap: float | None, window: int | None) -> None:
+    rng = np.random.default_rng(0)
+    chunks = [Chunk(c) for c in (0, 15, 63, 64, 65, 511, 1025)] + [Chunk(5, 70), Chunk(500, 40)]
+    chunks += [random_tree(rng, 62, 40, 0.6), random_tree(rng, 600, 30, 0.9)]
+    options: dict[str, Any] = {"heads_of_each": 3, "block_size": 7, "softcap": softcap, "dtype": side.dtype}
+    noise = Noise(chunks, LayerKv(2, dim, dim, window), **options)
+    ours = attend(noise, CpuAttention(side.kernels), CPU, side.dtype, poisoned=True)
+    expected = attend(noise, ReferenceAttention(), CPU, torch.float32)
+    near = max(2 * side.rounding, 1e-4 if side.dtype is torch.float16 else 0)  # the exponential's own
+    torch.testing.assert_close(ours.float(), expected, rtol=near, atol=near)
+
+
+def test_attention_is_the_same_bits_in_any_company(side: Side) -> None:
+    kv = KvTensors((LayerKv(3, 64, 64),), 70, 16, side.dtype, CPU)
+    for seed, tensor in enumerate(kv.tensors):
+        tensor.copy_(side.noise(*tensor.shape, seed=seed))
+    query, other = side.noise(1100, 9, 64, seed=7), side.noise(1, 9, 64, seed=8)
+
+    def attended(first: int, stop: int, beside: bool = False) -> torch.Tensor:
+        parts = [Part([7] * stop, first, stop, range(69))] + [Part([7] * 9, 8, 9, [69])] * beside
+        step = CpuAttention(side.kernels).plan(pack_step(parts, 16), kv)
+        rows = torch.cat([query[first:stop], other]) if beside else query[first:stop]
+        return step.attend(rows, LayerCall(0, 0.2))[: stop - first]
+
+    side.kernels.team.resize(1)
+    whole = attended(0, 1100)
+    for threads in (2, 3):
+        side.kernels.team.resize(threads)
+        for first, stop in pairwise([0, 1, 64, 100, 511, 530, 1024, 1100]):
+            assert torch.equal(attended(first, stop, beside=threads == 2), whole[first:stop])
+        assert torch.equal(attended(1099, 1100), whole[1099:])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_window", "qwen3"])
+def test_a_model(side: Side, family: str) -> None:
+    """As its modules in the same dtype, up to rounding; all layers in one call have the bits of each."""
+
+    def logits(apart: bool, on_kernels: bool = True) -> torch.Tensor:
+        loaded = as_loaded(tiny_model(family, dtype=side.dtype, head_dim=32))
+        if on_kernels:
+            loaded = install.install(loaded, side.kernels)
+        if not apart:
+            install.join_layers(loaded, side.kernels)
+            assert isinstance(loaded.model.base_model, NativeDecoder)
+        rng = np.random.default_rng(0)
+        lengths = [33, 5, 20]
+        steps = random_schedule(rng, lengths, max_chunk=9)
+        found = run_schedule(
+            PackedForward(loaded), [random_tokens(rng, length) for length in lengths], steps, 4, rng
+        )
+        return torch.cat(found)
+
+    together = logits(apart=False)
+    assert torch.equal(together, logits(apart=True))
+    plain = logits(apart=True, on_kernels=False)
+    near = 0.06 if side.dtype is torch.bfloat16 else 0.01 if side.dtype is torch.float16 else 1e-4
+    assert (together - plain).norm() <= near * plain.norm()
+
+
+@pytest.mark.parametrize("form", [form.name for form in forms_of()])
+def test_draws_are_those_of_tensor_operations(form: str) -> None:
+    rng = np.random.default_rng(0)
+    draw = compiled_draw(form)
+    rows = [
+        Row(
+            temperature=float(rng.choice((0.0, 0.3, 1.0, 2.0))),
+            top_k=int(rng.choice((0, 1, 40, 1000))),
+            top_p=float(rng.choice((1.0, 0.9, 0.5))),
+            min_p=float(rng.choice((0.0, 0.05))),
+            seed=int(rng.integers(2**62)),
+        )
+        for _ in range(32)
+    ]
+    for vocab in (1, 17, 65, 3000):
+        logits = torch.randn(32, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+        for given in (logits, logits.bfloat16(), logits.half()):
+            found = Sampler(vocab, CPU, draw).sample(given, inputs_of(rows))
+            assert found == Sampler(vocab, CPU).sample(given, inputs_of(rows))
+
+
+def test_the_fastest_form_that_the_cpu_has_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    has = {name for form in FORMS["x86_64"] for name in form.needs}
+
+    def without(*names: str) -> dict[str, bool]:
+        return {name: name not in names for name in has}
+
+    for missing, expected in (((), "bf16"), (("avx512_bf16",), "avx512"), (("avx512_vl",), "v3")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda missing=missing: without(*missing))
+        assert choose_build(torch.float32).form.name == expected
+        assert choose_build(torch.float16, "v3").form.name == "v3"
+    with pytest.raises(NativeUnavailable, match=r"--cpu-kernels bf16: this CPU has v3$"):
+        choose_build(torch.bfloat16, "bf16")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(NativeUnavailable, match="no instructions for kernels"):
+        choose_build(torch.bfloat16)
+    assert all(isinstance(form, CpuForm) for form in forms_of("arm64")) and EVERY_INSTRUCTION
