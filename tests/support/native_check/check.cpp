@@ -1,0 +1,195 @@
+// The kernels against plain loops in double, in one program: for CPUs that this machine is not, run by an emulator.
+//
+// Every kernel is given numbers that its type holds exactly; its answer must be as near as its rounding, and a row the
+// same bits alone, in a crowd, and on any number of threads. Prints what is wrong; exit code 0 if nothing is.
+
+#include "../../../engine/compute/native/kernels.cpp"
+
+#include <cstdio>
+#include <random>
+
+namespace {
+
+constexpr double ROUNDING = SLIP_ELEMENT == SLIP_BFLOAT16 ? 1. / 256 : SLIP_ELEMENT == SLIP_FLOAT16 ? 1. / 2048 : 1e-5;
+
+int failures = 0;
+
+void check(bool is_right, const char* what, Index a = 0, Index b = 0) {
+  if (is_right) return;
+  failures++;
+  std::printf("wrong: %s (%ld, %ld)\n", what, (long)a, (long)b);
+}
+
+std::mt19937 generator(7);
+
+std::vector<Element> noise(Index count, float size = 1.f) {
+  std::normal_distribution<float> normal(0, size);
+  std::vector<Element> numbers(count);
+  for (auto& number : numbers) number = nearest(normal(generator));
+  return numbers;
+}
+
+bool is_near(double found, double expected, double size, double slack = 4) {
+  return std::abs(found - expected) <= slack * ROUNDING * (std::abs(expected) + size);
+}
+
+bool is_same(const Element* a, const Element* b, Index count) { return memcmp(a, b, count * sizeof(Element)) == 0; }
+
+void check_products(Index k, Index out) {
+  const auto weight = noise(out * k), bias = noise(out), x = noise(97 * k, 1.f / std::sqrt((float)k));
+  std::vector<Element> packed(out * k), whole(97 * out), few(97 * out);
+  Team one(1), three(3);
+  slip_pack(&three, weight.data(), packed.data(), out, k);
+  std::vector<int8_t> integers(out * k);
+  std::vector<float> scales(out);
+  slip_quantize(&three, packed.data(), integers.data(), scales.data(), out, k);
+  const Product plain{ELEMENTS, packed.data(), nullptr, bias.data(), out, k};
+  const Product quantized{INT8, integers.data(), scales.data(), nullptr, out, k};
+  for (const Product* product : {&plain, &quantized}) {
+    slip_linear(&one, product, x.data(), whole.data(), 97);
+    for (Index i = 0; i < 97; i++)
+      for (Index o = 0; o < out; o++) {
+        double expected = product->bias ? value(bias[o]) : 0.;
+        for (Index j = 0; j < k; j++) {
+          const float w = value(weight[o * k + j]);
+          const double exact = product->kind == INT8 ? std::nearbyint(w * (1 / scales[o])) * (double)scales[o] : w;
+          expected += value(x[i * k + j]) * exact;
+        }
+        const double slack = product->kind == INT8 ? 16 : 4;  // the reference may round a weight otherwise
+        check(is_near(value(whole[i * out + o]), expected, product->kind == INT8 ? 4 : 1, slack), "product", i, o);
+      }
+    for (Index n : {1, 5, 6, 7, 8, 9, 95}) {
+      slip_linear(n % 2 ? &three : &one, product, x.data() + 2 * k, few.data(), n);
+      check(is_same(few.data(), whole.data() + 2 * out, n * out), "product in other company", n);
+    }
+  }
+}
+
+void check_rows() {
+  const Index n = 37, width = 96;
+  const auto x = noise(n * 2 * width, 3.f), weight = noise(width);
+  std::vector<Element> y(n * width);
+  Team team(3);
+  const Norm norm{weight.data(), 1e-5f};
+  slip_rms_norm(&team, x.data(), &norm, y.data(), n, width);
+  for (Index i = 0; i < n; i++) {
+    double squares = 0;
+    for (Index j = 0; j < width; j++) squares += (double)value(x[i * width + j]) * value(x[i * width + j]);
+    for (Index j = 0; j < width; j++)
+      check(is_near(value(y[i * width + j]),
+                    value(x[i * width + j]) / std::sqrt(squares / width + 1e-5) * value(weight[j]), 0.1), "norm", i, j);
+  }
+  slip_silu_mul(&team, x.data(), y.data(), n, width);
+  for (Index i = 0; i < n; i++)
+    for (Index j = 0; j < width; j++) {
+      const double gate = value(x[i * 2 * width + j]), up = value(x[(i * 2 + 1) * width + j]);
+      check(is_near(value(y[i * width + j]), gate / (1 + std::exp(-gate)) * up, 0.1), "gate", i, j);
+    }
+}
+
+// Two sequences in pages: `count` tokens at the end of `length` positions each.
+void check_attention(Index dim, Index length, Index count, Index window, float softcap) {
+  const Index kv_heads = 2, heads = 6, block_size = 7, sequences = 2, blocks = (length + block_size - 1) / block_size;
+  const auto query = noise(sequences * count * heads * dim);
+  const auto keys = noise(sequences * blocks * kv_heads * block_size * dim);
+  const auto values = noise(sequences * blocks * kv_heads * block_size * dim);
+  std::vector<int32_t> counts(sequences, count), lengths(sequences, length), tables(sequences * blocks);
+  for (Index i = 0; i < sequences * blocks; i++) tables[i] = (int32_t)(sequences * blocks - 1 - i);
+  std::vector<Element> output(query.size()), alone(query.size());
+  Attention a{query.data(), keys.data(), values.data(), counts.data(), lengths.data(), tables.data(), nullptr, nullptr,
+              output.data(), sequences, blocks, heads, kv_heads, dim, block_size, window, 0.3f, softcap};
+  Team one(1), three(3);
+  slip_attend(&three, &a);
+  a.output = alone.data();
+  slip_attend(&one, &a);
+  check(is_same(output.data(), alone.data(), output.size()), "attention on other threads", dim, length);
+  for (Index row = 0; row < sequences * count * heads; row++) {
+    const Index head = row % heads, token = row / heads % count, sequence = row / heads / count;
+    const Index last = length - count + token, first = window ? std::max<Index>(0, last + 1 - window) : 0;
+    std::vector<double> weights(last + 1), sums(dim);
+    double total = 0;
+    const auto at = [&](Index p) {
+      const Index block = tables[sequence * blocks + p / block_size];
+      return ((block * kv_heads + head / (heads / kv_heads)) * block_size + p % block_size) * dim;
+    };
+    for (Index p = first; p <= last; p++) {
+      double score = 0;
+      for (Index d = 0; d < dim; d++) score += (double)value(query[row * dim + d]) * value(keys[at(p) + d]);
+      score *= 0.3;
+      if (softcap > 0) score = softcap * std::tanh(score / softcap);
+      total += weights[p] = std::exp(score);
+    }
+    for (Index d = 0; d < dim; d++) {
+      double expected = 0;
+      for (Index p = first; p <= last; p++) expected += weights[p] / total * value(values[at(p) + d]);
+      check(is_near(value(output[row * dim + d]), expected, 1), "attention", row, d);
+    }
+  }
+}
+
+void check_rotation() {
+  const Index n = 5, heads = 3, kv_heads = 1, dim = 32, block_size = 4;
+  const auto qkv = noise(n * (heads + 2 * kv_heads) * dim), cos = noise(n * dim), sin = noise(n * dim);
+  std::vector<Element> query(n * heads * dim), keys(2 * block_size * dim), values(keys.size());
+  const Index slots[n] = {7, 0, 3, 4, 6};
+  const Rotation r{qkv.data(), cos.data(), sin.data(), {nullptr, 0}, {nullptr, 0}, query.data(), keys.data(),
+                   values.data(), slots, n, heads, kv_heads, dim, block_size};
+  Team team(2);
+  slip_rotate_and_write(&team, &r);
+  for (Index i = 0; i < n; i++)
+    for (Index head = 0; head < heads + kv_heads; head++)
+      for (Index d = 0; d < dim; d++) {
+        const Element* from = qkv.data() + (i * (heads + 2 * kv_heads) + head) * dim;
+        const double other = d < dim / 2 ? -value(from[d + dim / 2]) : value(from[d - dim / 2]);
+        const double expected = (double)value(from[d]) * value(cos[i * dim + d]) + other * value(sin[i * dim + d]);
+        const Element found = head < heads ? query[(i * heads + head) * dim + d] : keys[slots[i] * dim + d];
+        check(is_near(value(found), expected, 1), "rotation", head, d);
+      }
+}
+
+void check_draws() {
+  const Index n = 24, vocab = 3000;
+  std::vector<float> logits(n * vocab), temperature(n, 1.f);
+  std::normal_distribution<float> normal(0, 3);
+  for (auto& logit : logits) logit = normal(generator);
+  std::vector<Index> rows(n), found(n), best(n);
+  std::vector<int32_t> top_k(n, 0), keys(2 * n);
+  std::vector<double> top_p(n, 1.), log_min_p(n, -INFINITY);
+  for (Index i = 0; i < n; i++) rows[i] = i, keys[2 * i] = (int32_t)generator(), keys[2 * i + 1] = (int32_t)generator();
+  for (Index i = 0; i < n / 2; i++) top_k[i] = 1 + (int32_t)i;
+  const Draw d{logits.data(), rows.data(), temperature.data(), top_k.data(), top_p.data(), log_min_p.data(), keys.data(),
+               found.data(), n, vocab, 0};
+  Team team(3);
+  slip_draw(&team, &d);
+  slip_best(&team, logits.data(), 0, n, vocab, best.data());
+  for (Index i = 0; i < n; i++) {
+    const float* row = logits.data() + i * vocab;
+    std::vector<Index> order(vocab);
+    for (Index j = 0; j < vocab; j++) order[j] = j;
+    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return row[a] > row[b]; });
+    check(best[i] == order[0], "best", i);
+    order.resize(top_k[i] ? top_k[i] : vocab);
+    const auto score = [&](Index token) { return (double)(row[token] - row[best[i]]) + gumbel((int32_t)token, &keys[2 * i]); };
+    const Index expected = *std::max_element(order.begin(), order.end(), [&](Index a, Index b) { return score(a) < score(b); });
+    check(found[i] == expected, "draw", found[i], expected);
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_products(2, 32);
+  check_products(34, 64);
+  check_products(130, 96);
+  check_rows();
+  check_rotation();
+  for (Index dim : {32, 96}) {
+    check_attention(dim, 1, 1, 0, 0);
+    check_attention(dim, 70, 3, 0, 0);
+    check_attention(dim, 70, 70, 20, 0);
+    check_attention(dim, 1100, 2, 0, 4.f);
+  }
+  check_draws();
+  std::printf(failures ? "%d answers are wrong\n" : "all answers are right\n", failures);
+  return failures != 0;
+}
