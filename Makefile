@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image dashboards chart test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
+	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
@@ -90,6 +91,10 @@ test-helm: $(STAMP)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
+
+wheel: $(STAMP)
+	@$(PIP) --constraint deploy/constraints.txt wheel
+	@$(BIN)/python -m deploy.wheel.build dist
 
 chart: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk

@@ -9,16 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.compute.native.compiler import bundled_library, compile_into
-from engine.compute.native.forms import ELEMENTS, KernelBuild, forms_of
+from engine.compute.native.compiler import compile_all
 
 
 def main(prefix: Path) -> None:
     """All forms for CPUs of this machine's kind. Raises NativeUnavailable when compiling fails."""
-    for form in forms_of():
-        for dtype in ELEMENTS:
-            build = KernelBuild(form, dtype)
-            compile_into(bundled_library(prefix, build), build)
+    compile_all(prefix)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine.compute.native.forms import KernelBuild, NativeUnavailable
+from engine.compute.native.forms import ELEMENTS, KernelBuild, NativeUnavailable, forms_of
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 BUNDLED = Path("share", "slipstream", "native")  # below a prefix: what an image without a compiler brings
 _COMPILERS = ("c++", "g++", "clang++")
 # Products are fused with sums only where the source says so: a row's bits must not depend on its tile.
-_FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
+_PLAIN_FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
+# A library for other machines must not ask for this one's C++ library.
+_ALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
+_FLAGS = (*_PLAIN_FLAGS, *(_ALONE if sys.platform == "linux" else ()))
 _TIME_LIMIT_S = 120
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -51,6 +54,18 @@ def find_library(home: Path, build: KernelBuild, prefix: Path | None = None) -> 
 def bundled_library(prefix: Path, build: KernelBuild) -> Path:
     """Where an installation under `prefix` has the kernels of this source, if at all."""
     return prefix / BUNDLED / file_name(build)
+
+
+def compile_all(prefix: Path) -> list[Path]:
+    """Every form and dtype for CPUs of this kind, where an installation below `prefix` finds it.
+
+    This CPU need not have the instructions. Raises NativeUnavailable when compiling fails.
+    """
+    made = []
+    for build in (KernelBuild(form, dtype) for form in forms_of() for dtype in ELEMENTS):
+        made.append(bundled_library(prefix, build))
+        compile_into(made[-1], build)
+    return made
 
 
 def find_compiler() -> str:

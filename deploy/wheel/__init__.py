@@ -1,0 +1,1 @@
+"""Wheels with the kernels in them, for machines without a compiler."""
