@@ -23,6 +23,7 @@ from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
 from engine.loop.thread_stacks import thread_stacks
+from engine.plan.admission import check_token_ids
 from engine.plan.kv.prefix_cache import owned_salt
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
@@ -159,6 +160,7 @@ __all__ = [
     "TrainingProgress",
     "UnsupportedModel",
     "build_engine",
+    "check_token_ids",
     "diagnose",
     "frames_of",
     "freeze_heap",

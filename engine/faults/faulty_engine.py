@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from config import PlannedFault
@@ -15,7 +16,6 @@ from engine.faults.faulty_text import FaultyDetokenizer, FaultyTokenizer
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineLimits, EngineParts, Executors
 from engine.loop.stream import RequestStream
-from engine.plan.admission import Permit
 from engine.plan.request import GenerationRequest
 from engine.startup.part_factories import PartFactories
 
@@ -33,20 +33,21 @@ class FaultyEngine(Engine):
         plan = self._plan = FaultCounter(faults)
         super().__init__(lambda: load(faulty_factories(plan)), limits, executors=executors)
 
-    def admit(self, num_requests: int) -> Permit:
+    def admit(self, num_requests: int) -> ExitStack:
         """See Engine. What the calling task has tokenized from here on is for the request that is to come."""
         num_before = self._plan.num_arrivals + self._admission.num_preparing
         permit = super().admit(num_requests)
         PREPARING.set(num_before + 1)
         return permit
 
-    def submit(self, request: GenerationRequest) -> RequestStream:
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestStream]:
         """See Engine. Accepted requests are numbered."""
-        group = request.group or request.request_id
+        group = requests[0].group or requests[0].request_id
         PREPARING.set(self._plan.number_for(group))
-        stream = super().submit(request)
-        self._plan.arrive(request.request_id, group)
-        return stream
+        streams = super().submit_all(requests)
+        for stream in streams:
+            self._plan.arrive(stream.request_id, group)
+        return streams
 
 
 def faulty_factories(plan: FaultCounter) -> PartFactories:

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 from engine.errors import (
     ContextLengthExceeded,
@@ -27,7 +29,7 @@ from engine.loop.text_thread import TextThread
 from engine.loop.thread_stacks import thread_stacks
 from engine.loop.time_limits import TimeLimits, prepared_by, too_late
 from engine.loop.watchdog import Watchdog
-from engine.plan.admission import Admission, Permit, check_choice_of_tokens, check_prompt
+from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt, check_token_ids
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request
 from engine.plan.step_records import RequestExplanation
@@ -70,7 +72,7 @@ class Engine:
         self._counts = RequestCounts(self.metrics)
         self._requests = OpenRequests(self.metrics, self._counts, clock, self._time_limits)
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
-        self._num_arrivals = 0
+        self._arrivals = count(1)
         self._parts: EngineParts | None = None
         self._grammars: GrammarCompiler | None = None
         self._loop: EngineLoop | None = None
@@ -259,10 +261,19 @@ class Engine:
         return self._loaded.reply_format
 
     async def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        param: str = "prompt",
+        tenant: str | None = None,
     ) -> str:
-        """Text of a whole token list, off the loop, in `tenant`'s turn."""
+        """Text of a whole token list, the request's field `param`, off the loop, in `tenant`'s turn.
+
+        Raises InvalidRequest for an id outside the vocabulary.
+        """
         tokenizer = self._loaded.tokenizer
+        check_token_ids(param, token_ids, self.info.vocab_size)
         return await self._text.run(
             lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
             "detokenizer",
@@ -311,30 +322,24 @@ class Engine:
 
     # Requests.
 
-    def admit(self, num_requests: int) -> Permit:
-        """Take queue places before tokenizing; use as a context manager around it and `submit`.
+    def admit(self, num_requests: int) -> ExitStack:
+        """Take queue places before tokenizing; use as a context manager around it and `submit_all`.
 
         Raises Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
         """
-        try:
+        with self._counts.refusals():
             self._check_open()
             return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
-        except Overloaded as refusal:
-            self._counts.reject(refusal.code)
-            raise
 
-    def admit_text(self) -> Permit:
+    def admit_text(self) -> ExitStack:
         """A place for one request that wants text or token ids and no generation; use as `admit`'s.
 
         There are a quarter as many as places in the queue, which these take nothing of. Raises what `admit`
         does.
         """
-        try:
+        with self._counts.refusals():
             self._check_open()
             return self._text_admission.admit(1, 0)
-        except Overloaded as refusal:
-            self._counts.reject(refusal.code)
-            raise
 
     def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
         """Use around the work on a request's text, before `submit`: it is cancelled at the deadline.
@@ -344,35 +349,41 @@ class Engine:
         return prepared_by(deadline, arrival_time, self._clock, self._counts.miss_deadline)
 
     def submit(self, request: GenerationRequest) -> RequestStream:
-        """Queue one request; its stream ends exactly once. Call inside the permit of `admit`.
+        """Queue one request; see `submit_all`."""
+        return self.submit_all([request])[0]
 
-        Raises InvalidRequest (ContextLengthExceeded), Overloaded, DeadlineExceeded or EngineDead; nothing is
-        kept then.
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestStream]:
+        """Queue the choices of one reply; each stream ends exactly once. Call inside the permit of `admit`.
+
+        All are checked before any is opened: what raises InvalidRequest (ContextLengthExceeded), Overloaded,
+        DeadlineExceeded or EngineDead has started nothing.
         """
-        check_prompt(request, self.info.max_model_len, self.info.vocab_size)
-        check_choice_of_tokens(request.sampling, self._loaded.eos_token_ids)
-        batcher = self._loaded.batcher
-        try:
+        parts = self._loaded
+        for request in requests:
+            check_prompt(request, parts.info.max_model_len, parts.info.vocab_size)
+            check_choice_of_tokens(request.sampling, parts.eos_token_ids)
+        now, batcher = self._clock(), parts.batcher
+        records = [make_record(request, parts, next(self._arrivals), now) for request in requests]
+        idle = {request.request_id for request in requests if computes_nothing(request)}
+        queued = [record for record in records if record.request_id not in idle]
+        with self._counts.refusals():
             self._check_open()
-            self._admission.check_tokens(
-                len(request.prompt_token_ids), batcher.num_waiting_tokens, batcher.num_waiting
-            )
-        except Overloaded as refusal:
-            self._counts.reject(refusal.code)
-            raise
-        self._num_arrivals += 1
-        record = make_record(request, self._loaded, self._num_arrivals, self._clock())
-        stream = self._make_stream(request)
-        if computes_nothing(request):
+            num_waiting_tokens = batcher.num_waiting_tokens
+            for record in queued:
+                self._admission.check_tokens(record.num_tokens, num_waiting_tokens, batcher.num_waiting)
+                num_waiting_tokens += record.num_tokens
+        for place, record in enumerate(queued):
+            self._check_deadline(record, queued[:place])
+        streams = [self._make_stream(request) for request in requests]
+        for request, record, stream in zip(requests, records, streams, strict=True):
+            if record.request_id not in idle:
+                batcher.add(record)
             self._requests.open(record, stream, request.group)
-            self._end(request.request_id, Ending(FinishReason.LENGTH))
-            return stream
-        self._check_deadline(record)
-        batcher.add(record)
-        self._requests.open(record, stream, request.group)
+            if record.request_id in idle:
+                self._end(record.request_id, Ending(FinishReason.LENGTH))
         if self._loop is not None:
             self._loop.wake()
-        return stream
+        return streams
 
     def cancel(self, request_id: str, abort: str = "cancel") -> bool:
         """End an open request with ABORT within a step; False when there is no such request any more."""
@@ -384,9 +395,9 @@ class Engine:
     def _retry_after_s(self, num_requests: int) -> int:
         return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
 
-    def _check_deadline(self, record: Request) -> None:
-        """Refuse, and count, what could not be finished in time even if all goes well."""
-        refusal = too_late(record, self._clock(), self._loaded.batcher.can_meet)
+    def _check_deadline(self, record: Request, before: Sequence[Request]) -> None:
+        """Refuse, and count, what cannot end in time behind the choices `before` it even if all goes well."""
+        refusal = too_late(record, self._clock(), partial(self._loaded.batcher.can_meet, before=before))
         if refusal is not None:
             self._counts.miss_deadline()
             raise refusal

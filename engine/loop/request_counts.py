@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from engine.errors import EngineError, Overloaded
@@ -67,11 +69,16 @@ class RequestCounts:
         if gravest.rejection is not None:
             metrics.requests_rejected[gravest.rejection] += 1
 
-    def reject(self, code: str) -> None:
-        """A request was refused with Overloaded of this code; it was never started."""
-        self._metrics.requests_rejected[code] += 1
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Count an Overloaded that is raised inside: what it refuses was never started."""
+        try:
+            yield
+        except Overloaded as refusal:
+            self._metrics.requests_rejected[refusal.code] += 1
+            raise
 
     def miss_deadline(self) -> None:
         """A request was refused because its deadline has passed or cannot be met; it was never started."""
         self._metrics.deadlines_missed += 1
-        self.reject("deadline_exceeded")
+        self._metrics.requests_rejected["deadline_exceeded"] += 1

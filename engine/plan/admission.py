@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from engine.plan.request import GenerationRequest, SamplingParams
-
-
-class Permit:
-    """Places taken in the queue while a request is being prepared; a context manager, released on leaving."""
-
-    __slots__ = ("_admission", "_num_requests")
-
-    def __init__(self, admission: Admission, num_requests: int) -> None:
-        self._admission = admission
-        self._num_requests = num_requests
-
-    def release(self) -> None:
-        """Give the places back; what was submitted is counted as waiting by then. Safe to call twice."""
-        self._admission.num_preparing -= self._num_requests
-        self._num_requests = 0
-
-    def __enter__(self) -> Permit:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class Admission:
@@ -47,8 +24,11 @@ class Admission:
         self.num_preparing = 0
         self._retry_after_s = retry_after_s
 
-    def admit(self, num_requests: int, num_waiting: int) -> Permit:
-        """Take places for `num_requests`, or raise Overloaded naming the limit."""
+    def admit(self, num_requests: int, num_waiting: int) -> ExitStack:
+        """Take places for `num_requests` until the stack is closed, or raise Overloaded naming the limit.
+
+        What was submitted counts as waiting by then.
+        """
         queued = num_waiting + self.num_preparing
         if queued + num_requests > self.max_queued_requests:
             raise Overloaded(
@@ -57,7 +37,12 @@ class Admission:
                 retry_after_s=self._retry_after_s(queued),
             )
         self.num_preparing += num_requests
-        return Permit(self, num_requests)
+        permit = ExitStack()
+        permit.callback(self._give_back, num_requests)
+        return permit
+
+    def _give_back(self, num_requests: int) -> None:
+        self.num_preparing -= num_requests
 
     def check_tokens(self, num_tokens: int, num_waiting_tokens: int, num_waiting: int) -> None:
         """Raise Overloaded when a prompt of `num_tokens` overfills the queue; an empty queue takes any."""
@@ -82,10 +67,16 @@ def check_prompt(request: GenerationRequest, max_model_len: int, vocab_size: int
             max_tokens=max_tokens,
             param="prompt" if len(prompt) >= max_model_len else "max_tokens",
         )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
+    check_token_ids("prompt", prompt, vocab_size)
+
+
+def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequest when an id in the request's field `param` is outside the vocabulary."""
+    least, most = min(token_ids, default=0), max(token_ids, default=0)
+    if least < 0 or most >= vocab_size:
+        worst = least if least < 0 else most
         raise InvalidRequest(
-            f"The prompt holds a token id outside the vocabulary, which goes from 0 to {vocab_size - 1}.",
-            param="prompt",
+            f"'{param}' holds the token id {worst}; ids go from 0 to {vocab_size - 1}.", param=param
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 
 from config import ServerSettings
-from engine import EngineInfo, Priority, SamplingParams
+from engine import EngineInfo, Priority, SamplingParams, check_token_ids
 from server.api.openai.protocol import CompletionRequest, GenerationBody
-from server.http.errors import ApiError, invalid
+from server.http.errors import invalid
 
 # Below this a temperature is greedy: logits divided by it would overflow float32.
 GREEDY_TEMPERATURE = 1e-5
@@ -65,7 +65,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
     stop_ids, allowed = body.stop_token_ids or (), body.allowed_token_ids
     bias = body.logit_bias or ()
     check_token_ids("stop_token_ids", stop_ids, info.vocab_size)
-    check_token_ids("logit_bias", (token_id for token_id, _ in bias), info.vocab_size)
+    check_token_ids("logit_bias", [token_id for token_id, _ in bias], info.vocab_size)
     if allowed is not None:
         check_token_ids("allowed_token_ids", allowed, info.vocab_size)
         if not allowed:
@@ -95,18 +95,6 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
 
 def _default(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise ApiError when an id of field `name` is outside the vocabulary."""
-    worst = max(token_ids, default=0)
-    if worst >= vocab_size:
-        raise out_of_vocabulary(name, worst, vocab_size)
-
-
-def out_of_vocabulary(name: str, token_id: int, vocab_size: int) -> ApiError:
-    """The 400 for a token id the model does not have."""
-    return invalid(f"'{name}' holds the token id {token_id}; ids go from 0 to {vocab_size - 1}.", name)
 
 
 def base_seed(body: GenerationBody) -> int:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from engine import (
     CompiledGrammar,
-    ContextLengthExceeded,
     Engine,
     EngineInfo,
     GenerationRequest,
@@ -96,10 +95,12 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
                     grammar = await engine.compile_grammar(structure, tenant=tenant)
             inputs = PreparedInputs(prompts, speculation, bad_words, grammar)
             requests = _make_requests(submission, inputs, context)
-            size = reply_size(body, _reply_parts(inputs.prompts, requests, body.num_choices))
+            size = reply_size(body, _reply_parts(requests, body.num_choices, engine.info.max_model_len))
             check_reply_size(size)
             lease.hold(lease.num_bytes + size.held_bytes)
-            choices = _submit(engine, requests, submission.rules)
+            rules = submission.rules
+            readers = [rules and rules.reader(engine, prompt.token_ids) for prompt, _ in requests]
+            streams = engine.submit_all([request for _, request in requests])
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
             raise
@@ -115,6 +116,12 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
             for request_id in request_ids:
                 engine.cancel(request_id, abort="timeout")
 
+    choices = [
+        Choice(index, prompt, stream, request.sampling.prompt_logprobs is not None, reader)
+        for index, ((prompt, request), stream, reader) in enumerate(
+            zip(requests, streams, readers, strict=True)
+        )
+    ]
     generation = Generation(choices, on_close)
     exchange.accepted = Accepted(submission.reply_id, body, generation, exchange.age_s)
     return generation
@@ -154,15 +161,15 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo) 
 def _make_requests(
     submission: Submission, inputs: PreparedInputs, context: ServerContext
 ) -> list[tuple[Prompt, GenerationRequest]]:
-    """One engine request a choice, in the order of the choices. Raises ApiError or ContextLengthExceeded."""
+    """One engine request a choice, in the order of the choices. Raises ApiError or InvalidRequest."""
     body, info, rules = submission.body, context.engine.info, submission.rules
     deadline = _deadline(submission, context.settings.server.request_timeout)
     requests: list[tuple[Prompt, GenerationRequest]] = []
     shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
     for prompt in inputs.prompts:
-        if not prompt.token_ids:
-            raise invalid("The prompt is empty: at least one token is needed.", body.prompt_param)
-        max_tokens = _tokens_to_generate(body, len(prompt.token_ids), info.max_model_len)
+        max_tokens = body.tokens_asked
+        if max_tokens is None:  # all that the context leaves; the engine refuses what is too long
+            max_tokens = max(1, info.max_model_len - len(prompt.token_ids))
         check_min_tokens(body, max_tokens)
         if shared is None:
             shown = frozenset() if rules is None else rules.shown_special_ids(context.engine)
@@ -203,43 +210,16 @@ def _make_requests(
 
 
 def _reply_parts(
-    prompts: Sequence[Prompt], requests: Sequence[tuple[Prompt, GenerationRequest]], num_choices: int
+    requests: Sequence[tuple[Prompt, GenerationRequest]], num_choices: int, max_model_len: int
 ) -> list[ReplyPart]:
-    """One a prompt; the choices of one are requests that follow each other."""
-    firsts = [request for _, request in requests[::num_choices]]
-    return [
-        ReplyPart(len(prompt.token_ids), prompt.text, num_choices, first.sampling.max_tokens)
-        for prompt, first in zip(prompts, firsts, strict=True)
-    ]
+    """One a prompt; the choices of one are requests that follow each other.
 
-
-def _tokens_to_generate(body: GenerationBody, num_prompt_tokens: int, limit: int) -> int:
-    """The tokens asked for, or all that the context leaves. Raises ContextLengthExceeded."""
-    asked = body.tokens_asked
-    num_tokens = max(1, limit - num_prompt_tokens) if asked is None else asked
-    if num_prompt_tokens + num_tokens > limit:
-        too_long = num_prompt_tokens >= limit or asked is None
-        raise ContextLengthExceeded(
-            limit=limit,
-            prompt_tokens=num_prompt_tokens,
-            max_tokens=num_tokens,
-            param=body.prompt_param if too_long else "max_tokens",
-        )
-    return num_tokens
-
-
-def _submit(
-    engine: Engine, requests: Sequence[tuple[Prompt, GenerationRequest]], rules: ReplyRules | None
-) -> list[Choice]:
-    """Queue all of them or none."""
-    choices: list[Choice] = []
-    try:
-        for prompt, request in requests:
-            brings_scores = request.sampling.prompt_logprobs is not None
-            reader = None if rules is None else rules.reader(engine, prompt.token_ids)
-            choices.append(Choice(len(choices), prompt, engine.submit(request), brings_scores, reader))
-    except Exception:
-        for choice in choices:
-            choice.stream.close()
-        raise
-    return choices
+    What does not fit the context counts as if cut to it, since the engine refuses it by that name.
+    """
+    parts = []
+    for prompt, first in requests[::num_choices]:
+        num_prompt_tokens = min(len(prompt.token_ids), max_model_len)
+        num_left = max_model_len - num_prompt_tokens
+        max_tokens = min(first.sampling.max_tokens, num_left)
+        parts.append(ReplyPart(num_prompt_tokens, prompt.text, num_choices, max_tokens))
+    return parts

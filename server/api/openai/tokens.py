@@ -17,7 +17,6 @@ from server.api.openai.models import check_model
 from server.api.openai.protocol_refusals import ON_TOKENIZE
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import json_body
-from server.api.sampling import check_token_ids
 from server.http.body_room import lease_of
 from server.http.context import ServerContext, context_of, exchange_of
 from server.http.errors import invalid
@@ -75,8 +74,7 @@ async def detokenize(request: Request) -> Response:
     with engine.admit_text():
         body = await read_fields(request, DetokenizeRequest, {})
         check_model(context, body.model)
-        check_token_ids("tokens", body.tokens, engine.info.vocab_size)
-        text = await engine.decode(body.tokens, skip_special_tokens=False, tenant=tenant)
+        text = await engine.decode(body.tokens, skip_special_tokens=False, param="tokens", tenant=tenant)
     lease.hold(getsizeof(text))
     return _response(context, {"prompt": text}, len(text) // _CHARS_A_VALUE)
 

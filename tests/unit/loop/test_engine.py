@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.errors import (
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineDead,
     InvalidRequest,
     OutOfDeviceMemory,
@@ -237,6 +240,33 @@ async def test_bad_requests_are_refused_by_name_and_cost_nothing() -> None:
             await harness.engine.encode("x" * 1_000_000)
         assert caught.value.param == "prompt"
         assert harness.engine.metrics.requests_started == 0
+
+
+LAST_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "too long": ({"prompt_token_ids": [1] * 128}, {}),
+    "too much asked for": ({}, {"max_tokens": 127}),
+    "out of the vocabulary": ({"prompt_token_ids": [1, 257]}, {}),
+    "nothing left to draw": ({}, {"allowed_token_ids": (5,), "bad_words": ((5,),)}),
+    "past its deadline": ({"deadline": 0.0}, {}),
+    "too many tokens for the queue": ({"prompt_token_ids": [1] * 50}, {}),
+}
+
+
+@pytest.mark.parametrize("case", LAST_REFUSED)
+async def test_a_reply_whose_last_choice_is_refused_has_started_nothing(case: str) -> None:
+    fields, sampling = LAST_REFUSED[case]
+    async with running_engine(limits=EngineLimits(max_queued_tokens=40)) as harness:
+        engine, params = harness.engine, SamplingParams(max_tokens=4, temperature=0.0)
+        choices = [GenerationRequest(name, PROMPT, params, group="reply") for name in "abc"]
+        last = replace(choices[-1], sampling=replace(params, **sampling), **fields)
+        with pytest.raises((InvalidRequest, Overloaded, DeadlineExceeded)):
+            engine.submit_all([*choices[:-1], last])
+        metrics = engine.metrics
+        assert (metrics.requests_started, metrics.requests_finished, metrics.request_aborts) == (0, {}, {})
+        assert not harness.parts.batcher.has_work
+        for stream in engine.submit_all(choices):
+            assert (await collect(stream)).token_ids == expected_output(PROMPT, 4)
+        assert metrics.requests_started == metrics.requests_finished.total() == 1
 
 
 async def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
