@@ -221,15 +221,15 @@ class FakeEngine:
         return {"tokenizer_class": "Fake", "eos_token": "$", "bos_token": None, "chat_template": "{{ 1 }}"}
 
     def submit(self, request: GenerationRequest) -> FakeStream:
-        return self.submit_all([request])[0]
+        self.requests.append(request)
+        stream = FakeStream(self, request)
+        self.streams.append(stream)
+        return stream
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         for request in requests:
             check_prompt(request, self.max_model_len, VOCAB_SIZE)
-        streams = [FakeStream(self, request) for request in requests]
-        self.requests += requests
-        self.streams += streams
-        return streams
+        return [self.submit(request) for request in requests]
 
     def cancel(self, request_id: str, abort: str = "cancel") -> bool:
         self.cancelled.append((request_id, abort))
