@@ -136,8 +136,8 @@ class StepInputs:
     Sequences of one token (decodes) come first. `slot_mapping` is block_id * block_size + offset of each
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
     Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
-    `seats` are the requests' rows, constant and exclusive while they run: the key of state kept outside the
-    blocks, which begins anew where `positions` begin at 0.
+    `state_slots` are constant and exclusive while a request runs: where a recurrent model keeps its state,
+    which begins anew where `positions` begin at 0.
 
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
     block that `swap_out` saves may be reused in the same step; what `swap_in` reads must not be its target.
@@ -156,7 +156,7 @@ class StepInputs:
     sampling: SamplingInputs
     drafts: DraftInputs | None = None
     prompt_rows: PromptRows | None = None  # None when no prompt's log-probabilities are asked for
-    seats: Int32 | None = None  # [S]
+    state_slots: Int32 | None = None  # [S]
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block

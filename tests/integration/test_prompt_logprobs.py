@@ -25,7 +25,7 @@ from engine.errors import RequestFailed
 from engine.loop.stream import OutputDelta, RequestStream
 from engine.plan.step_records import PromptRows
 from tests.support.packed import load_tiny, plain_logits, random_tokens
-from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_seats, whole_logits
+from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_slots, whole_logits
 from tests.support.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
 
 PROMPT = random_tokens(np.random.default_rng(3), 50)
@@ -228,7 +228,7 @@ def test_recurrent_prompts_are_scored_piece_by_piece(family: str) -> None:
     tokens = PROMPT[:20]
     found: list[TokenLogprobs | None] = []
     for first, end in ((0, 7), (7, 8), (8, 20)):
-        step = pack_seats({1: Part(tokens, first, end, range(3, 3 + 20 // BLOCK_SIZE + 1))})
+        step = pack_slots({1: Part(tokens, first, end, range(3, 3 + 20 // BLOCK_SIZE + 1))})
         known = tokens[first + 1 : end + 1]
         rows = PromptRows(
             sequence=np.zeros(len(known), np.int32),

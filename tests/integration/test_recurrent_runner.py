@@ -23,7 +23,7 @@ from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
     load_recurrent,
     make_recurrent_runner,
-    pack_seats,
+    pack_slots,
     run_pieces,
     whole_logits,
 )
@@ -163,15 +163,15 @@ def part(tokens: list[int], first: int, stop: int, seat: int = 0) -> Part:
 def test_a_step_may_want_no_logits(family: str) -> None:
     tokens = tokens_of(9)
     runner = make_recurrent_runner(family)
-    inputs = pack_seats({2: part(tokens, 0, 6)})
+    inputs = pack_slots({2: part(tokens, 0, 6)})
     silent = replace(inputs, logits_rows=inputs.logits_rows[:0], sampling=plain_sampling(np.arange(0)))
     assert runner.run(silent).rows.token_ids == []
-    rows = runner.run(pack_seats({2: part(tokens, 6, 9)})).rows
+    rows = runner.run(pack_slots({2: part(tokens, 6, 9)})).rows
     assert rows.token_ids == [int(whole_logits(family, tokens)[-1].argmax())]
 
 
 def test_a_step_is_timed() -> None:
-    result = make_recurrent_runner("mamba").run(pack_seats({0: part(tokens_of(5), 0, 5)}))
+    result = make_recurrent_runner("mamba").run(pack_slots({0: part(tokens_of(5), 0, 5)}))
     assert 0 < result.forward_s < 10 and 0 < result.sample_s < 10
     assert (result.swap_s, result.swap_bytes) == (0.0, 0)
 
@@ -180,14 +180,14 @@ def test_a_step_is_timed() -> None:
 def test_a_state_that_is_not_finite_ends_its_own_row_and_is_gone_with_the_next_owner(family: str) -> None:
     runner = make_recurrent_runner(family)
     one, other = tokens_of(8, 1), tokens_of(8, 2)
-    runner.run(pack_seats({0: part(one, 0, 4, 0), 1: part(other, 0, 4, 1)}))
+    runner.run(pack_slots({0: part(one, 0, 4, 0), 1: part(other, 0, 4, 1)}))
     with torch.inference_mode():
         for state in runner.states.state.values():
             state[0] = torch.nan
-    rows = runner.run(pack_seats({0: part(one, 4, 5, 0), 1: part(other, 4, 5, 1)})).rows
+    rows = runner.run(pack_slots({0: part(one, 4, 5, 0), 1: part(other, 4, 5, 1)})).rows
     assert rows.row_errors is not None and set(rows.row_errors) == {0}
     assert rows.token_ids[1] == int(whole_logits(family, other[:5])[-1].argmax())
-    inputs = pack_seats({0: part(one, 0, 6, 0)})
+    inputs = pack_slots({0: part(one, 0, 6, 0)})
     rows = runner.run(replace(inputs, scrub_blocks=tuple(range(8)))).rows  # as the scheduler asks
     assert rows.row_errors is None
     assert rows.token_ids == [int(whole_logits(family, one[:6])[-1].argmax())]
@@ -208,19 +208,19 @@ def test_after_a_failed_step_its_sequences_begin_anew_and_others_go_on(
 ) -> None:
     runner = make_recurrent_runner(family)
     one, other = tokens_of(8, 1), tokens_of(8, 2)
-    runner.run(pack_seats({0: part(one, 0, 4, 0), 1: part(other, 0, 5, 1)}))
+    runner.run(pack_slots({0: part(one, 0, 4, 0), 1: part(other, 0, 5, 1)}))
 
     def fail(*_: object) -> None:
         raise raised
 
     hook = load_recurrent(family).model.register_forward_hook(fail)  # every layer has advanced by then
     with pytest.raises(expected) as caught:
-        runner.run(pack_seats({0: part(one, 4, 5, 0)}))
+        runner.run(pack_slots({0: part(one, 4, 5, 0)}))
     hook.remove()
     assert type(caught.value) is expected
     with pytest.raises(RewindError, match="seat 0 has seen 0 tokens"):
-        runner.run(pack_seats({0: part(one, 4, 5, 0)}))
-    rows = runner.run(pack_seats({1: part(other, 5, 6, 1), 0: part(one, 0, 5, 0)})).rows
+        runner.run(pack_slots({0: part(one, 4, 5, 0)}))
+    rows = runner.run(pack_slots({1: part(other, 5, 6, 1), 0: part(one, 0, 5, 0)})).rows
     assert rows.token_ids == [
         int(whole_logits(family, tokens)[-1].argmax()) for tokens in (other[:6], one[:5])
     ]
@@ -235,17 +235,17 @@ def test_a_failed_draw_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch, pytest.raises(OutOfDeviceMemory):
         patch.setattr(runner._sampler, "sample", fail)
-        runner.run(pack_seats({0: part(tokens, 0, 4)}))
-    rows = runner.run(pack_seats({0: part(tokens, 0, 4)})).rows
+        runner.run(pack_slots({0: part(tokens, 0, 4)}))
+    rows = runner.run(pack_slots({0: part(tokens, 0, 4)})).rows
     assert rows.token_ids == [int(whole_logits("mamba2", tokens[:4])[-1].argmax())]
-    runner.run(pack_seats({0: part(tokens, 4, 5)}))
+    runner.run(pack_slots({0: part(tokens, 4, 5)}))
     with pytest.raises(RewindError, match="has seen 5 tokens"):
-        runner.run(pack_seats({0: part(tokens, 4, 5)}))
+        runner.run(pack_slots({0: part(tokens, 4, 5)}))
 
 
 def test_what_needs_a_state_to_be_cut_copied_or_moved_is_refused() -> None:
     runner = make_recurrent_runner("granite_hybrid")
-    inputs = pack_seats({0: part(tokens_of(5), 0, 5)})
+    inputs = pack_slots({0: part(tokens_of(5), 0, 5)})
     drafts = DraftInputs(
         np.zeros(1, np.int32), np.zeros(1, np.int64), np.ones(1, np.int32), np.ones(1, np.int64)
     )

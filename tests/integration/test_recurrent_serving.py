@@ -68,8 +68,8 @@ def test_greedy_tokens_are_transformers_own(family: str) -> None:
     seen: list[tuple[int, set[int]]] = []
 
     def look(decision: BatchDecision) -> None:
-        if decision.inputs is not None and decision.inputs.seats is not None:
-            seen.append((decision.num_prefill_tokens, set(decision.inputs.seats.tolist())))
+        if decision.inputs is not None and decision.inputs.state_slots is not None:
+            seen.append((decision.num_prefill_tokens, set(decision.inputs.state_slots.tolist())))
 
     serve(batcher, make_recurrent_runner(family), arrivals_of(requests), look)
     assert [output_of(request) for request in requests] == reference_outputs(family)

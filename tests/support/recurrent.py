@@ -56,10 +56,10 @@ def make_recurrent_runner(
     )
 
 
-def pack_seats(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:
+def pack_slots(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:
     """The step that computes `parts`, by seat, in this order."""
     inputs = pack_step(list(parts.values()), BLOCK_SIZE, every_row=every_row)
-    return replace(inputs, seats=np.array(list(parts), dtype=np.int32))
+    return replace(inputs, state_slots=np.array(list(parts), dtype=np.int32))
 
 
 @cache
@@ -131,7 +131,7 @@ def run_pieces(
             )
             for seat, count in step
         }
-        logits = forward(pack_seats(parts, every_row=True), memory)
+        logits = forward(pack_slots(parts, every_row=True), memory)
         for (seat, count), piece in zip(step, torch.split(logits, [n for _, n in step]), strict=True):
             computed[seat] += count
             pieces[seat].append(piece)

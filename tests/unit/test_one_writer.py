@@ -1,4 +1,4 @@
-"""One module writes each field of a request, of the metrics and of a draft tape: see engine/README.md."""
+"""One module writes each field of a request, of the metrics and of what is drafted: see engine/README.md."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
 from engine.plan.speculation.draft_tape import DraftTape
+from engine.plan.speculation.drafted_sequence import DraftedSequence
+from engine.plan.speculation.spec_stats import SpecStats
 
 ROOT = Path(__file__).parents[2]
 MUTATORS = frozenset(
@@ -25,11 +27,21 @@ RECEIVERS: Mapping[str, frozenset[str]] = {
     "Request": frozenset({"request", "child", "parent", "victim", "lost", "other"}),
     "BatchMetrics": frozenset({"metrics", "_metrics"}),
     "DraftTape": frozenset({"tape"}),
+    "DraftedSequence": frozenset({"sequence"}),
+    "DraftView": frozenset({"view"}),
+    "DrafterLink": frozenset({"link"}),
+    "SpeculativeDecoder": frozenset({"decoder", "_decoder"}),
+    "SpecStats": frozenset({"stats", "_stats"}),
 }
 FIELDS: Mapping[str, frozenset[str]] = {
     "Request": frozenset(field.name for field in fields(Request)),
     "BatchMetrics": frozenset(field.name for field in fields(BatchMetrics)),
     "DraftTape": frozenset(DraftTape.__slots__),
+    "DraftedSequence": frozenset(field.name for field in fields(DraftedSequence)),
+    "DraftView": frozenset({"limit"}),
+    "DrafterLink": frozenset({"is_awaited"}),
+    "SpeculativeDecoder": frozenset({"waited_s"}),
+    "SpecStats": frozenset(field.name for field in fields(SpecStats)),
 }
 
 
@@ -110,6 +122,8 @@ def test_every_field_is_written_by_the_one_module_that_the_readme_names() -> Non
         "self._metrics.engine_errors[x] += 1",
         "metrics.e2e_request_latency.observe(1.0)",
         "sequence.tape.epoch += 1",
+        "sequence.features = x",
+        "self._stats.num_late += 1",
     ],
 )
 def test_a_write_is_found(line: str) -> None:

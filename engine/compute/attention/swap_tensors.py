@@ -1,4 +1,4 @@
-"""SwapTensors: whole K/V blocks kept in host memory while their requests are out of their seats."""
+"""SwapTensors: whole K/V blocks kept in host memory while their requests are preempted."""
 
 from __future__ import annotations
 

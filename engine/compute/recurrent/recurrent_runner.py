@@ -23,7 +23,7 @@ _WARM_UP_TOKENS = 64
 
 
 class RecurrentRunner:
-    """Owns one slot for each seat, and the paged K/V of the layers that attend.
+    """Owns one state slot for each running request, and the paged K/V of the layers that attend.
 
     What has been computed cannot be cut back, copied or moved: no drafts, no forks, no shared prefixes, no
     swaps. After a step that failed, its sequences must be computed again from their first tokens. Every
@@ -83,12 +83,12 @@ class RecurrentRunner:
         memory = self._forward.make_memory(2 * num_blocks, block_size, num_slots=2)
         blocks = (range(num_blocks), range(num_blocks, 2 * num_blocks))
         tokens = [0] * length
-        single = [Part(tokens, 0, 1, blocks[seat]) for seat in range(2)]
+        single = [Part(tokens, 0, 1, blocks[slot]) for slot in range(2)]
         for step in ([Part(tokens, 0, length, blocks[0])], single, single[:1]):
             for temperature in (0.0, 1.0):
                 inputs = replace(
                     pack_step(step, block_size, temperature=temperature),
-                    seats=np.arange(len(step), dtype=np.int32),
+                    state_slots=np.arange(len(step), dtype=np.int32),
                 )
                 self._sampler.sample(self._forward(inputs, memory), inputs.sampling)
 

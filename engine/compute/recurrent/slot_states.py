@@ -1,4 +1,4 @@
-"""Recurrent state in slots, one a seat: what a model carries from token to token outside the K/V blocks."""
+"""State slots, one a running sequence: what a model carries from token to token outside the K/V blocks."""
 
 from __future__ import annotations
 
@@ -93,50 +93,48 @@ class SlotStates:
         Raises RewindError, and nothing has changed, for drafts, and for a sequence that goes on anywhere but
         behind the last token that its slot has seen.
         """
-        seats, first = self._check(inputs)
-        self._lengths[seats] = 0
-        fresh = torch.tensor(seats[first == 0], device=self.device, dtype=torch.long)
+        slots, first = self._check(inputs)
+        self._lengths[slots] = 0
+        fresh = torch.tensor(slots[first == 0], device=self.device, dtype=torch.long)
         if len(fresh):
             for tensor in (*self.conv.values(), *self.state.values()):
                 tensor.index_fill_(0, fresh, 0.0)
-        return self._plan(inputs.query_lens, seats)
+        return self._plan(inputs.query_lens, slots)
 
     def commit_states(self, inputs: StepInputs) -> None:
         """The pass has succeeded: its sequences may be continued from its last tokens."""
-        self._lengths[inputs.seats] = inputs.kv_lens
+        self._lengths[inputs.state_slots] = inputs.kv_lens
 
     def _check(self, inputs: StepInputs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """The seats and first positions of a pass's sequences, found sound. [S], [S]"""
+        """The slots and first positions of a pass's sequences, found sound. [S], [S]"""
         if inputs.drafts is not None:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED,
                 "A recurrent model verifies no drafts: its state cannot be cut back.",
             )
-        assert inputs.seats is not None, "a recurrent model needs to know its sequences' seats"
-        seats = inputs.seats.astype(np.intp)
+        assert inputs.state_slots is not None, "a recurrent model needs to know its sequences' slots"
+        slots = inputs.state_slots.astype(np.intp)
         first = inputs.kv_lens.astype(np.int64) - inputs.query_lens
-        assert len(np.unique(seats)) == len(seats), f"two sequences share one of the seats {seats.tolist()}"
-        assert 0 <= seats.min() <= seats.max() < self.num_slots, (
-            f"seats {seats.tolist()} of {self.num_slots} slots"
-        )
-        for wrong in np.flatnonzero((first != 0) & (first != self._lengths[seats])).tolist():
-            beyond = first[wrong] > self._lengths[seats[wrong]]
+        assert len(np.unique(slots)) == len(slots), f"two sequences share one of the slots {slots.tolist()}"
+        assert 0 <= slots.min() <= slots.max() < self.num_slots, f"slots {slots.tolist()} of {self.num_slots}"
+        for wrong in np.flatnonzero((first != 0) & (first != self._lengths[slots])).tolist():
+            beyond = first[wrong] > self._lengths[slots[wrong]]
             raise RewindError(
                 RewindFault.POSITION_BEYOND_END if beyond else RewindFault.NOT_SUPPORTED,
-                f"The recurrent state in seat {seats[wrong]} has seen {self._lengths[seats[wrong]]} tokens: "
+                f"The recurrent state in slot {slots[wrong]} has seen {self._lengths[slots[wrong]]} tokens: "
                 f"it cannot go on from position {first[wrong]}, only from there or from 0.",
             )
-        return seats, first
+        return slots, first
 
-    def _plan(self, query_lens: NDArray[np.int32], seats: NDArray[np.intp]) -> SlotStep:
+    def _plan(self, query_lens: NDArray[np.int32], slots: NDArray[np.intp]) -> SlotStep:
         starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
         single = np.flatnonzero(query_lens == 1)
-        single = single[np.argsort(seats[single])]
+        single = single[np.argsort(slots[single])]
         runs = tuple(
-            Run(slice(int(starts[run]), int(starts[run] + query_lens[run])), int(seats[run]))
+            Run(slice(int(starts[run]), int(starts[run] + query_lens[run])), int(slots[run]))
             for run in np.flatnonzero(query_lens > 1)
         )
-        return SlotStep(self._index(starts[single]), self._index(seats[single]), len(single), runs)
+        return SlotStep(self._index(starts[single]), self._index(slots[single]), len(single), runs)
 
     def _index(self, places: NDArray[np.int64] | NDArray[np.intp]) -> Index:
         """A slice if the places are consecutive, else a tensor of them."""

@@ -103,8 +103,8 @@ def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequenc
     rows: tuple[list[torch.Tensor], ...] = ([], [])
     for step in _steps(sequences):
         parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
-        seats = np.array([index for index, _, _ in step], dtype=np.int32)
-        logits = compute(replace(pack_step(parts, _BLOCK_SIZE, every_row=True), seats=seats)).float()
+        slots = np.array([index for index, _, _ in step], dtype=np.int32)
+        logits = compute(replace(pack_step(parts, _BLOCK_SIZE, every_row=True), state_slots=slots)).float()
         start = 0
         for index, first, stop in step:
             rows[index].append(logits[start : start + stop - first])

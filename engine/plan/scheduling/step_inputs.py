@@ -102,7 +102,7 @@ def build_step_inputs(
         ),
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
-        seats=rows.astype(np.int32),
+        state_slots=rows.astype(np.int32),
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,

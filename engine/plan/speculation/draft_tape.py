@@ -61,7 +61,7 @@ class DraftTape:
         """True if the drafts form a tree."""
         return bool(self.drafted) and self.drafted[0].parent is not None
 
-    def discard(self) -> None:
+    def drop_drafts(self) -> None:
         """Drop the drafts, and start a new epoch: answers to earlier jobs are stale."""
         self.drafted.clear()
         self.epoch += 1

@@ -141,7 +141,7 @@ class SpeculativeDecoder:
         if sequence is None:
             return
         self.stats.note_dropped("cancelled", max(0, len(sequence.tape) - sequence.num_in_flight))
-        sequence.tape.discard()
+        sequence.tape.drop_drafts()
         sequence.num_in_flight = 0
         sequence.features = None
         for index in sequence.views:

@@ -14,15 +14,15 @@ from engine.compute.recurrent.state_space import convolve, selective_scan, struc
 from engine.compute.runner.dummy_steps import Part
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import DraftInputs, StepInputs
-from tests.support.recurrent import pack_seats
+from tests.support.recurrent import pack_slots
 
 CPU = torch.device("cpu")
 STATES = (LayerState(0, 6, 3, (4, 2)), LayerState(2, 10, 3, (2, 3, 5)))
 
 
 def step_of(*pieces: tuple[int, int, int]) -> StepInputs:
-    """A step of (seat, first, stop), in packed order."""
-    return pack_seats({seat: Part([5] * stop, first, stop, range(99)) for seat, first, stop in pieces})
+    """A step of (slot, first, stop), in packed order."""
+    return pack_slots({slot: Part([5] * stop, first, stop, range(99)) for slot, first, stop in pieces})
 
 
 def make_states(num_slots: int = 6) -> SlotStates:
@@ -83,14 +83,14 @@ def test_a_state_goes_on_where_it_ended_and_nowhere_else(first: int, fault: Rewi
     states = make_states()
     states.begin(step_of((2, 0, 4)))
     states.commit_states(step_of((2, 0, 4)))
-    with pytest.raises(RewindError, match=rf"seat 2 has seen 4 tokens.* position {first}") as refused:
+    with pytest.raises(RewindError, match=rf"slot 2 has seen 4 tokens.* position {first}") as refused:
         states.begin(step_of((0, 0, 1), (2, first, first + 1)))
     assert refused.value.fault is fault
     states.begin(step_of((2, 4, 6)))  # nothing has changed
 
 
 def test_an_empty_slot_cannot_be_continued() -> None:
-    with pytest.raises(RewindError, match="seat 1 has seen 0 tokens") as refused:
+    with pytest.raises(RewindError, match="slot 1 has seen 0 tokens") as refused:
         make_states().begin(step_of((1, 7, 8)))
     assert refused.value.fault is RewindFault.POSITION_BEYOND_END
 
@@ -101,7 +101,7 @@ def test_a_pass_that_failed_leaves_its_slots_empty_and_no_other() -> None:
     states.begin(both)
     states.commit_states(both)
     states.begin(step_of((0, 3, 4)))  # and never commits
-    with pytest.raises(RewindError, match="seat 0 has seen 0 tokens"):
+    with pytest.raises(RewindError, match="slot 0 has seen 0 tokens"):
         states.begin(step_of((0, 3, 4)))
     states.begin(step_of((1, 3, 4)))
     states.begin(step_of((0, 0, 4)))

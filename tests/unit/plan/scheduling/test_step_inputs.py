@@ -190,8 +190,8 @@ def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
     assert inputs.drafts is not None
     assert inputs.drafts.first_row.tolist() == [0]
     assert inputs.drafts.sequence.tolist() == [1]
-    assert inputs.seats is not None
-    assert inputs.seats.tolist() == [kv.row("chunk"), kv.row("decode")]
+    assert inputs.state_slots is not None
+    assert inputs.state_slots.tolist() == [kv.row("chunk"), kv.row("decode")]
 
 
 def prompt_rows(inputs: StepInputs) -> list[tuple[int, int, int, int]]:
