@@ -199,14 +199,14 @@ class Engine:
             return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
         batcher = self._parts.batcher
         decoder = batcher.decoder
-        kv_blocks_cached = batcher.kv.num_cached_blocks
+        kv_blocks_cached = batcher.kv.pool.num_free_kept
         return EngineGauges(
             num_requests_running=batcher.num_running,
             num_requests_waiting=batcher.num_waiting,
-            num_requests_swapped=batcher.num_swapped,
+            num_requests_swapped=batcher.kv.host.num_saved,
             kv_blocks_used=batcher.kv.num_used_blocks,
             kv_blocks_cached=kv_blocks_cached,
-            kv_blocks_free=batcher.kv.num_free_blocks - kv_blocks_cached,
+            kv_blocks_free=batcher.kv.pool.num_free - kv_blocks_cached,
             heartbeat_age_s=self._watchdog.age_s,
             speculation_draft_length=decoder.draft_length,
             speculation_acceptance=decoder.stats.ema_acceptance,
@@ -435,7 +435,7 @@ class Engine:
 
         Raises Overloaded (loading).
         """
-        return self._loaded.batcher.reset_prefix_cache(owner)
+        return self._loaded.batcher.kv.prefixes.reset(owner)
 
     def _check_open(self) -> None:
         if self.fault is not None:

@@ -68,7 +68,6 @@ class StepRunner(Protocol):
 
     def run(self, inputs: StepInputs) -> StepResult:
         """Run one forward pass and sample."""
-        ...
 
 
 class LaunchedStep(Protocol):
@@ -76,7 +75,6 @@ class LaunchedStep(Protocol):
 
     def wait(self) -> StepResult:
         """Its result, once it is there; on any one thread, once. Raises what `run` raises."""
-        ...
 
 
 @runtime_checkable
@@ -91,7 +89,6 @@ class AheadRunner(StepRunner, Protocol):
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,6 @@ class Grammar(Protocol):
     @property
     def is_dear(self) -> bool:
         """True while following it takes so long that drafts for the reply would not pay."""
-        ...
 
     def mask(self, path: Sequence[int]) -> TokenMask:
         """The tokens that may follow what is committed and then `path`, which are drafts.
@@ -64,25 +63,21 @@ class Grammar(Protocol):
         when the grammar has become too complex to be followed. Never written again. Not for the loop's
         thread, for it may take long. Raises ValueError where the reply has used up the time it may take.
         """
-        ...
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """How many of these drafts, from the first on, may follow what is committed."""
-        ...
 
     def foresee(self, token_ids: Sequence[int]) -> None:
         """Work out what `accept` will say of these tokens, which were drawn and are going to be committed.
 
         So that the loop's thread need not, for it may take long. Never raises.
         """
-        ...
 
     def accept(self, token_id: int) -> bool:
         """A token is committed, not one that ends the reply by its id; True if no other may follow it.
 
         O(1) for a token that was foreseen.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +97,3 @@ class CompiledGrammar(Protocol):
 
     def start(self, end_token_ids: frozenset[int]) -> Grammar:
         """For a reply that these tokens end, where the grammar lets it end."""
-        ...

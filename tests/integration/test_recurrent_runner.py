@@ -218,7 +218,7 @@ def test_after_a_failed_step_its_sequences_begin_anew_and_others_go_on(
         runner.run(pack_slots({0: part(one, 4, 5, 0)}))
     hook.remove()
     assert type(caught.value) is expected
-    with pytest.raises(RewindError, match="seat 0 has seen 0 tokens"):
+    with pytest.raises(RewindError, match="slot 0 has seen 0 tokens"):
         runner.run(pack_slots({0: part(one, 4, 5, 0)}))
     rows = runner.run(pack_slots({1: part(other, 5, 6, 1), 0: part(one, 0, 5, 0)})).rows
     assert rows.token_ids == [

@@ -118,7 +118,7 @@ async def test_a_shared_prefix_gives_the_text_it_gives_without_the_cache(model_d
         assert cold == 5 * 32, "one of the burst computes the prefix, the others wait for it"
         again = await cached.generate(requests)
         assert [result.finish.num_cached_tokens for result in again] == [36] * 6
-        assert cached.parts.batcher.reset_prefix_cache() > 0
+        assert cached.parts.batcher.kv.prefixes.reset() > 0
         after = await cached.generate(requests[:1])
         assert after[0].finish.num_cached_tokens == 0
     assert texts(burst) == texts(again) == texts(expected)

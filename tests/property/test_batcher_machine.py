@@ -219,10 +219,10 @@ class BatcherMachine(RuleBasedStateMachine):
     def step_ahead(self) -> None:
         """The next step, where it can be decided: it may be launched before the first is read."""
         first = self.flying[0]
-        num_free = self.batcher.kv.num_free_blocks
+        num_free = self.batcher.kv.pool.num_free
         decision = self.batcher.step_ahead(first)
         if decision is None:
-            assert self.batcher.kv.num_free_blocks == num_free
+            assert self.batcher.kv.pool.num_free == num_free
             return
         assert decision.inputs is not None and decision.inputs.previous_rows is not None
         samplers = [entry.request_id for entry in first.scheduled if entry.samples]
@@ -386,9 +386,9 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        num_cached = self.batcher.kv.num_cached_blocks
-        assert self.batcher.reset_prefix_cache() == num_cached
-        assert self.batcher.kv.num_cached_blocks == 0
+        num_cached = self.batcher.kv.pool.num_free_kept
+        assert self.batcher.kv.prefixes.reset() == num_cached
+        assert self.batcher.kv.pool.num_free_kept == 0
 
     def land(self) -> tuple[BatchDecision, SampledRows]:
         """The oldest flying step and its rows; it, and all behind it, run as late as they can."""
@@ -459,7 +459,7 @@ class BatcherMachine(RuleBasedStateMachine):
         waiting = [r for r in self.alive.values() if r.status is not RequestStatus.RUNNING]
         assert self.batcher.num_waiting_tokens == sum(request.num_tokens for request in waiting)
         assert self.batcher.has_work == bool(self.alive)
-        assert self.batcher.num_swapped == sum(r.status is RequestStatus.SWAPPED for r in waiting)
+        assert self.batcher.kv.host.num_saved == sum(r.status is RequestStatus.SWAPPED for r in waiting)
         kv.check_integrity()
 
     def teardown(self) -> None:

@@ -240,13 +240,13 @@ class KvMachine(RuleBasedStateMachine):
     @invariant()
     def ids_and_order_are_the_models(self) -> None:
         assert self.kv.pool.free_block_ids() == (*self.free, *self.kept)
-        assert self.kv.num_cached_blocks == len(self.kept)
+        assert self.kv.pool.num_free_kept == len(self.kept)
         assert self.names == self.kv.prefixes._hash_of
         for name in self.tables:
             assert self.kv.num_published(name) == self.num_published[name]
         held = self.ref_counts()
         assert [self.kv.pool.ref_count(b) for b in range(NUM_BLOCKS)] == [held[b] for b in range(NUM_BLOCKS)]
-        assert self.kv.num_free_blocks + self.kv.num_used_blocks == NUM_BLOCKS
+        assert self.kv.pool.num_free + self.kv.num_used_blocks == NUM_BLOCKS
         rows = {name: self.kv.row(name) for name in self.tables}
         assert len(set(rows.values())) == len(rows)
         for name, table in self.tables.items():

@@ -337,7 +337,7 @@ class Run:
             name = self._anybody().request_id
             assert self.batcher.reprioritize(name, priority=priority, deadline=deadline)
         if self._happens(rates.reset):
-            self.batcher.reset_prefix_cache()
+            self.batcher.kv.prefixes.reset()
 
     def _add(self, request: Request) -> None:
         self.right[request.request_id] = right_text(request)

@@ -32,8 +32,9 @@ class PagedKvManager:
     `copy_on_write` before writing into such a block. "Does not fit" is False or None and changes nothing; an
     unknown request id is a KeyError.
 
-    Published blocks are found by their hashes and count as free once no sequence holds them. `can_rewind` is
-    False for models that keep state outside the blocks: their sequences can be neither cut nor forked.
+    `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
+    them, and `host` has the KV of swapped-out sequences. `can_rewind` is False for models that keep state
+    outside the blocks: their sequences can be neither cut nor forked.
     """
 
     def __init__(
@@ -60,19 +61,9 @@ class PagedKvManager:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.pool.num_free
-
-    @property
     def num_used_blocks(self) -> int:
         """Blocks referenced by at least one sequence."""
         return self.num_blocks - self.pool.num_free
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Free blocks whose contents can still be found by their hash."""
-        return self.pool.num_free_kept
 
     @property
     def usage(self) -> float:
@@ -123,7 +114,7 @@ class PagedKvManager:
         If its KV is on the host, the blocks behind those found are copied back from there.
         """
         assert request_id not in self._sequences, f"{request_id} already holds KV"
-        if not self._free_rows or self.blocks_to_start(num_tokens, found) > self.num_free_blocks:
+        if not self._free_rows or self.blocks_to_start(num_tokens, found) > self.pool.num_free:
             return False
         if self.blocks_for(num_tokens) > self.max_blocks_per_seq:
             return False
@@ -235,18 +226,6 @@ class PagedKvManager:
         self._free_rows.append(sequence.row)
         return [b for b in sequence.block_ids if self.pool.ref_count(b) == 0 and b not in self.prefixes]
 
-    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The published blocks of the longest run of these hashes from the first on, at most `limit`."""
-        return self.prefixes.find(hashes, limit)
-
-    def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Note that this request is computing the blocks of these hashes, where no other request does."""
-        self.prefixes.claim(request_id, hashes)
-
-    def claimant(self, block_hash: bytes) -> str | None:
-        """The request that is computing the block of this hash."""
-        return self.prefixes.claimant(block_hash)
-
     def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
         """Let the sequence's first `num_blocks` blocks be found: all full, computed and known to be good.
 
@@ -266,24 +245,6 @@ class PagedKvManager:
             self.prefixes.withdraw(block_id)
         sequence.num_published = 0
 
-    def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Withdraw `owner`'s published blocks, or all if None, that no sequence holds; how many they were."""
-        return self.prefixes.reset(owner)
-
-    @property
-    def num_swapped(self) -> int:
-        """Requests whose KV is on the host only."""
-        return self.host.num_saved
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Host blocks that hold nothing."""
-        return self.host.num_free
-
-    def is_on_host(self, request_id: str) -> bool:
-        """True while the host holds KV of this request, or is about to."""
-        return request_id in self.host
-
     def swap_out(self, request_id: str, num_tokens: int) -> None:
         """Keep the KV of its first `num_tokens` on the host, before its blocks are freed. They must fit."""
         if request_id in self.host:
@@ -291,29 +252,6 @@ class PagedKvManager:
         else:
             blocks = self._sequences[request_id].block_ids[: self.blocks_for(num_tokens)]
             self.host.save(request_id, blocks)
-
-    def drop_unsaved(self, request_id: str) -> bool:
-        """Free its host blocks if no step has copied its KV there yet; True if so."""
-        if request_id not in self.host or self.host.is_saved(request_id):
-            return False
-        self.host.release(request_id)
-        return True
-
-    def drop_from_host(self, request_id: str) -> None:
-        """Free its host blocks, if it has any."""
-        self.host.release(request_id)
-
-    def swap_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The copies to do before the next pass: to the host, then back."""
-        return self.host.copies()
-
-    def confirm_copies(self) -> None:
-        """A step has done the copies handed out last."""
-        self.host.confirm_copies()
-
-    def drop_unsure(self) -> tuple[str, ...]:
-        """A step failed: drop from the host what it may not have copied there; the requests that lost KV."""
-        return self.host.drop_unsure()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""

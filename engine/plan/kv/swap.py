@@ -44,19 +44,22 @@ class SwapSpace:
         self._held[request_id] = held
         self._saving[request_id] = tuple(map(BlockCopy, device_blocks, held))
 
-    def is_saved(self, request_id: str) -> bool:
-        """True when the copy to the host is known to be done."""
-        return request_id in self._held and request_id not in self._saving
-
     def restore(self, request_id: str, device_blocks: Sequence[int], first: int) -> None:
         """Copy a saved request's blocks from the `first` on back, onto the same places of `device_blocks`."""
-        assert self.is_saved(request_id), f"{request_id} is not on the host yet"
+        assert request_id not in self._saving, f"{request_id} is not on the host yet"
         held = self._held[request_id]
         self._restoring[request_id] = tuple(map(BlockCopy, held[first:], device_blocks[first : len(held)]))
 
     def stay(self, request_id: str) -> None:
         """Undo a `restore` that is not confirmed: the request stays saved."""
         del self._restoring[request_id]
+
+    def drop_unsaved(self, request_id: str) -> bool:
+        """Free what the request holds if no step has copied its KV here yet; True if so."""
+        is_unsaved = request_id in self._saving
+        if is_unsaved:
+            self.release(request_id)
+        return is_unsaved
 
     def release(self, request_id: str) -> None:
         """Free what the request holds, if anything; its copies not handed out yet are dropped."""

@@ -77,11 +77,6 @@ class ContinuousBatcher:
         return len(self._queue)
 
     @property
-    def num_swapped(self) -> int:
-        """Waiting requests whose KV is on the host."""
-        return self.kv.num_swapped
-
-    @property
     def num_waiting_tokens(self) -> int:
         """Known tokens of the waiting requests."""
         return self._queue.num_tokens
@@ -121,10 +116,6 @@ class ContinuousBatcher:
         if request_id in self._queue:
             self._queue.reprioritize(request_id)
         return True
-
-    def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Forget `owner`'s blocks, or all if None, that no request uses; how many they were."""
-        return self.kv.reset_prefix_cache(owner)
 
     def can_meet(self, request: Request, before: Sequence[Request] = ()) -> bool:
         """False when a request not added yet cannot end by its deadline even if all goes well from now on.
@@ -320,5 +311,5 @@ class ContinuousBatcher:
     def _forget(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and return those held for it to their places."""
         self.decoder.close(request_id)
-        self.kv.drop_from_host(request_id)
+        self.kv.host.release(request_id)
         self._queue.unhold(request_id)

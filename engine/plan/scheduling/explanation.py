@@ -52,6 +52,6 @@ def _what_is_missing(request: Request, running: RunningSet, max_num_seqs: int) -
     if not running.can_admit(request):
         return (
             f"for KV blocks: it needs {kv.blocks_for(request.num_tokens)} and one must be left for each of "
-            f"{len(running)} running requests; {kv.num_free_blocks} are free"
+            f"{len(running)} running requests; {kv.pool.num_free} are free"
         )
     return "for the next step"

@@ -57,7 +57,7 @@ class PrefixLookup:
             return []
         limit, hashes = self._num_findable(request), request.block_hashes
         while True:
-            found = self._kv.find(hashes, min(limit, len(hashes)))
+            found = self._kv.prefixes.find(hashes, min(limit, len(hashes)))
             if len(found) < len(hashes) or len(hashes) >= limit:
                 return found
             self._hashes(request, min(limit, max(_FIRST_HASHES, 2 * len(hashes))))
@@ -78,12 +78,12 @@ class PrefixLookup:
         parent_id = request.fork_of or ""
         if self._may_fork(request) and parent_id in self._running:
             return parent_id if self._marks.is_suspect(parent_id) else None
-        if not self._caching or self._kv.is_on_host(request.request_id):
+        if not self._caching or request.request_id in self._kv.host:
             return None
         num_found = len(self.find(request))
         if num_found == self._num_findable(request):
             return None
-        claimant = self._running.get(self._kv.claimant(request.block_hashes[num_found]) or "")
+        claimant = self._running.get(self._kv.prefixes.claimant(request.block_hashes[num_found]) or "")
         return None if claimant is None or self._key(claimant) > self._key(request) else claimant.request_id
 
     def num_to_compute(self, request: Request) -> int:
@@ -96,7 +96,7 @@ class PrefixLookup:
         """Note that the request computes its known full blocks behind the `num_found` first."""
         if self._caching:
             hashes = self._hashes(request, len(request.token_ids) // self._kv.block_size)
-            self._kv.claim(request.request_id, hashes[num_found:])
+            self._kv.prefixes.claim(request.request_id, hashes[num_found:])
 
     def publish(self, request: Request) -> None:
         """Let the blocks be found that the request has filled; a finite row was drawn from all its KV."""
@@ -112,7 +112,7 @@ class PrefixLookup:
         """Full blocks that the request need not compute; it computes at least one token."""
         if request.scores_prompt:
             return 0  # the logits of every prompt token are wanted, and no logits are kept
-        saved = self._kv.is_on_host(request.request_id)
+        saved = request.request_id in self._kv.host
         num_tokens = request.num_computed_tokens if saved else len(request.token_ids) - 1
         return num_tokens // self._kv.block_size
 

@@ -60,7 +60,7 @@ class RunningSet:
         """True if a waiting request can run now, and one block is left for each running request."""
         if len(self._running) >= self._max_num_seqs:
             return False
-        allowed = self.kv.num_free_blocks - len(self._running)
+        allowed = self.kv.pool.num_free - len(self._running)
         num_tokens = self._tokens_to_hold(request)
         if self.lookup.ready_parent(request) is not None:
             num_shared = (request.num_prompt_tokens - 1) // self.kv.block_size
@@ -81,12 +81,12 @@ class RunningSet:
     def _start(self, request: Request) -> tuple[int, int]:
         """Begin on what is published or saved of its KV; the tokens computed, and those of them found."""
         kv, request_id = self.kv, request.request_id
-        if kv.drop_unsaved(request_id):
+        if kv.host.drop_unsaved(request_id):
             request.recompute_from(0)
         found = self.lookup.find(request)
         fits = kv.start(request_id, self._tokens_to_hold(request), found)
         assert fits, f"{request_id} was found to fit and does not"
-        if kv.is_on_host(request_id):
+        if request_id in kv.host:
             return request.num_computed_tokens, 0
         self.lookup.claim(request, len(found))
         return len(found) * kv.block_size, len(found) * kv.block_size
@@ -146,7 +146,7 @@ class RunningSet:
         """Get each of these a slot for the token after its newest; False, and none, if blocks are short."""
         kv = self.kv
         num_growing = sum(len(request.token_ids) % kv.block_size == 0 for request in requests)
-        if num_growing > kv.num_free_blocks:
+        if num_growing > kv.pool.num_free:
             return False
         fit = [kv.allocate(request.request_id, len(request.token_ids) + 1) for request in requests]
         assert all(fit), "the blocks were counted and are not there"
@@ -160,7 +160,7 @@ class RunningSet:
         """
         kv = self.kv
         num_tokens = len(request.token_ids)
-        spare = max(0, kv.num_free_blocks - len(self._running))
+        spare = max(0, kv.pool.num_free - len(self._running))
         room = (kv.num_blocks_held(request.request_id) + spare) * kv.block_size - num_tokens
         assert room >= 0, f"{request.request_id} has no slot for its newest token"
         count = min(num_drafts, room)
@@ -175,8 +175,8 @@ class RunningSet:
         """Stop a running request, and move its KV to the host or drop it. The caller queues it again."""
         kv, request_id, num_computed = self.kv, request.request_id, request.num_computed_tokens
         num_blocks = kv.blocks_for(num_computed)
-        swapped = kv.is_on_host(request_id) or (
-            may_swap and self._preemption.swaps(num_computed, num_blocks, kv.num_free_host_blocks)
+        swapped = request_id in kv.host or (
+            may_swap and self._preemption.swaps(num_computed, num_blocks, kv.host.num_free)
         )
         if swapped:
             kv.swap_out(request_id, num_computed)
@@ -195,12 +195,12 @@ class RunningSet:
 
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `confirm_block_moves` or `undo_block_moves` must follow."""
-        swap_out, swap_in = self.kv.swap_copies()
+        swap_out, swap_in = self.kv.host.copies()
         return BlockMoves(swap_out, self.marks.take_scrub_blocks(), tuple(self._copies), swap_in)
 
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
-        self.kv.confirm_copies()
+        self.kv.host.confirm_copies()
         self._copies, self._forked = [], []
         self.lookup.begin_step()
 
@@ -214,4 +214,4 @@ class RunningSet:
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
         self._copies, self._forked = [], []
-        return self.kv.drop_unsure()
+        return self.kv.host.drop_unsure()

@@ -104,8 +104,6 @@ class Drafter(Protocol):
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """Run one micro-step for all jobs, at most one a request. May raise, which costs speed only."""
-        ...
 
     def close(self, request_ids: Sequence[str]) -> None:
         """Forget these sequences and free their memory; unknown ones are passed over."""
-        ...

@@ -24,7 +24,7 @@ def test_allocate_grows_block_by_block_and_publishes_the_table() -> None:
     assert kv.block_tables[0].tolist() == [0, 1, 3, 0, 0, 0, 0, 0]
     assert kv.block_tables[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 0]
     assert kv.num_used_blocks == 4
-    assert kv.num_free_blocks == 4
+    assert kv.pool.num_free == 4
     assert kv.usage == 0.5
     kv.check_integrity()
 
@@ -49,7 +49,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     kv.free("a")
     assert kv.allocate("c", 4)
     assert not kv.allocate("d", 4), "no row is free"
-    assert kv.num_free_blocks == 2
+    assert kv.pool.num_free == 2
     kv.check_integrity()
 
 

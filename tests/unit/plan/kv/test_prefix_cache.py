@@ -146,10 +146,10 @@ def test_a_sequence_starts_on_published_blocks() -> None:
     assert kv.block_ids("b") == (0, 1, 3)
     assert [kv.pool.ref_count(block) for block in range(4)] == [2, 2, 1, 1]
     kv.free("a")
-    assert (kv.num_free_blocks, kv.num_cached_blocks) == (3, 0)
+    assert (kv.pool.num_free, kv.pool.num_free_kept) == (3, 0)
     kv.free("b")
     assert kv.pool.free_block_ids() == (4, 5, 2, 3, 1, 0), "kept ones are taken last"
-    assert (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks) == (6, 2, 0)
+    assert (kv.pool.num_free, kv.pool.num_free_kept, kv.num_used_blocks) == (6, 2, 0)
     assert kv.start("c", 8, kv.prefixes.find(HASHES, 2))
     assert kv.block_ids("c") == (0, 1)
     kv.check_integrity()
@@ -216,7 +216,7 @@ def test_a_failed_sequence_takes_back_all_it_held() -> None:
     assert kv.num_published("b") == 0
     kv.free("a")
     kv.free("b")
-    assert kv.num_cached_blocks == 0
+    assert kv.pool.num_free_kept == 0
 
 
 def test_only_contents_that_exist_are_kept() -> None:

@@ -200,7 +200,7 @@ def test_a_full_cache_preempts_the_newest_which_resumes_first_with_the_right_tex
     assert order == ["a", "c", "b"]
     assert a.output_token_ids == expected_output(a.token_ids[:7], 9)
     assert b.output_token_ids == expected_output(b.token_ids[:4], 9)
-    assert batcher.kv.num_free_blocks == 5
+    assert batcher.kv.pool.num_free == 5
 
 
 def test_the_preempted_is_not_seated_again_in_the_same_step() -> None:
@@ -216,7 +216,7 @@ def test_the_preempted_is_not_seated_again_in_the_same_step() -> None:
     decision, _ = run_step(batcher, runner)
     assert decision.preempted == ("b",)
     assert shape_of(decision) == [("a", 4, 1, True)]
-    assert batcher.kv.num_free_blocks == 3
+    assert batcher.kv.pool.num_free == 3
     decision, _ = run_step(batcher, runner)
     assert decision.preempted == ()
 
@@ -231,7 +231,7 @@ def test_a_prompt_in_progress_can_be_preempted_and_starts_again() -> None:
     shapes = [shape_of(run_step(batcher, runner)[0]) for _ in range(5)]
     assert shapes[0] == [("a", 1, 1, True), ("b", 0, 1, False)]
     assert shapes[4] == [("a", 5, 1, True), ("b", 4, 1, False)]
-    assert batcher.kv.num_free_blocks == 0
+    assert batcher.kv.pool.num_free == 0
     decision, _ = run_step(batcher, runner)
     assert (decision.preempted, shape_of(decision)) == (("b",), [("a", 6, 1, True)])
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)

@@ -148,14 +148,14 @@ def test_no_draft_is_verified_past_max_tokens() -> None:
 def test_drafts_are_cut_to_the_blocks_that_nobody_may_need_next() -> None:
     bench = Bench(num_blocks=6, max_num_seqs=2, max_model_len=24)
     a, b = bench.decoding("a", "b", max_tokens=20)
-    assert bench.batcher.kv.num_free_blocks == 4
+    assert bench.batcher.kv.pool.num_free == 4
     bench.draft_right(a, 8)
     bench.draft_right(b, 8)
     decision, _ = bench.step()
     # 4 free blocks less one for each of the two: a gets two more (4 tokens + 8 drafts), b what its own holds.
     assert entries(decision) == [("b", 3, 1, 0), ("a", 3, 9, 8)]
     assert not decision.preempted
-    assert bench.batcher.kv.num_free_blocks == 2
+    assert bench.batcher.kv.pool.num_free == 2
 
 
 def test_drafts_fill_the_last_block_when_no_other_is_to_be_had() -> None:
@@ -171,7 +171,7 @@ def test_nobody_is_preempted_for_drafts() -> None:
     bench = Bench(num_blocks=4, max_num_seqs=2, max_model_len=16)
     a, b = bench.decoding("a", "b", prompt=4, max_tokens=10)
     while a.status is b.status is RequestStatus.RUNNING:
-        before = bench.batcher.kv.num_free_blocks
+        before = bench.batcher.kv.pool.num_free
         bench.draft_right(a, 3)
         bench.draft_right(b, 3)
         decision, _ = bench.step()
@@ -247,7 +247,7 @@ def test_a_spent_request_drafts_into_the_blocks_that_it_holds_anyway() -> None:
     preempted(spent, 8)
     bench.batcher.add(spent)
     bench.step()
-    assert bench.batcher.kv.num_free_blocks == 0
+    assert bench.batcher.kv.pool.num_free == 0
     bench.draft_right(spent, 8)
     assert entries(bench.step()[0]) == [("spent", 3, 9, 8)]
 
@@ -398,7 +398,7 @@ def test_a_failing_row_ends_its_request_after_the_tokens_before_it() -> None:
     ]
     assert a.output_token_ids == expected_output([0, 1, 2], 3)
     assert a.status is RequestStatus.FINISHED
-    assert bench.batcher.kv.num_cached_blocks == 0, "what it published may be spoiled too"
+    assert bench.batcher.kv.pool.num_free_kept == 0, "what it published may be spoiled too"
     following = bench.batcher.step()
     assert following.inputs is not None
     assert set(following.inputs.scrub_blocks) == {0, 2}, "all that it held, with the drafts' blocks"

@@ -79,7 +79,7 @@ def test_growth_within_a_block_takes_nothing() -> None:
     running = make_running(num_blocks=2)
     a, b = run(running, "a", 3, arrival=0), run(running, "b", 3, arrival=1)
     assert running.make_room([grow(a), grow(b)]) == ([], [])
-    assert running.kv.num_free_blocks == 0
+    assert running.kv.pool.num_free == 0
 
 
 def test_the_newest_gives_way() -> None:

@@ -39,7 +39,7 @@ def test_a_prefix_is_found_by_the_next_request() -> None:
     b = make_request("b", [*PREFIX, 91, 92], arrival=1, max_tokens=4)
     batcher.add(a)
     run_all(batcher, runner)
-    assert batcher.kv.num_cached_blocks == 3, "the last one holds output"
+    assert batcher.kv.pool.num_free_kept == 3, "the last one holds output"
     batcher.add(b)
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 8, 2, True)]
@@ -83,15 +83,15 @@ def test_without_caching_nothing_is_found() -> None:
     for name in "ab":
         batcher.add(make_request(name, [*PREFIX, 90], max_tokens=1))
         assert shape_of(run_step(batcher, runner)[0]) == [(name, 0, 9, True)]
-    assert batcher.kv.num_cached_blocks == 0
+    assert batcher.kv.pool.num_free_kept == 0
 
 
 def test_a_reset_forgets_what_nobody_uses() -> None:
     batcher, runner = make()
     batcher.add(make_request("a", PREFIX, max_tokens=1))
     run_all(batcher, runner)
-    assert batcher.reset_prefix_cache() == 2
-    assert batcher.kv.num_cached_blocks == 0
+    assert batcher.kv.prefixes.reset() == 2
+    assert batcher.kv.pool.num_free_kept == 0
     batcher.add(make_request("b", PREFIX, max_tokens=1))
     assert shape_of(run_step(batcher, runner)[0]) == [("b", 0, 8, True)]
 
@@ -103,7 +103,7 @@ def test_a_failed_row_takes_back_what_it_was_drawn_from() -> None:
     batcher.add(make_request("b", [*PREFIX, 91]))
     decision = batcher.step()
     batcher.commit(decision, SampledRows([0], row_errors={0: "NaN"}))
-    assert batcher.kv.num_cached_blocks == 0
+    assert batcher.kv.pool.num_free_kept == 0
     batcher.add(make_request("c", [*PREFIX, 91], max_tokens=1))
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("c", 0, 9, True)]
@@ -119,7 +119,7 @@ def test_a_cancel_in_flight_keeps_what_was_published_and_scrubs_the_rest() -> No
     decision = batcher.step()
     batcher.finish("b", FinishReason.ABORT)
     batcher.commit(decision, SampledRows([0]))
-    assert batcher.kv.num_cached_blocks == 2
+    assert batcher.kv.pool.num_free_kept == 2
     batcher.add(make_request("c", [*PREFIX, 91], max_tokens=1))
     decision, _ = run_step(batcher, runner)
     assert decision.inputs is not None
@@ -264,7 +264,7 @@ def test_a_fork_that_cannot_be_preempted_takes_all_blocks_that_it_may_ever_need(
     assert len(batcher.kv.block_ids("a")) == 4
     run_step(batcher, runner)
     assert len(batcher.kv.block_ids("a1")) == 4, "one of them shared"
-    assert (batcher.num_running, batcher.kv.num_free_blocks) == (2, 2), "three more would have been too many"
+    assert (batcher.num_running, batcher.kv.pool.num_free) == (2, 2), "three more would have been too many"
     run_all(batcher, runner)
     assert_text_is_right(a, *children)
     assert not any(request.num_preemptions for request in (a, *children))

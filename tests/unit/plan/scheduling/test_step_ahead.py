@@ -227,12 +227,12 @@ def test_it_waits_where_decodes_take_turns() -> None:
 def test_it_takes_free_blocks_only_and_all_or_none() -> None:
     batcher = make_batcher(num_blocks=3, block_size=4, max_model_len=12)
     decoding(batcher, 3, 3, max_tokens=5)
-    assert batcher.kv.num_free_blocks == 1
+    assert batcher.kv.pool.num_free == 1
     first = batcher.step()
     assert batcher.step_ahead(first) is None
-    assert batcher.kv.num_free_blocks == 1
+    assert batcher.kv.pool.num_free == 1
     batcher.commit(first, SampledRows([1, 2]))
-    assert batcher.kv.num_free_blocks == 1
+    assert batcher.kv.pool.num_free == 1
 
 
 def test_only_committed_blocks_are_published() -> None:

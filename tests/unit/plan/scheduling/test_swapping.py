@@ -52,12 +52,12 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
     assert inputs_of(decision).swap_out == ((2, 0), (3, 1))
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.SWAPPED, 8, 1)
     assert b.preemptions[0][1] == "swap"
-    assert (batcher.num_swapped, batcher.num_waiting) == (1, 1)
+    assert (batcher.kv.host.num_saved, batcher.num_waiting) == (1, 1)
     while b.status is RequestStatus.SWAPPED:
         decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 8, 1, True)], "nothing is computed again"
     assert inputs_of(decision).swap_in == ((0, 2), (1, 3))
-    assert batcher.num_swapped == 0
+    assert batcher.kv.host.num_saved == 0
     decision, _ = run_step(batcher, runner)
     assert (inputs_of(decision).swap_out, inputs_of(decision).swap_in) == ((), ())
     finish(batcher, runner, a, b)
@@ -131,7 +131,7 @@ def test_kv_that_may_not_have_been_saved_is_computed_again() -> None:
     batcher, runner, a, b = start()
     batcher.abandon(batcher.step(), fail=False)
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
-    assert (batcher.num_swapped, batcher.kv.host.num_free) == (0, 8)
+    assert (batcher.kv.host.num_saved, batcher.kv.host.num_free) == (0, 8)
     assert inputs_of(run_step(batcher, runner)[0]).swap_out == ()
     finish(batcher, runner, a, b)
 
@@ -155,7 +155,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     batcher.abandon(batcher.step(), fail=False)
     batcher._running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
-    assert batcher.num_swapped == 1
+    assert batcher.kv.host.num_saved == 1
     assert batcher.kv.host.copies() == ((), ())
 
 
@@ -165,7 +165,7 @@ def test_who_gives_way_when_memory_runs_out_is_computed_again() -> None:
     c = make_request("c", 2, arrival=2, max_tokens=3)
     batcher.add(c)
     batcher.preempt_for_memory(batcher.step())
-    assert (c.status, batcher.num_swapped) == (RequestStatus.PREEMPTED, 0)
+    assert (c.status, batcher.kv.host.num_saved) == (RequestStatus.PREEMPTED, 0)
     finish(batcher, runner, b, c)
 
 
@@ -224,7 +224,7 @@ def test_all_that_have_no_slot_miss_the_step(max_decode_seqs: int, policy: str) 
         run_step(batcher, runner)
     preempted(b, 8)
     preempted(c, 8)  # without the blocks that a spent request is seated with
-    assert batcher.kv.allocate("somebody", 4 * batcher.kv.num_free_blocks)
+    assert batcher.kv.allocate("somebody", 4 * batcher.kv.pool.num_free)
     held = {name: len(batcher.kv.block_ids(name)) for name in "abc"}
     decision, _ = run_step(batcher, runner)
     assert all(entry.first_position < 4 * held[entry.request_id] for entry in decision.scheduled)
