@@ -2,56 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
-from itertools import count
-from typing import NamedTuple
 
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.policy import PolicyKey, SchedulingPolicy
 from engine.plan.scheduling.rising_heap import RisingHeap
-
-
-class _Entry(NamedTuple):
-    """A place in a lane's heap. Work that has run before goes first; `serial` breaks the last ties."""
-
-    is_new: bool
-    rank: PolicyKey
-    serial: int
-    request: Request
-
-
-class _Lane:
-    """Waiting requests of one lane, as a heap; a place is dead when its request is gone or ranked anew."""
-
-    __slots__ = ("heap", "live")
-
-    def __init__(self) -> None:
-        self.heap: list[_Entry] = []
-        self.live: dict[str, _Entry] = {}
-
-    def push(self, entry: _Entry) -> None:
-        """Give a request a place in exchange for its old one."""
-        self.live[entry.request.request_id] = entry
-        heapq.heappush(self.heap, entry)
-        self._compact()
-
-    def remove(self, request_id: str) -> None:
-        """Take a request out."""
-        del self.live[request_id]
-        self._compact()
-
-    def head(self) -> _Entry:
-        """The first place. The lane is not empty."""
-        heap, live = self.heap, self.live
-        while live.get(heap[0].request.request_id) is not heap[0]:
-            heapq.heappop(heap)
-        return heap[0]
-
-    def _compact(self) -> None:
-        if len(self.heap) > 2 * len(self.live) + 8:
-            self.heap = list(self.live.values())
-            heapq.heapify(self.heap)
 
 
 class RequestQueue:
@@ -59,8 +14,7 @@ class RequestQueue:
 
     Inside a lane of the policy the order is a heap's, and so is that of the lanes by their heads, which are
     ranked again when they come out first, because lanes may overtake one another. Every operation is
-    O(log n), amortised: a heap with more dead places than live ones is built anew. The policy hears of every
-    request that comes and goes.
+    O(log n), amortised. The policy hears of every request that comes and goes.
 
     A request may be *held* until another has computed what both need: `peek` and `pop` pass over it until
     `unhold`.
@@ -68,12 +22,11 @@ class RequestQueue:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._lanes: dict[str, _Lane] = {}  # those that are not empty
+        self._lanes: dict[str, RisingHeap[PolicyKey]] = {}  # of request ids; those that are not empty
         self._order: RisingHeap[PolicyKey] = RisingHeap(self._rank)  # of the lanes
         self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
         self._held: dict[str, str] = {}  # by id, with the leader's id; these are in no lane
         self._held_for: dict[str, list[str]] = {}  # by leader; may name requests that are not held any more
-        self._serials = count()
         self.num_tokens = 0  # known tokens of all that wait
 
     def __len__(self) -> int:
@@ -102,7 +55,7 @@ class RequestQueue:
     def peek(self) -> Request | None:
         """The request that `pop` would return; None when all that wait are held."""
         name = self._order.least()
-        return None if name is None else self._lanes[name].head().request
+        return None if name is None else self._head(name)
 
     def pop(self) -> Request:
         """Take the next request out. Raises IndexError when `peek` gives None."""
@@ -155,8 +108,8 @@ class RequestQueue:
 
     def _leave_lane(self, request_id: str, name: str) -> None:
         lane = self._lanes[name]
-        lane.remove(request_id)
-        if not lane.live:
+        lane.drop(request_id)
+        if lane.least() is None:
             del self._lanes[name]
             self._order.drop(name)
 
@@ -164,17 +117,24 @@ class RequestQueue:
         name = self._waiting[request.request_id][1]
         lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[name] = _Lane()
-        rank = self._policy.rank_in_lane(request)
-        entry = _Entry(_is_new(request), rank, next(self._serials), request)
-        lane.push(entry)
-        if lane.head() is entry:  # else the lane stands no better than before
+            lane = self._lanes[name] = RisingHeap(self._rank_in_lane)
+        lane.put(request.request_id)
+        if lane.least() == request.request_id:  # else the lane stands no better than before
             self._order.put(name)
+
+    def _rank_in_lane(self, request_id: str) -> PolicyKey:
+        request, _ = self._waiting[request_id]
+        return _is_new(request), *self._policy.rank_in_lane(request)
 
     def _rank(self, lane: str) -> PolicyKey:
         """How the head of a lane stands now."""
-        entry = self._lanes[lane].head()
-        return entry.is_new, *self._policy.key(entry.request)
+        request = self._head(lane)
+        return _is_new(request), *self._policy.key(request)
+
+    def _head(self, lane: str) -> Request:
+        request_id = self._lanes[lane].least()
+        assert request_id is not None, "an empty lane is kept"
+        return self._waiting[request_id][0]
 
 
 def _is_new(request: Request) -> bool:

@@ -107,10 +107,10 @@ def test_dead_places_do_not_pile_up() -> None:
     queue = make_queue(*requests)
     for request in requests[1:]:  # from behind the head, where popping never looks
         queue.remove(request.request_id)
-    assert len(queue._lanes[""].heap) <= 2 * len(queue) + 9
+    assert len(queue._lanes[""]._heap) <= 2 * len(queue) + 9
     for _ in range(1000):
         queue.reprioritize("r0")
-    assert len(queue._lanes[""].heap) <= 2 * len(queue) + 9
+    assert len(queue._lanes[""]._heap) <= 2 * len(queue) + 9
     assert drain(queue) == ["r0"]
 
 
