@@ -22,8 +22,9 @@ from engine.errors import (
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.stream import Finish, OutputDelta, RequestStream, RequestTiming
-from engine.loop.thread_stacks import thread_stacks
+from engine.loop.watchdog import thread_stacks
 from engine.plan.admission import check_token_ids
+from engine.plan.grammar import CompiledGrammar
 from engine.plan.kv.prefix_cache import owned_salt
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
@@ -38,7 +39,6 @@ from engine.plan.request import (
 )
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
-from engine.plan.structured_output import CompiledGrammar, Frame, StructuredOutput
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_tuning import freeze_heap, prepare_process
@@ -54,6 +54,7 @@ from engine.text.reply.pieces import (
 )
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
+from engine.text.structured_output import Frame, StructuredOutput
 from engine.text.tools.tool_spec import NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
 from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 

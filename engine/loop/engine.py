@@ -22,20 +22,19 @@ from engine.errors import (
 from engine.loop.engine_loop import Ending, EngineLoop
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.intake import computes_nothing, make_detokenizer, make_record, scores_only
-from engine.loop.open_requests import OpenRequests
-from engine.loop.request_counts import RequestCounts
+from engine.loop.open_requests import OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
-from engine.loop.thread_stacks import thread_stacks
 from engine.loop.time_limits import TimeLimits, prepared_by, too_late
-from engine.loop.watchdog import Watchdog
+from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt, check_token_ids
+from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request
 from engine.plan.step_records import RequestExplanation
-from engine.plan.structured_output import CompiledGrammar, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
+from engine.text.structured_output import StructuredOutput
 from engine.text.text_size import count_chars
 
 log = logging.getLogger("slipstream.engine")

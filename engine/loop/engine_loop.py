@@ -15,17 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of
+from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of, release_frames
 from engine.loop.engine_parts import EngineParts, Executors
-from engine.loop.held_frames import release_frames
 from engine.loop.open_requests import OpenRequests
 from engine.loop.run_ahead import RunAhead
 from engine.loop.step_pipeline import StepPipeline
 from engine.loop.watchdog import Watchdog
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.drain_rate import DrainRate
 from engine.plan.scheduling.in_flight import CommittedToken
+from engine.plan.scheduling.service_rates import DrainRate
 from engine.plan.step_records import BatchDecision, PromptRows, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")

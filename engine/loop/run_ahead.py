@@ -14,10 +14,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from engine.plan.metrics.batch_metrics import BatchMetrics
-from engine.plan.speculation.circuit_breaker import CircuitBreaker
-from engine.plan.speculation.draft_answers import read_answers
-from engine.plan.speculation.drafter import Drafter, DraftJob, DraftResult
-from engine.plan.speculation.drafter_link import DrafterLink
+from engine.plan.speculation.drafter import Drafter, DraftJob, DraftResult, read_answers
+from engine.plan.speculation.drafter_link import CircuitBreaker, DrafterLink
 from engine.plan.speculation.schedule_choice import ScheduleChooser
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
+from engine.plan.grammar import Grammar
 from engine.plan.step_records import NO_TOKEN, SampledRows, StepInputs, StepResult
-from engine.plan.structured_output import Grammar
 
 
 class StepPipeline:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
+import traceback
 from collections.abc import Callable
 
 _LEGS = 8  # looks in one timeout: a process that was stopped in between is noticed to within this part of it
@@ -71,3 +74,13 @@ class Watchdog:
             self._arm()
         else:
             self._on_hung(self.age_s)
+
+
+def thread_stacks(*names: str) -> str:
+    """The Python stacks of the live threads whose names begin with one of these, each under its name."""
+    frames = sys._current_frames()
+    lines: list[str] = []
+    for thread in threading.enumerate():
+        if thread.name.startswith(names) and thread.ident in frames:
+            lines += [f"thread {thread.name}\n", *traceback.format_stack(frames[thread.ident])]
+    return "".join(lines)

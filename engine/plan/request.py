@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from engine.plan.grammar import CompiledGrammar, Grammar
 from engine.plan.speculation.spec_stats import SpecStats
-from engine.plan.structured_output import CompiledGrammar, Grammar
 
 MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 

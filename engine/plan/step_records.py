@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan.structured_output import MaskOf
+from engine.plan.grammar import MaskOf
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -24,9 +24,9 @@ from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profi
 from engine.errors import StartRefused
 from engine.loop.engine_parts import EngineInfo, EngineParts
 from engine.plan.kv.paged_kv_manager import PagedKvManager
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
 from engine.startup.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens

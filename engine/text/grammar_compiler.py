@@ -12,9 +12,9 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import InvalidRequest
-from engine.plan.structured_output import StructuredOutput
 from engine.text.grammar_state import GrammarState
 from engine.text.grammar_text import grammar_text
+from engine.text.structured_output import StructuredOutput
 from engine.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:

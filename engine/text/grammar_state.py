@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from engine.errors import frames_of
-from engine.plan.structured_output import TokenMask
+from engine.plan.grammar import TokenMask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from engine.plan.structured_output import Frame, StructuredOutput
 from engine.text.source_limits import check_grammar, check_pattern, check_schema, check_size
+from engine.text.structured_output import Frame, StructuredOutput
 
 # Without it llguidance spells out long forced texts in advance, at any cost, and allows one spelling only.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'

@@ -18,9 +18,9 @@ from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, SamplingParams
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.training.medusa_samples import Sample
 
 _BLOCK_SIZE = 16

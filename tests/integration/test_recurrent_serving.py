@@ -11,9 +11,9 @@ import torch
 from engine.errors import OutOfDeviceMemory
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.step_records import BatchDecision
 from tests.support.factories import make_batcher, make_request
 from tests.support.packed import random_tokens

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 
 from engine.loop.engine_parts import LaunchedStep
 from engine.plan.request import FinishReason, Request, RequestStatus
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.drafter import Draft
 from engine.plan.step_records import BatchDecision, SampledRows, StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner

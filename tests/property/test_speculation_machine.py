@@ -22,9 +22,8 @@ from hypothesis.stateful import (
 
 from engine.plan.request import Request, SpeculationOptions
 from engine.plan.speculation.controller import make_length_policy
-from engine.plan.speculation.draft_answers import read_answers
 from engine.plan.speculation.draft_tape import DraftedToken
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, read_answers
 from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig

@@ -19,8 +19,7 @@ from engine.loop.engine_parts import LaunchedStep
 from engine.plan.request import FinishReason, Request, RequestStatus, SpeculationOptions
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.in_flight import CommittedToken
-from engine.plan.speculation.draft_answers import read_answers
-from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.drafter import Draft, DraftJob, read_answers
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, StepInputs, StepResult
 from tests.support.ahead_fakes import AheadFakeRunner

@@ -18,9 +18,9 @@ from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, Exec
 from engine.loop.stream import Finish, OutputDelta, RequestStream
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import GenerationRequest, SamplingParams
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.drafter import Drafter
 from engine.plan.speculation.pass_costs import PassCosts

@@ -7,10 +7,10 @@ from typing import Any
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request, SamplingParams
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision
 from tests.support.fakes import FakeRunner, ManualClock

@@ -34,10 +34,10 @@ from engine import (
     TokenLogprobs,
     check_token_ids,
 )
-from engine.loop.request_counts import RequestCounts
+from engine.loop.open_requests import RequestCounts
 from engine.loop.time_limits import prepared_by
 from engine.plan.admission import check_prompt
-from engine.plan.structured_output import Grammar
+from engine.plan.grammar import Grammar
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 
 VOCAB_SIZE = 0x110000

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.plan.structured_output import StructuredOutput, TokenMask
+from engine.plan.grammar import TokenMask
 from engine.text.grammar_compiler import FollowableGrammar, GrammarCompiler
+from engine.text.structured_output import StructuredOutput
 from tests.support.engines import text_tokenizer
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.plan.grammar import MaskOf, TokenMask
 from engine.plan.step_records import Float32, Int64, LogitAdjustment, TokenCounts
-from engine.plan.structured_output import MaskOf, TokenMask
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
 # What eight tokens' bits of a mask add to their logits: many times faster than filling by condition.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, InFlightSteps, append_rows
 from engine.plan.scheduling.policy import SchedulingPolicy
@@ -19,7 +18,7 @@ from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ServiceRates
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
-from engine.plan.scheduling.step_planner import StepPlanner, TokenBudget
+from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.plan.grammar import MaskOf
 from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, TokenCounts
-from engine.plan.structured_output import MaskOf
 
 _COLUMNS = {
     "temperature": np.float32,

@@ -1,4 +1,4 @@
-"""ServiceRates: measured seconds of prefill, decode and swap, and what a request needs by them."""
+"""ServiceRates: measured seconds of prefill, decode and swap. DrainRate: how fast requests end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
 _SEED_ROUNDS = 4  # each as good as so many steps
 _LONG_CHUNK = 64  # prefill tokens from which one step alone tells what they cost
 _SWEEPS = 24
+_DRAIN_HORIZON_S = 30.0
+_MAX_RETRY_AFTER_S = 120
 _MAX_SURPRISE = 4.0  # a step counts as at most this many times the expected: a stall is no rate
 
 
@@ -126,3 +128,36 @@ class ServiceRates:
         steps_left = (max(1, other.least_output_tokens - other.num_output_tokens) for other in before)
         shortest = nsmallest(num_to_end, steps_left)
         return own + max(shortest[-1] * one, sum(shortest) / places * full)
+
+
+class DrainRate:
+    """Requests ended over busy seconds, for Retry-After; the last half minute of work counts most.
+
+    Idle time is not observed: a server that had nothing to do is not a slow one.
+    """
+
+    def __init__(self, horizon_s: float = _DRAIN_HORIZON_S) -> None:
+        self._horizon_s = horizon_s
+        self._num_finished = 0.0
+        self._seconds = 0.0
+
+    def observe(self, num_finished: int, seconds: float) -> None:
+        """Count the requests that ended during `seconds` of work: a step, usually."""
+        keep = math.exp(-seconds / self._horizon_s)
+        self._num_finished = self._num_finished * keep + num_finished
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def per_second(self) -> float | None:
+        """Requests ended a second; None before any time was observed.
+
+        While less than one request has ended it counts as one: no slower rate has been seen.
+        """
+        return max(1.0, self._num_finished) / self._seconds if self._seconds > 0 else None
+
+    def retry_after_s(self, num_queued: int) -> int:
+        """Whole seconds until `num_queued` requests have ended, 1 to 120; 1 while the rate is unknown."""
+        rate = self.per_second
+        if rate is None:
+            return 1
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_queued / rate)))

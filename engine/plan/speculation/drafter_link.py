@@ -5,12 +5,11 @@ Loop thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.plan.speculation.acceptance import MethodPrior
-from engine.plan.speculation.draft_answers import DraftAnswers
 from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView
-from engine.plan.speculation.drafter import Draft, Drafter, DraftJob
+from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob
 from engine.plan.speculation.length_policy import LengthPolicy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
@@ -213,3 +212,39 @@ def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJo
         num_wanted=num_wanted,
         features=sequence.features,
     )
+
+
+MAX_FAILURES = 3  # in a row
+FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
+
+
+class CircuitBreaker:
+    """Opens after MAX_FAILURES in a row, then lets one try through after each pause.
+
+    Every failed try doubles the pause, up to a limit; a success closes it and resets the pause.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while it must not be tried."""
+        return self._num_failures >= MAX_FAILURES and self._clock() < self._open_until
+
+    def succeed(self) -> None:
+        """A try has succeeded."""
+        self._num_failures = 0
+        self._pause_s = FIRST_PAUSE_S
+
+    def fail(self) -> bool:
+        """A try has failed; True if the breaker is open from now on."""
+        self._num_failures += 1
+        if self._num_failures < MAX_FAILURES:
+            return False
+        self._open_until = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        return True

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from engine.plan.structured_output import CompiledGrammar, Grammar, TokenMask
+from engine.plan.grammar import CompiledGrammar, Grammar, TokenMask
 from engine.text.reply.reasoning_place import Phase, Place, ReasoningTrack
 
 

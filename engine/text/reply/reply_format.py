@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from engine.plan.structured_output import CompiledGrammar, StructuredOutput
+from engine.plan.grammar import CompiledGrammar
 from engine.text.reply.pieces import Piece
 from engine.text.reply.reasoning_format import REASONING_FORMATS, ReasoningFormat, find_reasoning
 from engine.text.reply.reasoning_gate import ReasoningGate, ReasoningMarks
@@ -14,6 +14,7 @@ from engine.text.reply.reasoning_place import Phase, Place, ReasoningTrack
 from engine.text.reply.reasoning_reader import read_reasoning
 from engine.text.reply.reply_reader import ReplyReader
 from engine.text.reply.text_feed import Parser, Stage, TextFeed
+from engine.text.structured_output import StructuredOutput
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_formats import HERMES
 from engine.text.tools.tool_format import ToolFormat

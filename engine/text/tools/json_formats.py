@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from hashlib import blake2b
 
-from engine.plan.structured_output import Frame, StructuredOutput
+from engine.text.structured_output import Frame, StructuredOutput
 from engine.text.tools.json_calls import JsonMarks, read_json_calls
 from engine.text.tools.tool_format import ToolFormat, forced_list, forced_objects, num_forced
 from engine.text.tools.tool_spec import ToolRules

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.plan.structured_output import Frame, StructuredOutput
 from engine.text.reply.text_feed import Parser, TextFeed
+from engine.text.structured_output import Frame, StructuredOutput
 from engine.text.tools.call_schema import call_schema
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.tool_spec import ToolRules

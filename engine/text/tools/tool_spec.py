@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.plan.structured_output import StructuredOutput
+from engine.text.structured_output import StructuredOutput
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _FREE_INPUT: Mapping[str, Any] = {

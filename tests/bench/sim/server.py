@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.step_records import SampledRows
 from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.run import Outcome, Run

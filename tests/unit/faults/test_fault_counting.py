@@ -9,8 +9,7 @@ from config import FaultPoint, PlannedFault
 from engine.compute.drafters.ngram import NgramDrafter
 from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_drafter import FaultyDrafter
-from engine.plan.speculation.draft_answers import read_answers
-from engine.plan.speculation.drafter import Drafter, DraftJob
+from engine.plan.speculation.drafter import Drafter, DraftJob, read_answers
 from tests.support.draft_jobs import draft_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.plan.grammar import TokenMask
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.step_records import StepInputs
-from engine.plan.structured_output import TokenMask
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import collect, running_engine
 from tests.support.fakes import VOCAB_SIZE, expected_output

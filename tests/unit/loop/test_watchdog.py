@@ -11,8 +11,7 @@ import pytest
 
 from engine.errors import EngineDead
 from engine.loop.engine_parts import EngineLimits, EngineState
-from engine.loop.thread_stacks import thread_stacks
-from engine.loop.watchdog import Watchdog
+from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.request import FinishReason
 from engine.plan.step_records import StepInputs
 from tests.support.engines import EngineShape, collect, running_engine

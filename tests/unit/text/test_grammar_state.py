@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.plan.structured_output import Frame, StructuredOutput
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.grammar_state import FIRST_S, TOKEN_S, GrammarState
+from engine.text.structured_output import Frame, StructuredOutput
 from tests.support.engines import text_tokenizer
 from tests.support.examples import share_of
 from tests.support.structures import SCHEMAS, allowed, compiled

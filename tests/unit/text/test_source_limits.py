@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.plan.structured_output import StructuredOutput
 from engine.text.grammar_compiler import MAX_CACHED, MAX_REFUSALS, GrammarCompiler
 from engine.text.source_limits import MAX_OPERATORS, MAX_RULES, MAX_SOURCE_CHARS
+from engine.text.structured_output import StructuredOutput
 from tests.support.engines import text_tokenizer
 from tests.support.structures import compiled, tiny_compiler
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE

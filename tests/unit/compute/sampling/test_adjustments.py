@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.compute.sampling.adjustments import apply_adjustments
+from engine.plan.grammar import MaskOf, TokenMask
 from engine.plan.step_records import LogitAdjustment
-from engine.plan.structured_output import MaskOf, TokenMask
 from tests.support.sampling_reference import counted
 
 INF = math.inf

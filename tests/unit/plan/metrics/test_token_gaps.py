@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from engine.plan.metrics.histogram import Histogram
-from engine.plan.metrics.token_gaps import TokenGaps
+from engine.plan.metrics.histogram import Histogram, TokenGaps
 
 BOUNDS = tuple(i / 64 for i in range(1, 64))
 

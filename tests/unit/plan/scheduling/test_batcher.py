@@ -7,8 +7,8 @@ import pytest
 
 from engine.errors import StartRefused
 from engine.plan.request import RequestStatus
-from engine.plan.scheduling.batch_config import BatchConfig
 from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.scheduling.step_planner import BatchConfig
 from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
 from tests.support.fakes import FakeRunner, ManualClock, expected_output
 

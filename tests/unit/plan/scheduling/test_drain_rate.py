@@ -1,6 +1,6 @@
 import pytest
 
-from engine.plan.scheduling.drain_rate import DrainRate
+from engine.plan.scheduling.service_rates import DrainRate
 
 
 def test_an_unknown_rate_says_one_second() -> None:

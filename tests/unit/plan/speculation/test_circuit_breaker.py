@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan.speculation.circuit_breaker import FIRST_PAUSE_S, MAX_PAUSE_S, CircuitBreaker
+from engine.plan.speculation.drafter_link import FIRST_PAUSE_S, MAX_PAUSE_S, CircuitBreaker
 from tests.support.fakes import ManualClock
 
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.plan.speculation.draft_answers import fault_of, read_answers
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, fault_of, read_answers
 from tests.support.draft_jobs import draft_request
 
 VOCAB = 100

@@ -16,6 +16,7 @@ import torch
 
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import make_verifier
+from engine.plan.grammar import TokenMask
 from engine.plan.request import Request
 from engine.plan.speculation.drafted_sequence import DraftedSequence
 from engine.plan.speculation.drafter import Draft
@@ -24,7 +25,6 @@ from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.plan.step_records import Int64
-from engine.plan.structured_output import TokenMask
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.sampling_reference import CPU, Row

@@ -1,48 +1,15 @@
-"""StructuredOutput, the form that a reply must have, and CompiledGrammar, which is ready to be followed.
-
-The plan tier knows grammars by these protocols only: what compiles and walks them lives in engine.text.
-"""
+"""Grammar: what the tokens of a reply must follow. What compiles and walks grammars is in `engine.text`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 TokenMask = NDArray[np.uint8]  # [ceil(vocab / 8)] one bit a token id, the lowest id in the lowest bit
-StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Literal text around a JSON value: `before`, the value, `after`, from once to `most` times.
-
-    `between` goes between two of them. As tool calls are written in a reply: where a text spells a special
-    token of the model, it is that token.
-    """
-
-    before: str = ""
-    after: str = ""
-    between: str = ""
-    most: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """What a reply must be.
-
-    `source` is empty for a `json_object` (any JSON object); the text of a JSON schema; a regular expression
-    that the whole reply matches; a JSON list of strings, one of which it is; or a grammar, as Lark or as EBNF
-    (`root ::= ...`). Only JSON may have a `frame`. `param` names the request's field in refusals.
-    """
-
-    kind: StructureKind
-    source: str = ""
-    frame: Frame | None = None
-    param: str | None = field(default=None, compare=False)
 
 
 class Grammar(Protocol):
