@@ -11,17 +11,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from engine.errors import (
-    ContextLengthExceeded,
-    EngineDead,
-    EngineError,
-    Overloaded,
-    RequestFailed,
-    frames_of,
-)
+from engine.errors import EngineDead, EngineError, Overloaded, RequestFailed, frames_of
 from engine.loop.engine_loop import Ending, EngineLoop
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.loop.intake import computes_nothing, make_detokenizer, make_record, scores_only
 from engine.loop.open_requests import OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
@@ -36,6 +28,7 @@ from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.structured_output import StructuredOutput
 from engine.text.text_size import count_chars
+from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
 
@@ -187,6 +180,11 @@ class Engine:
         return self._loaded.info
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """For single tokens; whole texts are worked on off the loop. Raises Overloaded (loading)."""
+        return self._loaded.tokenizer
+
+    @property
     def _loaded(self) -> EngineParts:
         if self._parts is None:
             raise Overloaded("The model is still loading.", code="loading")
@@ -216,8 +214,8 @@ class Engine:
         self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
     ) -> list[int]:
         """Tokenize off the loop, in `tenant`'s turn. Text too long for any prompt is refused unread."""
-        tokenizer = self._loaded.tokenizer
-        self._check_length(len(text), param="prompt")
+        tokenizer = self.tokenizer
+        tokenizer.check_length(len(text), self.info.max_model_len, "prompt")
         return await self._text.run(
             lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer", tenant
         )
@@ -234,25 +232,18 @@ class Engine:
         """Apply the chat template and tokenize, off the loop, in `tenant`'s turn. Raises InvalidRequest.
 
         All text that the template is given counts for the length that is refused before it costs anything.
-
-        Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own as well.
         `options` are variables of the template's own.
         """
-        tokenizer = self._loaded.tokenizer
-        limit = tokenizer.char_limit(self.info.max_model_len)
-        self._check_length(count_chars([messages, list(tools), options], limit), "messages")
-
-        def render() -> list[int]:
-            text = tokenizer.render_chat_text(messages, tools, options)
-            self._check_length(len(text), "messages")  # a template may show a text more than once
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
-
-        return await self._text.run(render, "tokenizer", tenant)
-
-    @property
-    def tool_template(self) -> str | None:
-        """The chat template that shows tools to the model; None if none does. Raises Overloaded (loading)."""
-        return self._loaded.tokenizer.tool_template
+        tokenizer, limit = self.tokenizer, self.info.max_model_len
+        num_chars = count_chars([messages, list(tools), options], tokenizer.char_limit(limit))
+        tokenizer.check_length(num_chars, limit, "messages")
+        return await self._text.run(
+            lambda: tokenizer.render_chat(
+                messages, tools, options, add_special_tokens=add_special_tokens, max_model_len=limit
+            ),
+            "tokenizer",
+            tenant,
+        )
 
     @property
     def reply_format(self) -> ReplyFormat:
@@ -271,7 +262,7 @@ class Engine:
 
         Raises InvalidRequest for an id outside the vocabulary.
         """
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self.tokenizer
         check_token_ids(param, token_ids, self.info.vocab_size)
         return await self._text.run(
             lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
@@ -284,9 +275,7 @@ class Engine:
     ) -> CompiledGrammar:
         """What a reply must be, made ready for `GenerationRequest.grammar`; cached, and so are refusals.
 
-        Off the loop, in `tenant`'s turn.
-
-        Raises InvalidRequest for what is not valid, not supported or too large.
+        Off the loop, in `tenant`'s turn. Raises InvalidRequest for what is invalid, unsupported or too large.
         """
         parts = self._loaded
         if self._grammars is None:
@@ -294,30 +283,6 @@ class Engine:
             self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
         compiler = self._grammars
         return await self._text.run(lambda: compiler.compile(structure), "grammar", tenant)
-
-    def token_text(self, token_id: int) -> str:
-        """The text of a single token, as logprobs show it."""
-        return self._loaded.tokenizer.token_text(token_id)
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a single token, which may be part of a character; None for an id without a token."""
-        return self._loaded.tokenizer.token_bytes(token_id)
-
-    def token_name(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id without one."""
-        return self._loaded.tokenizer.token_name(token_id)
-
-    def describe_tokenizer(self) -> dict[str, object]:
-        """The tokenizer's class, special tokens and chat template, for clients that render by themselves."""
-        return self._loaded.tokenizer.describe()
-
-    def _check_length(self, num_chars: int, param: str) -> None:
-        """Refuse text that cannot fit the context whatever its tokens are, so that none is spent on it."""
-        limit = self.info.max_model_len
-        char_limit = self._loaded.tokenizer.char_limit(limit)
-        if num_chars > char_limit:
-            fewest_tokens = -(-num_chars * limit // char_limit)
-            raise ContextLengthExceeded(limit=limit, prompt_tokens=fewest_tokens, max_tokens=0, param=param)
 
     # Requests.
 
@@ -362,8 +327,10 @@ class Engine:
             check_prompt(request, parts.info.max_model_len, parts.info.vocab_size)
             check_choice_of_tokens(request.sampling, parts.eos_token_ids)
         now, batcher = self._clock(), parts.batcher
-        records = [make_record(request, parts, next(self._arrivals), now) for request in requests]
-        idle = {request.request_id for request in requests if computes_nothing(request)}
+        records = [
+            Request.of(request, parts.eos_token_ids, next(self._arrivals), now) for request in requests
+        ]
+        idle = {request.request_id for request in requests if request.computes_nothing}
         queued = [record for record in records if record.request_id not in idle]
         with self._counts.refusals():
             self._check_open()
@@ -446,14 +413,21 @@ class Engine:
             raise Overloaded("The model is still loading.", code="loading")
 
     def _make_stream(self, request: GenerationRequest) -> RequestStream:
-        detokenizer = make_detokenizer(request, self._loaded)
-        checks_stops = bool(request.sampling.stop)
+        sampling = request.sampling
+        detokenizer = self._loaded.detokenizer(
+            self.tokenizer,
+            request.prompt_token_ids,
+            shown_special_ids=sampling.shown_special_ids if sampling.skip_special_tokens else None,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
         return RequestStream(
             request.request_id,
             detokenizer,
             self._abandon,
-            checks_stops=checks_stops,
-            scores_only=scores_only(request),
+            checks_stops=bool(sampling.stop),
+            scores_only=request.scores_only,
         )
 
     def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from engine.plan.grammar import CompiledGrammar, Grammar
@@ -118,6 +118,34 @@ class GenerationRequest:
     speculation: SpeculationOptions = SpeculationOptions()
     grammar: CompiledGrammar | None = None
 
+    @property
+    def computes_nothing(self) -> bool:
+        """True for no output and nothing to say of the prompt; its first token has no log-probability."""
+        scores = self.sampling.prompt_logprobs is not None and len(self.prompt_token_ids) > 1
+        return self.sampling.max_tokens == 0 and not scores
+
+    @property
+    def scores_only(self) -> bool:
+        """True for no output but the prompt's log-probabilities; see `Request`."""
+        return self.sampling.max_tokens == 0 and not self.computes_nothing
+
+    def as_scoring(self) -> GenerationRequest:
+        """A request of which `scores_only`, as it is computed."""
+        *prompt, last = self.prompt_token_ids
+        number = self.sampling.prompt_logprobs
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            allowed_token_ids=(last,),
+            ignore_eos=True,
+            logprobs=number,
+            prompt_logprobs=number,
+        )
+        speculation = SpeculationOptions(enabled=False)
+        return replace(
+            self, prompt_token_ids=prompt, sampling=sampling, speculation=speculation, grammar=None
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -166,6 +194,32 @@ class Request:
 
     def __post_init__(self) -> None:
         self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+
+    @classmethod
+    def of(cls, asked: GenerationRequest, eos_token_ids: frozenset[int], arrival: int, now: float) -> Request:
+        """The record of a request that is submitted `now`, as the `arrival`-th."""
+        scores_only = asked.scores_only
+        if scores_only:
+            asked = asked.as_scoring()
+        sampling = asked.sampling
+        stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        return cls(
+            request_id=asked.request_id,
+            token_ids=list(asked.prompt_token_ids),
+            num_prompt_tokens=len(asked.prompt_token_ids),
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            arrival=arrival,
+            arrival_time=now if asked.arrival_time is None else asked.arrival_time,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            deadline=asked.deadline,
+            cache_salt=asked.cache_salt,
+            fork_of=asked.fork_of,
+            speculation=asked.speculation,
+            grammar=None if asked.grammar is None else asked.grammar.start(stop_token_ids),
+            scores_only=scores_only,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidRequest, StartRefused
+from engine.errors import ContextLengthExceeded, InvalidRequest, StartRefused
 from engine.text.chat_template import ChatTemplate
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 from engine.text.token_bytes import TokenBytes
@@ -59,6 +59,15 @@ class Tokenizer:
         normalizer that shrinks text (runs of spaces, composed accents) is not counted in.
         """
         return self._max_token_chars * max_model_len
+
+    def check_length(self, num_chars: int, max_model_len: int, param: str) -> None:
+        """Raise ContextLengthExceeded for text that cannot fit, whatever its tokens are."""
+        char_limit = self.char_limit(max_model_len)
+        if num_chars > char_limit:
+            fewest_tokens = -(-num_chars * max_model_len // char_limit)
+            raise ContextLengthExceeded(
+                limit=max_model_len, prompt_tokens=fewest_tokens, max_tokens=0, param=param
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """The token ids of `text`. Raises InvalidRequest for `param` when the text is not valid Unicode."""
@@ -126,11 +135,18 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
         *,
         add_special_tokens: bool = False,
+        max_model_len: int | None = None,
     ) -> list[int]:
-        """The same as token ids. Templates write the special tokens, so none are added unless asked for."""
-        text = self.render_chat_text(messages, tools)
+        """The same as token ids. Templates write the special tokens, so none are added unless asked for.
+
+        Raises ContextLengthExceeded for a text that is too long for `max_model_len`, None for any length.
+        """
+        text = self.render_chat_text(messages, tools, options)
+        if max_model_len is not None:  # a template may show a text more than once
+            self.check_length(len(text), max_model_len, "messages")
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
 

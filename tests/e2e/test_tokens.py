@@ -12,7 +12,7 @@ from config import load_settings
 from engine import Overloaded, build_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.tiny_models import (
     BOS_ID,
     BOS_TOKEN,
@@ -162,10 +162,9 @@ async def test_bytes_of_split_characters_join_to_the_text(real_url: str, stream:
     assert all(each["bytes"] for entry in content for each in entry["top_logprobs"])
 
 
-async def test_an_id_without_a_token_has_no_bytes() -> None:
-    engine = FakeEngine()
-    engine.token_bytes = lambda token_id: None  # type: ignore[method-assign]
-    async with server_url(engine) as url:
+async def test_an_id_without_a_token_has_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "token_bytes", lambda *_: None)
+    async with server_url(FakeEngine()) as url:
         reply = await ask(url, "POST", CHAT, {"messages": HELLO, "logprobs": True, "max_tokens": 1})
     assert reply.json()["choices"][0]["logprobs"]["content"][0]["bytes"] is None
 

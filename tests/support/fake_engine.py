@@ -57,6 +57,23 @@ class Characters(Sequence[bytes]):
 
 
 @dataclass(frozen=True)
+class FakeTokenizer:
+    """A token is a character."""
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return chr(token_id).encode("utf-8", "replace")
+
+    def token_name(self, token_id: int) -> str | None:
+        return f"<{chr(token_id)}>"
+
+    def describe(self) -> dict[str, object]:
+        return {"tokenizer_class": "Fake", "eos_token": "$", "bos_token": None, "chat_template": "{{ 1 }}"}
+
+
+@dataclass(frozen=True)
 class FakeGrammar:
     """What a request was given to follow; nobody does."""
 
@@ -208,17 +225,9 @@ class FakeEngine:
         check_token_ids(param, token_ids, VOCAB_SIZE)
         return "".join(map(chr, token_ids))
 
-    def token_text(self, token_id: int) -> str:
-        return chr(token_id)
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        return chr(token_id).encode("utf-8", "replace")
-
-    def token_name(self, token_id: int) -> str | None:
-        return f"<{chr(token_id)}>"
-
-    def describe_tokenizer(self) -> dict[str, object]:
-        return {"tokenizer_class": "Fake", "eos_token": "$", "bos_token": None, "chat_template": "{{ 1 }}"}
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        return FakeTokenizer()
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)

@@ -25,7 +25,11 @@ class TokenSpelling:
     def of(cls, engine: Engine, body: GenerationBody) -> TokenSpelling:
         """What the request asks for."""
         by_id = bool(body.return_tokens_as_token_ids)
-        return cls("token_id:{}".format if by_id else engine.token_text, engine.token_bytes)
+        # Asked for when a token is spelled: while the model loads, it is admission that refuses and counts.
+        return cls(
+            "token_id:{}".format if by_id else lambda token_id: engine.tokenizer.token_text(token_id),
+            lambda token_id: engine.tokenizer.token_bytes(token_id),
+        )
 
 
 def completion_logprobs(

@@ -38,7 +38,7 @@ async def tokenize(request: Request) -> Response:
         body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
         check_model(context, body.model)
         token_ids = await read_token_ids(body, engine, exchange_of(request.scope).tenant)
-    names = LongList(lambda: map(engine.token_name, token_ids))
+    names = LongList(lambda: map(engine.tokenizer.token_name, token_ids))
     reply = {
         "count": len(token_ids),
         "max_model_len": engine.info.max_model_len,
@@ -84,4 +84,4 @@ async def tokenizer_info(request: Request) -> Response:
     """What a client needs to tokenize and to render conversations by itself."""
     context = context_of(request)
     limit = context.engine.info.max_model_len
-    return json_response({**context.engine.describe_tokenizer(), "model_max_length": limit})
+    return json_response({**context.engine.tokenizer.describe(), "model_max_length": limit})
