@@ -196,7 +196,9 @@ class EngineLoop:
         began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()
         if decision.inputs is None:
-            self._note_empty_step()
+            self._empty_steps += 1
+            if self._empty_steps > MAX_EMPTY_STEPS:
+                raise EngineDead("The scheduler has work but schedules none of it.")
         else:
             self._empty_steps = 0
             if ahead is None:
@@ -210,8 +212,10 @@ class EngineLoop:
             if result is not None:
                 self._landed_at = self._clock()
                 self._take(decision, result, started)
-                self._record(decision, self._landed_at - began)
-        self._measure_drain(self._clock() - started)
+                seats = len(decision.scheduled) / self._batcher.config.max_num_seqs
+                self._metrics.end_step(decision, self._landed_at - began, seats, self._batcher.kv.usage)
+        num_ended, self._num_ended = self._num_ended, self._requests.num_ended
+        self._drain_rate.observe(self._num_ended - num_ended, self._clock() - started)
         self._decision = None
 
     async def _decide(self) -> BatchDecision:
@@ -247,13 +251,12 @@ class EngineLoop:
         """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
         committed = self._batcher.commit(decision, result.rows)
         self._keep_features(decision, result)
-        self._learn_costs(decision, result)
         num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
         self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
         if decision.inputs is not None and decision.inputs.prompt_rows is not None:
             self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
         self._deliver(committed, result.rows, self._landed_at)
-        self._learn_draft_costs(decision, result, started)
+        self._learn_costs(decision, result, started)
 
     def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
         if result.features is None:
@@ -262,37 +265,23 @@ class EngineLoop:
         for request_id, features in zip(sampled, result.features, strict=True):
             self._decoder.keep_features(request_id, features)
 
-    def _learn_costs(self, decision: BatchDecision, result: StepResult) -> None:
-        rates = self._batcher.rates
-        seconds = result.forward_s + result.sample_s
-        if decision.num_draft_tokens == 0:
-            rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
-        else:
-            self._metrics.verify_duration.observe(seconds)
-        if result.swap_bytes:
-            rates.observe_swap(result.swap_bytes, result.swap_s)
-
-    def _learn_draft_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
-        """Tell what the step took by the clock: laying out and committing drafts costs the host, too.
+    def _learn_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
+        """Tell what the pass took, and the step by the clock: drafts cost the host, too.
 
         What was waited for drafts is counted where it is decided whether to wait.
         """
-        if decision.num_prefill_tokens:
-            return
-        num_seqs, num_drafts = len(decision.scheduled), decision.num_draft_tokens
-        step_s = self._clock() - started - self._decoder.waited_s
+        rates, num_drafts = self._batcher.rates, decision.num_draft_tokens
         pass_s = result.forward_s + result.sample_s
-        self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, pass_s, max(pass_s, step_s))
-
-    def _measure_drain(self, seconds: float) -> None:
-        num_ended = self._requests.num_ended
-        self._drain_rate.observe(num_ended - self._num_ended, seconds)
-        self._num_ended = num_ended
-
-    def _note_empty_step(self) -> None:
-        self._empty_steps += 1
-        if self._empty_steps > MAX_EMPTY_STEPS:
-            raise EngineDead("The scheduler has work but schedules none of it.")
+        if num_drafts:
+            self._metrics.verify_duration.observe(pass_s)
+        else:
+            rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, pass_s)
+        if result.swap_bytes:
+            rates.observe_swap(result.swap_bytes, result.swap_s)
+        if not decision.num_prefill_tokens:
+            step_s = max(pass_s, self._clock() - started - self._decoder.waited_s)
+            num_seqs = len(decision.scheduled)
+            self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, pass_s, step_s)
 
     async def _read(self, decision: BatchDecision) -> StepResult | None:
         """The result of the flying pass; None when it failed and its requests were dealt with."""
@@ -375,10 +364,6 @@ class EngineLoop:
         self._metrics.count_error(stage)
         self._batcher.finish(request.request_id, FinishReason.ERROR)
         self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
-
-    def _record(self, decision: BatchDecision, seconds: float) -> None:
-        seats = len(decision.scheduled) / self._batcher.config.max_num_seqs
-        self._metrics.end_step(decision, seconds, seats, self._batcher.kv.usage)
 
     def _report(self, now: float) -> None:
         """Say what the last minute was like, once a minute while there is work."""

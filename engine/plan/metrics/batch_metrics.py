@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.plan.metrics.activity import PHASES, Activity, RollingWindow, Totals
+from engine.plan.metrics.activity import PHASES, Activity, RollingWindow
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import FinishReason
 from engine.plan.speculation.spec_stats import SpecStats
@@ -114,9 +114,9 @@ class BatchMetrics:
         report = self._window.all(self._totals(now)).format_report("since the first request")
         return f"{report}\n{self.speculation.format_report()}" if self.speculation.num_rounds else report
 
-    def _totals(self, now: float) -> Totals:
-        return Totals(
-            time=now,
+    def _totals(self, now: float) -> Activity:
+        return Activity(
+            seconds=now,
             num_ended=self.requests_finished.total(),
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
@@ -124,9 +124,9 @@ class BatchMetrics:
             busy_s=self.busy_s,
             seats_s=self.seats_s,
             kv_s=self.kv_s,
-            step_duration={phase: each.distribution() for phase, each in self.step_duration.items()},
-            step_tokens=self.step_batched_tokens.distribution(),
-            time_to_first_token=self.time_to_first_token.distribution(),
+            step_tokens=self.step_batched_tokens.copy(),
+            time_to_first_token=self.time_to_first_token.copy(),
+            **{phase: each.copy() for phase, each in self.step_duration.items()},
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from operator import sub
 
 
 class Histogram:
@@ -22,28 +22,16 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    @property
-    def count(self) -> int:
-        """Observations so far."""
-        return sum(self.counts)
+    def __sub__(self, earlier: Histogram) -> Histogram:
+        """What came since `earlier`, a copy of this one or a new one; a copy itself."""
+        since = Histogram(self.bounds)
+        since.counts = list(map(sub, self.counts, earlier.counts))
+        since.sum = self.sum - earlier.sum
+        return since
 
-    def distribution(self) -> Distribution:
+    def copy(self) -> Histogram:
         """All observations so far."""
-        return Distribution(self.bounds, tuple(self.counts), self.sum)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Some observations, counted as a histogram counts them."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-
-    def __sub__(self, earlier: Distribution) -> Distribution:
-        """What came since `earlier`, which was taken of the same histogram."""
-        counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
-        return Distribution(self.bounds, counts, self.sum - earlier.sum)
+        return self - Histogram(self.bounds)
 
     @property
     def count(self) -> int:

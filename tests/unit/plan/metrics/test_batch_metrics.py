@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine.loop.engine_loop import REPORT_EVERY_S
+from engine.plan.metrics.activity import PHASES
 from engine.plan.metrics.batch_metrics import LATENCY_BOUNDS_S, BatchMetrics
-from engine.plan.metrics.histogram import Distribution, Histogram
+from engine.plan.metrics.histogram import Histogram
 from engine.plan.step_records import BatchDecision, ScheduledRequest
 from tests.support.engines import collect, running_engine
 
@@ -30,14 +31,14 @@ def step(metrics: BatchMetrics, at: float, seconds: float = 0.5, **decision: Any
     metrics.end_step(make_decision(**decision), seconds, 0.5, 0.25)
 
 
-# Distributions.
+# Histograms.
 
 
 def test_a_quantile_lies_evenly_within_its_bucket() -> None:
     histogram = Histogram((1.0, 2.0, 4.0))
     for value, times in ((0.5, 2), (1.5, 4), (3.0, 2), (99.0, 2)):
         histogram.observe(value, times)
-    found = histogram.distribution()
+    found = histogram
     assert found.count == 10
     assert found.mean == pytest.approx(21.1)
     assert [found.quantile(share) for share in (0.0, 0.1, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)] == (
@@ -48,15 +49,15 @@ def test_a_quantile_lies_evenly_within_its_bucket() -> None:
 def test_a_difference_is_what_came_in_between() -> None:
     histogram = Histogram(LATENCY_BOUNDS_S)
     histogram.observe(100.0)
-    earlier = histogram.distribution()
+    earlier = histogram.copy()
     histogram.observe(0.01, 3)
-    later = histogram.distribution() - earlier
+    later = histogram - earlier
     assert later.count == 3
     assert later.mean == pytest.approx(0.01)
     assert later.quantile(0.99) <= 0.01
     nothing = earlier - earlier
     assert (nothing.count, nothing.mean, nothing.quantile(0.5)) == (0, 0.0, 0.0)
-    assert Distribution((), (0,), 0.0).quantile(0.5) == 0.0
+    assert Histogram(()).quantile(0.5) == 0.0
 
 
 # The last minute.
@@ -71,12 +72,10 @@ def test_the_last_minute_tells_rates_sizes_and_use() -> None:
     metrics.time_to_first_token.observe(0.2)
     found = metrics.last_minute(120.0)
     assert (found.seconds, found.busy_s, found.num_steps) == (20.0, 8.0, 12)
-    assert (found.generation_tokens, found.tokens_per_s) == (42, 2.1)
-    assert found.mean_sequences == pytest.approx((10 * 4 + 3 + 1) / 12)
-    assert found.mean_step_tokens == pytest.approx((10 * 4 + 32 + 60) / 12)
-    assert (found.busy_ratio, found.seats_ratio, found.kv_ratio) == (0.4, 0.5, 0.25)
-    counts = {phase: found.step_duration(phase).count for phase in ("prefill", "decode", "mixed")}
-    assert counts == {"prefill": 1, "decode": 10, "mixed": 1}
+    assert (found.generation_tokens, found.num_sequences) == (42, 10 * 4 + 3 + 1)
+    assert found.step_tokens.sum == 10 * 4 + 32 + 60
+    assert (found.seats_s, found.kv_s) == (4.0, 2.0)
+    assert [getattr(found, phase).count for phase in PHASES] == [1, 10, 1]
     assert 0.1 < found.time_to_first_token.quantile(0.5) <= 0.25
 
 
@@ -86,7 +85,7 @@ def test_what_is_older_than_a_minute_does_not_count() -> None:
         step(metrics, float(second), decodes=1 if second < 200 else 3)
     found = metrics.last_minute(300.0)
     assert 55 <= found.seconds <= 60
-    assert found.tokens_per_s == pytest.approx(3.0)
+    assert found.generation_tokens == pytest.approx(3 * found.seconds)
     assert len(metrics._window._kept) <= 13
 
 
@@ -95,7 +94,7 @@ def test_a_pause_counts_for_nothing_but_its_time() -> None:
     for second in range(30):
         step(metrics, float(second), decodes=100)
     idle = metrics.last_minute(3600.0)
-    assert (idle.generation_tokens, idle.tokens_per_s, idle.num_steps, idle.busy_ratio) == (0, 0.0, 0, 0.0)
+    assert (idle.generation_tokens, idle.num_steps, idle.busy_s) == (0, 0, 0.0)
     step(metrics, 3600.0, decodes=1)
     found = metrics.last_minute(3602.0)
     assert (found.seconds, found.generation_tokens) == (2.0, 1)
@@ -104,7 +103,7 @@ def test_a_pause_counts_for_nothing_but_its_time() -> None:
 def test_before_the_first_step_there_is_nothing_to_tell() -> None:
     metrics = BatchMetrics()
     nothing = metrics.last_minute(5.0)
-    assert (nothing.seconds, nothing.tokens_per_s, nothing.mean_sequences, nothing.kv_ratio) == (0, 0, 0, 0)
+    assert (nothing.seconds, nothing.generation_tokens, nothing.num_steps, nothing.kv_s) == (0, 0, 0, 0)
     assert metrics.format_report(5.0) == (
         "since the first request, 0 s:\n"
         "  requests    0 ended\n"
@@ -159,10 +158,9 @@ async def test_the_engine_tells_of_its_work_at_its_end(caplog: pytest.LogCapture
         await collect(harness.submit([1, 2, 3], max_tokens=6))
         found = harness.engine.metrics.last_minute(time.monotonic())
         assert (found.generation_tokens, found.num_steps) == (6, 6)
-        assert 0 < found.seats_ratio <= 1 / 8
-        assert 0 < found.kv_ratio < 1
-        assert 0 < found.busy_ratio <= 1
-        assert found.mean_sequences == 1
+        assert 0 < found.seats_s <= found.busy_s / 8
+        assert 0 < found.kv_s < found.busy_s
+        assert found.num_sequences == found.num_steps
     (report,) = [record.message for record in caplog.records if "since the first request" in record.message]
     assert "1 ended" in report and "6 generated" in report and "3 read" in report
 
