@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +26,7 @@ class DaemonExecutor(Executor):
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._names = [name] if num_threads == 1 else [f"{name}_{i}" for i in range(num_threads)]
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._is_closed = False
 
@@ -37,13 +39,13 @@ class DaemonExecutor(Executor):
             thread.start()
             self._threads.append(thread)
         future: Future[T] = Future()
-        self._calls.put(_Call(future, lambda: call(*args, **kwargs)))
+        self._calls.put((future, partial(call, *args, **kwargs)))
         return future
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run()
-            del call  # with all that it holds, while there is nothing to do
+        while (task := self._calls.get()) is not None:
+            _carry_out(*task)
+            del task  # with all that it holds, while there is nothing to do
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work; what is queued still runs, unless it is cancelled. See Executor.
@@ -51,38 +53,23 @@ class DaemonExecutor(Executor):
         `wait` joins the threads for a moment only.
         """
         self._is_closed = True
-        if cancel_futures:
-            self._cancel_queued()
+        while cancel_futures and not self._calls.empty():
+            with suppress(Empty):
+                if (task := self._calls.get_nowait()) is not None:
+                    task[0].cancel()
         for _ in self._names:
             self._calls.put(None)
         ends = time.monotonic() + _JOIN_S
         for thread in self._threads if wait else ():
             thread.join(max(0.0, ends - time.monotonic()))
 
-    def _cancel_queued(self) -> None:
-        try:
-            while (call := self._calls.get_nowait()) is not None:
-                call.future.cancel()
-        except Empty:
-            pass
 
-
-class _Call:
-    """One call and where its outcome goes."""
-
-    __slots__ = ("_call", "future")
-
-    def __init__(self, future: Future[Any], call: Callable[[], Any]) -> None:
-        self.future = future
-        self._call = call
-
-    def run(self) -> None:
-        """Settle the future, unless it was cancelled first."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._call()
-        except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -80,27 +80,6 @@ class RequestStream:
     log-probability is given.
     """
 
-    __slots__ = (
-        "_checks_stops",
-        "_detokenizer",
-        "_failure",
-        "_finish",
-        "_hides_last",
-        "_logprobs",
-        "_loop",
-        "_on_abandon",
-        "_prompt_logprobs",
-        "_scores_only",
-        "_stopped",
-        "_taken",
-        "_text",
-        "_token_ids",
-        "_waiter",
-        "first_token_time",
-        "last_token_time",
-        "request_id",
-    )
-
     def __init__(
         self,
         request_id: str,
@@ -153,9 +132,7 @@ class RequestStream:
             self._text += delta.text
             stop = delta.stop
             self._stopped = stop is not None
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._wake_reader()
         return stop
 
     def put_prompt_logprobs(self, first: int, records: Sequence[TokenLogprobs]) -> None:
@@ -169,8 +146,11 @@ class RequestStream:
         """Set the terminal event; only the first one counts."""
         if self._finish is None:
             self._finish = finish
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # The reader's side.
 
@@ -206,20 +186,16 @@ class RequestStream:
 
     def _take(self) -> OutputDelta:
         """All there is, in one delta. Raises what decoding does."""
-        token_ids = tuple(self._token_ids)
+        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        text = ""
         if self._failure is None:
             text = self._take_text(token_ids)
-        else:
-            text = ""
-            if self._finish is not None and self._finish.error is None:
-                self._finish = replace(self._finish, reason=FinishReason.ERROR, error=self._failure)
+        elif self._finish is not None and self._finish.error is None:
+            self._finish = replace(self._finish, reason=FinishReason.ERROR, error=self._failure)
         self._token_ids.clear()
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._logprobs:
-            logprobs = tuple(self._logprobs)
-            self._logprobs.clear()
+        self._logprobs.clear()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._prompt_logprobs and (token_ids or self._scores_only):
+        if token_ids or self._scores_only:
             prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
         self._taken = self._finish is not None
