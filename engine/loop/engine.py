@@ -74,10 +74,7 @@ class Engine:
     # Life.
 
     async def start(self) -> None:
-        """Load the model, then serve until `stop`. Raises StartRefused when it cannot be loaded.
-
-        A drain or a stop that comes while loading takes effect when the load returns.
-        """
+        """Load the model, then serve until `stop`, also if that came meanwhile. Raises StartRefused."""
         parts = await asyncio.get_running_loop().run_in_executor(self._executors.target, self._load)
         self._parts = parts
         self.metrics.speculation = parts.batcher.decoder.stats
@@ -89,10 +86,7 @@ class Engine:
             self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end what is left.
-
-        That ends at once, even in the middle of a step; 0 waits for nothing.
-        """
+        """Refuse new work, let what is accepted finish for up to `timeout_s`, then end the rest at once."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
         try:
@@ -101,31 +95,21 @@ class Engine:
             self._end_all()
 
     async def stop(self) -> None:
-        """End every open stream with an error, stop after the step in flight, join the threads.
-
-        What hangs is left behind.
-        """
+        """End every open stream with an error, stop after the step in flight, leave behind what hangs."""
         await self.drain(0)
         if self._loop is not None and self._task is not None:
             self._loop.stop()
-            await self._wait_for_end(self._task)
+            death = asyncio.create_task(self._died.wait())
+            await asyncio.wait([self._task, death], return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+            await asyncio.wait([self._task], timeout=_LAST_MOMENT_S)
         if self.metrics.busy_s:
             log.info(self.metrics.format_report(self._clock()))
         self._text.close()
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
-    async def _wait_for_end(self, task: asyncio.Task[None]) -> None:
-        """Return when the loop has ended; if the engine is or becomes dead meanwhile, soon after that."""
-        death = asyncio.create_task(self._died.wait())
-        await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
-        death.cancel()
-        await asyncio.wait([task], timeout=_LAST_MOMENT_S)
-
     async def wait_dead(self) -> None:
-        """Return when the engine has died, by a fault or a hang; `fault` says of what.
-
-        Never returns for an engine that is stopped in order.
-        """
+        """Return when the engine has died of `fault`; never if it is stopped in order."""
         await self._died.wait()
 
     def _end_all(self) -> None:
@@ -216,9 +200,8 @@ class Engine:
         """Tokenize off the loop, in `tenant`'s turn. Text too long for any prompt is refused unread."""
         tokenizer = self.tokenizer
         tokenizer.check_length(len(text), self.info.max_model_len, "prompt")
-        return await self._text.run(
-            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), "tokenizer", tenant
-        )
+        call = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._text.run(call, "tokenizer", tenant)
 
     async def render_chat(
         self,
@@ -237,13 +220,8 @@ class Engine:
         tokenizer, limit = self.tokenizer, self.info.max_model_len
         num_chars = count_chars([messages, list(tools), options], tokenizer.char_limit(limit))
         tokenizer.check_length(num_chars, limit, "messages")
-        return await self._text.run(
-            lambda: tokenizer.render_chat(
-                messages, tools, options, add_special_tokens=add_special_tokens, max_model_len=limit
-            ),
-            "tokenizer",
-            tenant,
-        )
+        render = partial(tokenizer.render_chat, add_special_tokens=add_special_tokens, max_model_len=limit)
+        return await self._text.run(partial(render, messages, tools, options), "tokenizer", tenant)
 
     @property
     def reply_format(self) -> ReplyFormat:
@@ -262,13 +240,9 @@ class Engine:
 
         Raises InvalidRequest for an id outside the vocabulary.
         """
-        tokenizer = self.tokenizer
         check_token_ids(param, token_ids, self.info.vocab_size)
-        return await self._text.run(
-            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
-            "detokenizer",
-            tenant,
-        )
+        call = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._text.run(call, "detokenizer", tenant)
 
     async def compile_grammar(
         self, structure: StructuredOutput, *, tenant: str | None = None
@@ -281,8 +255,7 @@ class Engine:
         if self._grammars is None:
             pieces = parts.tokenizer.pieces
             self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
-        compiler = self._grammars
-        return await self._text.run(lambda: compiler.compile(structure), "grammar", tenant)
+        return await self._text.run(partial(self._grammars.compile, structure), "grammar", tenant)
 
     # Requests.
 
@@ -296,20 +269,16 @@ class Engine:
             return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
 
     def admit_text(self) -> ExitStack:
-        """A place for one request that wants text or token ids and no generation; use as `admit`'s.
+        """A place for a request that wants text or token ids only; raises what `admit` does.
 
-        There are a quarter as many as places in the queue, which these take nothing of. Raises what `admit`
-        does.
+        There are a quarter as many as places in the queue, which these take nothing of.
         """
         with self._counts.refusals():
             self._check_open()
             return self._text_admission.admit(1, 0)
 
     def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
-        """Use around the work on a request's text, before `submit`: it is cancelled at the deadline.
-
-        Raises DeadlineExceeded then, and counts it. None: no limit. Both times are of `now`.
-        """
+        """Use around the work on a request's text, which a deadline cancels; see `prepared_by`."""
         return prepared_by(deadline, arrival_time, self._clock, self._counts.miss_deadline)
 
     def submit(self, request: GenerationRequest) -> RequestStream:
@@ -362,7 +331,7 @@ class Engine:
         return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
 
     def _check_deadline(self, record: Request, before: Sequence[Request]) -> None:
-        """Refuse, and count, what cannot end in time behind the choices `before` it even if all goes well."""
+        """Refuse, and count, what cannot end in time even if all goes well; see `can_meet`."""
         refusal = too_late(record, self._clock(), partial(self._loaded.batcher.can_meet, before=before))
         if refusal is not None:
             self._counts.miss_deadline()
@@ -371,10 +340,9 @@ class Engine:
     def reprioritize(
         self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
     ) -> bool:
-        """Rank an open request anew from the next step on; False when there is no such request any more.
+        """Rank an open request anew; False when there is no such request any more.
 
-        `deadline_s` counts from its arrival, like the one it came with; one that has passed ends it at once.
-        None leaves as it is what there is.
+        None leaves the old value. `deadline_s` counts from the arrival; one that has passed ends it at once.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -397,10 +365,7 @@ class Engine:
         return self._requests.shares.shares()
 
     def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Forget every cached block of `owner` (None: of all) that no request uses, and return their number.
-
-        Raises Overloaded (loading).
-        """
+        """Forget each cached block of `owner` (None: of all) that no request uses; how many they were."""
         return self._loaded.batcher.kv.prefixes.reset(owner)
 
     def _check_open(self) -> None:

@@ -25,7 +25,7 @@ from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.scheduling.service_rates import DrainRate
-from engine.plan.step_records import BatchDecision, PromptRows, SampledRows, StepResult
+from engine.plan.step_records import BatchDecision, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")
 
@@ -76,7 +76,7 @@ class EngineLoop:
         self._run_ahead = RunAhead(self._decoder, executors.draft, metrics, clock)
         self._endings: dict[str, Ending] = {}
         self._wake = asyncio.Event()
-        self._stopping = False
+        self.is_stopping = False  # True once `stop` was called
         self._is_checked = True  # the KV accounts, since the last step
         self._kv_is_sound = True  # as far as known
         self._failed_passes = 0
@@ -87,11 +87,6 @@ class EngineLoop:
         self._next_report = clock() + REPORT_EVERY_S
         self._drain_rate = DrainRate()
         self._num_ended = 0  # of the requests, when the drain rate was last told
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once `stop` was called."""
-        return self._stopping
 
     def describe_step(self) -> dict[str, object]:
         """What the loop is at, for the log: the step in flight, or that none was decided yet."""
@@ -126,7 +121,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
-        self._stopping = True
+        self.is_stopping = True
         self._wake.set()
 
     async def run(self) -> None:
@@ -136,7 +131,7 @@ class EngineLoop:
         Open requests are then still open: the caller ends them with `fail_all`.
         """
         try:
-            while not self._stopping:
+            while not self.is_stopping:
                 self._carry_out_endings()
                 if self._batcher.has_work or self._ahead is not None:
                     await self._step()
@@ -230,7 +225,7 @@ class EngineLoop:
 
     def _launch_ahead(self, decision: BatchDecision) -> None:
         """Have the device go on with the step behind this one, if it can be decided already."""
-        if not self._pipeline.can_launch_ahead or self._endings or self._stopping:
+        if not self._pipeline.can_launch_ahead or self._endings or self.is_stopping:
             return
         ahead = self._batcher.step_ahead(decision)
         if ahead is not None and ahead.inputs is not None:
@@ -250,20 +245,15 @@ class EngineLoop:
     def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
         """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
         committed = self._batcher.commit(decision, result.rows)
-        self._keep_features(decision, result)
+        if result.features is not None:
+            sampled = [request.request_id for request in decision.scheduled if request.samples]
+            for request_id, features in zip(sampled, result.features, strict=True):
+                self._decoder.keep_features(request_id, features)
         num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
         self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
-        if decision.inputs is not None and decision.inputs.prompt_rows is not None:
-            self._deliver_prompts(decision, decision.inputs.prompt_rows, result)
+        self._deliver_prompts(decision, result)
         self._deliver(committed, result.rows, self._landed_at)
         self._learn_costs(decision, result, started)
-
-    def _keep_features(self, decision: BatchDecision, result: StepResult) -> None:
-        if result.features is None:
-            return
-        sampled = [request.request_id for request in decision.scheduled if request.samples]
-        for request_id, features in zip(sampled, result.features, strict=True):
-            self._decoder.keep_features(request_id, features)
 
     def _learn_costs(self, decision: BatchDecision, result: StepResult, started: float) -> None:
         """Tell what the pass took, and the step by the clock: drafts cost the host, too.
@@ -296,23 +286,22 @@ class EngineLoop:
             if self._failed_passes >= MAX_FAILED_PASSES:
                 self._batcher.abandon(decision, fail=False)
                 raise
-            self._recover(decision, error)
+            if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
+                self._batcher.preempt_for_memory(decision)  # tried once more, with fewer requests
+                return None
+            self._carry_out_endings()
+            failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
+            for request in self._batcher.abandon(decision, fail=True):
+                self._requests.finish(request, FinishReason.ERROR, error=failure)
             return None
         self._failed_passes = 0
         return result
 
-    def _recover(self, decision: BatchDecision, error: Exception) -> None:
-        """After a failed pass: out of memory is tried once more with fewer requests, else the batch ends."""
-        if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
-            self._batcher.preempt_for_memory(decision)
-            return
-        self._carry_out_endings()
-        failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
-        for request in self._batcher.abandon(decision, fail=True):
-            self._requests.finish(request, FinishReason.ERROR, error=failure)
-
-    def _deliver_prompts(self, decision: BatchDecision, rows: PromptRows, result: StepResult) -> None:
+    def _deliver_prompts(self, decision: BatchDecision, result: StepResult) -> None:
         """Hand the log-probabilities of prompt tokens to the streams of those that asked."""
+        rows = None if decision.inputs is None else decision.inputs.prompt_rows
+        if rows is None:
+            return
         starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1)).tolist()
         for start, end in zip(starts, [*starts[1:], len(rows.sequence)], strict=True):
             scheduled = decision.scheduled[rows.sequence[start]]
@@ -323,7 +312,8 @@ class EngineLoop:
             if len(records) < end - start:
                 self._fail(request, "sampler", "the prompt could not be scored")
             else:
-                self._requests.put_prompt_logprobs(request.request_id, scheduled.first_position, records)
+                stream = self._requests.stream(request.request_id)
+                stream.put_prompt_logprobs(scheduled.first_position, records)
 
     def _deliver(self, committed: list[CommittedToken], rows: SampledRows, now: float) -> None:
         """Hand each token to its stream; end what has ended. One request's fault stays with that request."""
@@ -344,7 +334,7 @@ class EngineLoop:
                 continue
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)
-        self._requests.end_step(now)
+        self._requests.gaps.end_step(now)
         self._metrics.generation_tokens += num_delivered
 
     def _finish(self, token: CommittedToken, stop: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -109,12 +109,12 @@ class OpenRequests:
         self._clock = clock
         self._time_limits = time_limits
         self.shares = TenantShares(clock)
+        self.gaps = TokenGaps(metrics.inter_token_latency)  # to be told of each step's end
         self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, RequestStream] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._gaps = TokenGaps(metrics.inter_token_latency)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -151,18 +151,14 @@ class OpenRequests:
             self._metrics.time_to_first_token.observe(now - request.arrival_time)
             self._count_prompt(request)
         else:
-            self._gaps.add(stream.last_token_time, now)
+            self.gaps.add(stream.last_token_time, now)
         stream.last_token_time = now
         by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
         return stream.put(token.token_id, logprobs, shown=not by_id)
 
-    def put_prompt_logprobs(self, request_id: str, first: int, records: Sequence[TokenLogprobs]) -> None:
-        """Hand an open request's stream the log-probabilities of prompt tokens; see RequestStream."""
-        self._streams[request_id].put_prompt_logprobs(first, records)
-
-    def end_step(self, now: float) -> None:
-        """All tokens of a step have been put; `now` is the same for all of them."""
-        self._gaps.end_step(now)
+    def stream(self, request_id: str) -> RequestStream:
+        """The stream of an open request."""
+        return self._streams[request_id]
 
     def finish(
         self,

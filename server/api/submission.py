@@ -99,7 +99,9 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
             check_reply_size(size)
             lease.hold(lease.num_bytes + size.held_bytes)
             rules = submission.rules
-            readers = [rules and rules.reader(engine, prompt.token_ids) for prompt, _ in requests]
+            readers = [
+                None if rules is None else rules.reader(engine, prompt.token_ids) for prompt, _ in requests
+            ]
             streams = engine.submit_all([request for _, request in requests])
         except InvalidRequest as error:
             error.param = body.prompt_param if error.param == "prompt" else error.param
