@@ -182,8 +182,8 @@ class Engine:
         decoder = batcher.decoder
         kv_blocks_cached = batcher.kv.pool.num_free_kept
         return EngineGauges(
-            num_requests_running=batcher.num_running,
-            num_requests_waiting=batcher.num_waiting,
+            num_requests_running=len(batcher.running),
+            num_requests_waiting=len(batcher.queue),
             num_requests_swapped=batcher.kv.host.num_saved,
             kv_blocks_used=batcher.kv.num_used_blocks,
             kv_blocks_cached=kv_blocks_cached,
@@ -266,7 +266,7 @@ class Engine:
         """
         with self._counts.refusals():
             self._check_open()
-            return self._admission.admit(num_requests, self._loaded.batcher.num_waiting)
+            return self._admission.admit(num_requests, len(self._loaded.batcher.queue))
 
     def admit_text(self) -> ExitStack:
         """A place for a request that wants text or token ids only; raises what `admit` does.
@@ -303,9 +303,9 @@ class Engine:
         queued = [record for record in records if record.request_id not in idle]
         with self._counts.refusals():
             self._check_open()
-            num_waiting_tokens = batcher.num_waiting_tokens
+            num_waiting_tokens = batcher.queue.num_tokens
             for record in queued:
-                self._admission.check_tokens(record.num_tokens, num_waiting_tokens, batcher.num_waiting)
+                self._admission.check_tokens(record.num_tokens, num_waiting_tokens, len(batcher.queue))
                 num_waiting_tokens += record.num_tokens
         for place, record in enumerate(queued):
             self._check_deadline(record, queued[:place])
@@ -408,7 +408,7 @@ class Engine:
         """A request's time is up, be it the deadline's or the queue's."""
         assert self._loop is not None
         if isinstance(error, Overloaded):
-            error.retry_after_s = self._retry_after_s(self._loaded.batcher.num_waiting)
+            error.retry_after_s = self._retry_after_s(len(self._loaded.batcher.queue))
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
         else:
             self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))

@@ -186,7 +186,7 @@ class EngineLoop:
         started = self._clock()
         self._metrics.begin_step(started)
         self._report(started)
-        self._run_ahead.choose_arm(self._batcher.num_running)
+        self._run_ahead.choose_arm(len(self._batcher.running))
         ahead, self._ahead = self._ahead, None
         began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()

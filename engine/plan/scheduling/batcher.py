@@ -32,6 +32,8 @@ class ContinuousBatcher:
     two requests have in common is computed once: a waiting request is held while a running one computes its
     next block, or the prompt that it forks from, and does not block the requests behind it.
 
+    `running` holds the requests that take part in steps, `queue` those that wait, preempted ones included.
+
     Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and
     `preempt_for_memory` completes it before the next `step`. `step_ahead` may decide a second step meanwhile;
     it completes after the first, in the same ways, and is dropped with the first if that fails. `add` and
@@ -55,51 +57,36 @@ class ContinuousBatcher:
         self.rates = ServiceRates()  # the engine loop tells it what steps took
         self._policy = policy
         self._clock = clock
-        self._queue = RequestQueue(policy)
+        self.queue = RequestQueue(policy)
         preemption = PreemptionPolicy(
             config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes
         )
-        self._running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
-        self._marks = self._running.marks
-        self._planner = StepPlanner(config, self._queue, self._running, policy, self.rates, self.decoder)
+        self.running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
+        self._marks = self.running.marks
+        self._planner = StepPlanner(config, self.queue, self.running, policy, self.rates, self.decoder)
         self._in_flight = InFlightSteps()
         self._step_id = 0
 
     @property
-    def num_running(self) -> int:
-        """Requests that hold KV blocks on the device and take part in steps."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait, preempted ones included."""
-        return len(self._queue)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Known tokens of the waiting requests."""
-        return self._queue.num_tokens
-
-    @property
     def has_work(self) -> bool:
         """True while any request has not ended."""
-        return len(self._running) > 0 or len(self._queue) > 0
+        return len(self.running) > 0 or len(self.queue) > 0
 
     def add(self, request: Request) -> None:
         """Queue a new request; AssertionError if it could not fit even alone, which admission checks."""
         limit = min(self.config.max_model_len, self.kv.max_tokens_per_seq)
         assert request.max_num_tokens <= limit, f"{request.request_id} may need more than {limit} tokens"
-        assert self._running.get(request.request_id) is None, f"{request.request_id} runs already"
-        self._queue.add(request)
+        assert self.running.get(request.request_id) is None, f"{request.request_id} runs already"
+        self.queue.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request; None if it has ended before. Its blocks are free once no step in flight has it."""
-        request = self._queue.remove(request_id)
+        request = self.queue.remove(request_id)
         if request is not None:
             request.finish(reason)
             self._forget(request_id)
             return request
-        request = self._running.get(request_id)
+        request = self.running.get(request_id)
         if request is not None:
             self._end(request, reason)
         return request
@@ -112,8 +99,8 @@ class ContinuousBatcher:
         if request is None:
             return False
         request.reprioritize(priority, deadline)
-        if request_id in self._queue:
-            self._queue.reprioritize(request_id)
+        if request_id in self.queue:
+            self.queue.reprioritize(request_id)
         return True
 
     def can_meet(self, request: Request, before: Sequence[Request] = ()) -> bool:
@@ -124,12 +111,12 @@ class ContinuousBatcher:
         if request.deadline is None:
             return True
         config = self.config
-        ahead = [*self._queue.ahead_of(request), *before] if self._policy.ranks_newcomers else []
+        ahead = [*self.queue.ahead_of(request), *before] if self._policy.ranks_newcomers else []
         needed = self.rates.earliest_finish_s(
             request,
-            num_to_compute=self._running.lookup.num_to_compute(request),
+            num_to_compute=self.running.lookup.num_to_compute(request),
             tokens_a_step=min(config.max_prefill_tokens, config.max_num_batched_tokens),
-            before=[*self._running, *ahead],
+            before=[*self.running, *ahead],
             places=config.max_num_seqs,
         )
         if needed is None:
@@ -141,16 +128,16 @@ class ContinuousBatcher:
         request = self._find(request_id)
         if request is None:
             return None
-        return explain(request, self._queue, self._running, self.config.max_num_seqs, self._policy.name)
+        return explain(request, self.queue, self.running, self.config.max_num_seqs, self._policy.name)
 
     def _find(self, request_id: str) -> Request | None:
-        return self._queue.get(request_id) or self._running.get(request_id)
+        return self.queue.get(request_id) or self.running.get(request_id)
 
     def step(self) -> BatchDecision:
         """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
         assert not self._in_flight, "the last decision is neither committed nor abandoned"
         plan = self._planner.plan(self._step_id + 1)
-        moves = self._running.block_moves() if plan.items else NO_MOVES
+        moves = self.running.block_moves() if plan.items else NO_MOVES
         return self._decide(plan.items, moves, plan.budget, plan.preempted)
 
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
@@ -176,7 +163,7 @@ class ContinuousBatcher:
         decision = BatchDecision(
             step_id=self._step_id,
             scheduled=tuple(item.scheduled for item in items),
-            inputs=build_step_inputs(items, self.kv, self._running.sampling, moves) if items else None,
+            inputs=build_step_inputs(items, self.kv, self.running.sampling, moves) if items else None,
             num_decode_tokens=budget.num_decode_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
             num_draft_tokens=budget.num_draft_tokens,
@@ -196,7 +183,7 @@ class ContinuousBatcher:
         released = self._in_flight.take_released()
         if released:
             self._release(released, step.ended_but_good(rows))
-        self._running.confirm_block_moves()
+        self.running.confirm_block_moves()
         self._planner.allow_more()
         committed: list[CommittedToken] = []
         for item, own in zip(step.items, step.rows, strict=True):
@@ -219,9 +206,9 @@ class ContinuousBatcher:
         if has_failed:
             self._marks.mark_kv_bad(request_id)
         else:
-            self._running.lookup.publish(request)
+            self.running.lookup.publish(request)
             if self._marks.mark_kv_good(request_id):
-                self._queue.unhold(request_id)
+                self.queue.unhold(request_id)
         self._policy.charge(request, 0, num_tokens)
         self.decoder.commit(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
@@ -229,7 +216,7 @@ class ContinuousBatcher:
             if reason is None:
                 self._compute_again(request)
         elif reason is None and num_drafts:
-            self._running.release_draft_room(request)
+            self.running.release_draft_room(request)
         if reason is not None:
             self._end(request, reason)
         return committed
@@ -240,7 +227,7 @@ class ContinuousBatcher:
         The KV of rejected drafts is overwritten before it counts, but a NaN spoils a sum even at weight zero.
         """
         self.decoder.give_up(request.request_id)
-        self._running.preempt(request, may_swap=False)
+        self.running.preempt(request, may_swap=False)
         self._planner.requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
@@ -265,11 +252,11 @@ class ContinuousBatcher:
         return requests
 
     def _undo_block_moves(self, moves: BlockMoves) -> None:
-        for request_id in self._running.undo_block_moves(moves):
-            lost = self._queue.remove(request_id)
+        for request_id in self.running.undo_block_moves(moves):
+            lost = self.queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
             lost.recompute_from(0)
-            self._queue.add(lost)
+            self.queue.add(lost)
 
     def preempt_for_memory(self, decision: BatchDecision) -> None:
         """Drop a step whose pass ran out of device memory, to retry with less.
@@ -282,11 +269,11 @@ class ContinuousBatcher:
         self.abandon(decision, fail=False)
         self._planner.allow_less(decision.num_tokens // 2)
         if self.kv.can_rewind:
-            lower = [r for r in requests[(len(requests) + 1) // 2 :] if self._running.may_preempt(r)]
+            lower = [r for r in requests[(len(requests) + 1) // 2 :] if self.running.may_preempt(r)]
         else:
             lower = [r for r in requests if r.status is RequestStatus.RUNNING]
         for request in lower:
-            self._running.preempt(request, may_swap=False)  # the device has no memory for it just now
+            self.running.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._planner.requeue(lower)
 
     def _release(self, request_ids: Sequence[str], good: Collection[str] = ()) -> None:
@@ -299,7 +286,7 @@ class ContinuousBatcher:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a running request; its blocks are kept while the device may still write them."""
-        self._running.remove(request)
+        self.running.remove(request)
         request.finish(reason)
         if self._in_flight.compute_for(request.request_id):
             self._marks.mark_kv_suspect(request.request_id)
@@ -311,4 +298,4 @@ class ContinuousBatcher:
         """This request has ended: free its host blocks, and return those held for it to their places."""
         self.decoder.close(request_id)
         self.kv.host.release(request_id)
-        self._queue.unhold(request_id)
+        self.queue.unhold(request_id)

@@ -207,25 +207,17 @@ class VirtualCounters:
         self._weights = weights
         self._counters: dict[str, float] = {}
         self._num_waiting: Counter[str] = Counter()
-        self._turns: dict[str, int] = {}
+        self.turns: dict[str, int] = {}  # when each last began to wait, earlier ones lower
         self._last_turn = 0
         self._order: RisingHeap[float] = RisingHeap(self.of)  # of the tenants that wait
         self._floor = 0.0
         self._last_left: str | None = None
         self._prune_above = self.PRUNE_ABOVE
 
-    def __len__(self) -> int:
-        """Counters kept."""
-        return len(self._counters)
-
     def of(self, tenant: str) -> float:
         """The tenant's counter now."""
         counter = self._counters.get(tenant, self._floor)
         return counter if tenant in self._num_waiting else max(counter, self._floor)
-
-    def turn_of(self, tenant: str) -> int:
-        """When the tenant last began to wait: the lower, the earlier; 0 if its counter was dropped since."""
-        return self._turns.get(tenant, 0)
 
     def join(self, tenant: str) -> None:
         """One more request of this tenant waits. O(log n) of the waiting tenants, amortised."""
@@ -234,7 +226,7 @@ class VirtualCounters:
             self._counters[tenant] = self.of(tenant)
             self._num_waiting[tenant] = 0
             self._last_turn += 1
-            self._turns[tenant] = self._last_turn
+            self.turns[tenant] = self._last_turn
             self._order.put(tenant)
             self._prune()
         self._num_waiting[tenant] += 1
@@ -272,7 +264,7 @@ class VirtualCounters:
             for tenant, counter in self._counters.items()
             if tenant in self._num_waiting or counter > self._floor
         }
-        self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in self._counters}
+        self.turns = {tenant: turn for tenant, turn in self.turns.items() if tenant in self._counters}
         self._prune_above = max(self.PRUNE_ABOVE, 2 * len(self._counters))
 
 
@@ -293,7 +285,7 @@ class FairPolicy(SchedulingPolicy):
     def key(self, request: Request) -> PolicyKey:
         """The tenant's counter and turn, then aged class and arrival."""
         tenant = request.tenant or ""
-        return (self.counters.of(tenant), self.counters.turn_of(tenant), *self._within.key(request))
+        return (self.counters.of(tenant), self.counters.turns.get(tenant, 0), *self._within.key(request))
 
     def lane(self, request: Request) -> str:
         """The tenant; the anonymous one is the empty name."""
@@ -325,16 +317,10 @@ def make_policy(name: str, aging_s: float, weights: FairnessWeights | None = Non
 
     `aging_s` is `priority_aging_seconds`; `weights` are what `fair` counts by, the usual ones if None.
     """
-    policies = (
-        FcfsPolicy(),
-        SjfPolicy(),
-        PriorityPolicy(aging_s),
-        DeadlinePolicy(),
-        OrcaPolicy(),
-        FairPolicy(aging_s, weights or FairnessWeights()),
-    )
-    for policy in policies:
-        if policy.name == name:
-            return policy
-    names = ", ".join(policy.name for policy in policies)
-    raise StartRefused(f"scheduling-policy {name!r} is not available: choose one of {names}")
+    fair = FairPolicy(aging_s, weights or FairnessWeights())
+    policies = (FcfsPolicy(), SjfPolicy(), PriorityPolicy(aging_s), DeadlinePolicy(), OrcaPolicy(), fair)
+    by_name: dict[str, SchedulingPolicy] = {policy.name: policy for policy in policies}
+    if name not in by_name:
+        names = ", ".join(by_name)
+        raise StartRefused(f"scheduling-policy {name!r} is not available: choose one of {names}")
+    return by_name[name]

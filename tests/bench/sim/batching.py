@@ -83,7 +83,7 @@ class MemoryWatch:
 
     def __call__(self, simulation: Simulation, seconds: float) -> None:
         """After a step: a slot is live when it holds the KV of a computed token."""
-        if simulation.batcher.num_waiting == 0:
+        if len(simulation.batcher.queue) == 0:
             return
         kv = simulation.batcher.kv
         running: list[Request] = simulation.running

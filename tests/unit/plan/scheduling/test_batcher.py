@@ -45,11 +45,11 @@ def test_a_request_goes_from_prompt_to_its_last_token() -> None:
     runner = make_runner(batcher)
     request = make_request("a", [1, 2, 3, 4, 5], max_tokens=3)
     batcher.add(request)
-    assert (batcher.num_waiting, batcher.num_running, batcher.num_waiting_tokens) == (1, 0, 5)
+    assert (len(batcher.queue), len(batcher.running), batcher.queue.num_tokens) == (1, 0, 5)
     decision, committed = run_step(batcher, runner)
     assert shape_of(decision) == [("a", 0, 5, True)]
     assert (decision.num_decode_tokens, decision.num_prefill_tokens) == (0, 5)
-    assert (batcher.num_waiting, batcher.num_running, batcher.num_waiting_tokens) == (0, 1, 0)
+    assert (len(batcher.queue), len(batcher.running), batcher.queue.num_tokens) == (0, 1, 0)
     assert [(token.request, token.row, token.finish_reason, token.error) for token in committed] == [
         (request, 0, None, None)
     ]
@@ -178,7 +178,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     batcher.add(make_request("small", 1, arrival=2))
     decision, _ = run_step(batcher, runner)
     assert [entry.request_id for entry in decision.scheduled] == ["r0"]
-    assert batcher.num_waiting == 2
+    assert len(batcher.queue) == 2
 
 
 def test_a_full_cache_preempts_the_newest_which_resumes_first_with_the_right_text() -> None:
@@ -250,7 +250,7 @@ def test_a_preempted_request_goes_back_to_the_queue_with_nothing_computed() -> N
     batcher.add(a)
     batcher.add(b)
     run_step(batcher, runner)
-    assert batcher.num_waiting == 1, "b would leave no block for a"
+    assert len(batcher.queue) == 1, "b would leave no block for a"
     run_step(batcher, runner)
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("a", 4, 1, True)]

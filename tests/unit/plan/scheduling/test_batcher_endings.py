@@ -125,7 +125,7 @@ def test_a_request_ended_in_flight_keeps_its_blocks_until_the_step_lands() -> No
     decision = batcher.step()
     assert batcher.finish("a", FinishReason.ABORT) is a
     assert batcher.finish("a", FinishReason.ABORT) is None
-    assert batcher.num_running == 1
+    assert len(batcher.running) == 1
     assert batcher.kv.block_ids("a") == (0, 1)
     (token,) = batcher.commit(decision, SampledRows([7, 8]))
     assert (token.request, token.token_id, token.row) == (b, 8, 1)
@@ -171,7 +171,7 @@ def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
         None,
         None,
     ]
-    assert (batcher.num_running, batcher.num_waiting) == (1, 1)
+    assert (len(batcher.running), len(batcher.queue)) == (1, 1)
     decision = batcher.step()
     assert decision.inputs is not None
     assert set(decision.inputs.scrub_blocks) == {0, 1}
@@ -188,7 +188,7 @@ def test_out_of_memory_is_retried_with_half_the_requests_and_half_the_tokens() -
     assert decision.num_tokens == 20
     batcher.preempt_for_memory(decision)
     assert [request.num_preemptions for request in requests] == [0, 0, 0, 1, 1]
-    assert (batcher.num_running, batcher.num_waiting) == (3, 2)
+    assert (len(batcher.running), len(batcher.queue)) == (3, 2)
     decision, _ = run_step(batcher, runner)
     assert decision.preempted == ("r3", "r4")
     assert shape_of(decision) == [("r0", 0, 4, True), ("r1", 0, 4, True), ("r2", 0, 2, False)]
@@ -236,7 +236,7 @@ def test_out_of_memory_never_preempts_the_oldest_nor_what_has_ended() -> None:
     batcher.finish("gone", FinishReason.ABORT)
     batcher.preempt_for_memory(decision)
     assert [request.num_preemptions for request in (old, gone, high, more)] == [0, 0, 0, 0]
-    assert batcher.num_running == 3
+    assert len(batcher.running) == 3
 
 
 def test_the_protocol_is_enforced() -> None:

@@ -79,7 +79,7 @@ def test_counters_of_tenants_that_are_gone_do_not_pile_up() -> None:
         counters.join(f"t{number}")
         counters.charge(f"t{number}", 1, 0)
         counters.leave(f"t{number}")
-    assert len(counters) <= 2 * VirtualCounters.PRUNE_ABOVE
+    assert len(counters._counters) <= 2 * VirtualCounters.PRUNE_ABOVE
     assert counters.of("t0") == counters.of("anybody")
 
 

@@ -164,13 +164,13 @@ def test_who_is_held_waits_like_the_rest() -> None:
     for name in "ab":
         batcher.add(make_request(name, PREFIX))
     decision = batcher.step()
-    assert (batcher.num_running, batcher.num_waiting, batcher.num_waiting_tokens) == (1, 1, 8)
+    assert (len(batcher.running), len(batcher.queue), batcher.queue.num_tokens) == (1, 1, 8)
     assert decision.inputs is not None
     ended = batcher.finish("b", FinishReason.ABORT)
     assert ended is not None and ended.status is RequestStatus.FINISHED
-    assert batcher.num_waiting == 0
+    assert len(batcher.queue) == 0
     batcher.commit(decision, runner.run(decision.inputs).rows)
-    assert batcher.num_waiting == 0
+    assert len(batcher.queue) == 0
 
 
 def test_who_is_held_goes_on_alone_when_the_other_dies() -> None:
@@ -264,7 +264,7 @@ def test_a_fork_that_cannot_be_preempted_takes_all_blocks_that_it_may_ever_need(
     assert len(batcher.kv.block_ids("a")) == 4
     run_step(batcher, runner)
     assert len(batcher.kv.block_ids("a1")) == 4, "one of them shared"
-    assert (batcher.num_running, batcher.kv.pool.num_free) == (2, 2), "three more would have been too many"
+    assert (len(batcher.running), batcher.kv.pool.num_free) == (2, 2), "three more would have been too many"
     run_all(batcher, runner)
     assert_text_is_right(a, *children)
     assert not any(request.num_preemptions for request in (a, *children))
@@ -323,7 +323,7 @@ def test_a_newcomer_s_deadline_is_judged_by_what_nobody_computes_for_it() -> Non
     batcher.add(make_request("a", [*PREFIX, 90], arrival=0, max_tokens=4))
     decision = batcher.step()
     newcomer = make_request("b", [*PREFIX, 91], arrival=1, max_tokens=4)
-    running = batcher._running
+    running = batcher.running
     assert running.lookup.num_to_compute(newcomer) == 1, "a is computing the prefix just now"
     assert decision.inputs is not None
     batcher.commit(decision, runner.run(decision.inputs).rows)
@@ -352,7 +352,7 @@ def test_a_step_hashes_so_much_and_no_more_though_many_wait_with_one_prefix() ->
         assert decision.inputs is not None, "somebody always goes on"
         most = max(most, hashed(requests) - before)
         batcher.commit(decision, SampledRows([7] * len(decision.inputs.logits_rows)))
-        most_seated = max(most_seated, batcher.num_running)
+        most_seated = max(most_seated, len(batcher.running))
         num_steps += 1
     assert most <= PrefixLookup.HASHES_A_STEP + num_blocks, "of 50 thousand"
     assert sum(request.num_cached_tokens for request in requests) == 99 * 2000

@@ -37,7 +37,7 @@ def two_steps(batcher: ContinuousBatcher) -> tuple[BatchDecision, BatchDecision]
 
 def held(batcher: ContinuousBatcher) -> tuple[int, int]:
     """(running requests, blocks in use)."""
-    return batcher.num_running, batcher.kv.num_used_blocks
+    return len(batcher.running), batcher.kv.num_used_blocks
 
 
 def test_a_step_ahead_exactly() -> None:

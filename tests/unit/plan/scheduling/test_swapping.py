@@ -52,7 +52,7 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
     assert inputs_of(decision).swap_out == ((2, 0), (3, 1))
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.SWAPPED, 8, 1)
     assert b.preemptions[0][1] == "swap"
-    assert (batcher.kv.host.num_saved, batcher.num_waiting) == (1, 1)
+    assert (batcher.kv.host.num_saved, len(batcher.queue)) == (1, 1)
     while b.status is RequestStatus.SWAPPED:
         decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 8, 1, True)], "nothing is computed again"
@@ -153,7 +153,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     batcher.abandon(batcher.step(), fail=False)
-    batcher._running.preempt(b)
+    batcher.running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.kv.host.num_saved == 1
     assert batcher.kv.host.copies() == ((), ())
@@ -173,7 +173,7 @@ def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None
     batcher, runner, _, b = start()
     a_step = batcher.step()
     batcher.commit(a_step, runner.run(inputs_of(a_step)).rows)
-    seats, kv = batcher._running, batcher.kv
+    seats, kv = batcher.running, batcher.kv
     batcher.finish("a", FinishReason.ABORT)
     run_step(batcher, runner)
     seats.preempt(b)
