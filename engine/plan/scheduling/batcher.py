@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
@@ -126,9 +127,7 @@ class ContinuousBatcher:
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How a request stands and why it waits; None if it has ended. O(waiting)."""
         request = self._find(request_id)
-        if request is None:
-            return None
-        return explain(request, self.queue, self.running, self.config.max_num_seqs, self._policy.name)
+        return None if request is None else explain(request, self.queue, self.running, self._policy.name)
 
     def _find(self, request_id: str) -> Request | None:
         return self.queue.get(request_id) or self.running.get(request_id)
@@ -213,22 +212,15 @@ class ContinuousBatcher:
         self.decoder.commit(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
             self._marks.mark_kv_suspect(request_id)
-            if reason is None:
-                self._compute_again(request)
+            if reason is None:  # rows behind its tokens are not finite: their NaN would spoil later sums
+                self.decoder.give_up(request_id)
+                self.running.preempt(request, may_swap=False)
+                self._planner.requeue([request])
         elif reason is None and num_drafts:
             self.running.release_draft_room(request)
         if reason is not None:
             self._end(request, reason)
         return committed
-
-    def _compute_again(self, request: Request) -> None:
-        """Rows behind a request's tokens are not finite: compute it again, and draft for it no more.
-
-        The KV of rejected drafts is overwritten before it counts, but a NaN spoils a sum even at weight zero.
-        """
-        self.decoder.give_up(request.request_id)
-        self.running.preempt(request, may_swap=False)
-        self._planner.requeue([request])
 
     def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
         """Drop a step that gave no result, and one behind it; nothing counts as computed.
@@ -242,21 +234,15 @@ class ContinuousBatcher:
         self._release(self._in_flight.take_released())
         for request in requests:
             self._marks.mark_kv_suspect(request.request_id)
-        for step in steps:
-            self._undo_block_moves(step.moves)
-        if not fail:
-            return []
-        for request in requests:
-            self._marks.mark_kv_bad(request.request_id)
-            self._end(request, FinishReason.ERROR)
-        return requests
-
-    def _undo_block_moves(self, moves: BlockMoves) -> None:
-        for request_id in self.running.undo_block_moves(moves):
+        for request_id in chain.from_iterable(self.running.undo_block_moves(step.moves) for step in steps):
             lost = self.queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
             lost.recompute_from(0)
             self.queue.add(lost)
+        for request in requests if fail else ():
+            self._marks.mark_kv_bad(request.request_id)
+            self._end(request, FinishReason.ERROR)
+        return requests if fail else []
 
     def preempt_for_memory(self, decision: BatchDecision) -> None:
         """Drop a step whose pass ran out of device memory, to retry with less.

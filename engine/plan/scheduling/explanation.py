@@ -9,7 +9,7 @@ from engine.plan.step_records import RequestExplanation
 
 
 def explain(
-    request: Request, queue: RequestQueue, running: RunningSet, max_num_seqs: int, policy_name: str
+    request: Request, queue: RequestQueue, running: RunningSet, policy_name: str
 ) -> RequestExplanation:
     """How a request stands that has not ended. O(waiting)."""
     position, reason = None, None
@@ -24,7 +24,7 @@ def explain(
             others = "1 request" if position == 2 else f"{position - 1} requests"
             reason = f"{start} behind {others} by policy {policy_name}."
         else:
-            reason = f"{start} {_what_is_missing(request, running, max_num_seqs)}."
+            reason = f"{start} {_what_is_missing(request, running)}."
     kv, stats = running.kv, request.spec_stats
     return RequestExplanation(
         request_id=request.request_id,
@@ -44,11 +44,11 @@ def explain(
     )
 
 
-def _what_is_missing(request: Request, running: RunningSet, max_num_seqs: int) -> str:
+def _what_is_missing(request: Request, running: RunningSet) -> str:
     """What the first in the queue waits for."""
     kv = running.kv
-    if len(running) >= max_num_seqs:
-        return f"for a seat: {len(running)} of {max_num_seqs} requests run"
+    if len(running) >= running.max_num_seqs:
+        return f"for a seat: {len(running)} of {running.max_num_seqs} requests run"
     if not running.can_admit(request):
         return (
             f"for KV blocks: it needs {kv.blocks_for(request.num_tokens)} and one must be left for each of "

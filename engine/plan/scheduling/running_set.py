@@ -38,7 +38,7 @@ class RunningSet:
         self.marks = KvMarks(kv)
         self.lookup = PrefixLookup(kv, self.marks, self._running, policy.key, prefix_caching)
         self.sampling = SamplingTable(kv.max_num_seqs)
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._policy = policy
         self._clock = clock
         self._preemption = preemption or PreemptionPolicy()
@@ -58,7 +58,7 @@ class RunningSet:
 
     def can_admit(self, request: Request) -> bool:
         """True if a waiting request can run now, and one block is left for each running request."""
-        if len(self._running) >= self._max_num_seqs:
+        if len(self._running) >= self.max_num_seqs:
             return False
         allowed = self.kv.pool.num_free - len(self._running)
         num_tokens = self._tokens_to_hold(request)

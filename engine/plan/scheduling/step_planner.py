@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from engine.errors import StartRefused
@@ -91,6 +91,7 @@ class StepPlan(NamedTuple):
     preempted: list[tuple[str, bool]]
 
 
+@dataclass(slots=True, eq=False)
 class StepPlanner:
     """Spends a step's budget: one token for each request that lacks only its newest, then chunks of prompts.
 
@@ -98,23 +99,17 @@ class StepPlanner:
     thread only.
     """
 
-    def __init__(
-        self,
-        config: BatchConfig,
-        queue: RequestQueue,
-        running: RunningSet,
-        policy: SchedulingPolicy,
-        rates: ServiceRates,
-        decoder: SpeculativeDecoder,
-    ) -> None:
-        self._config = config
-        self._queue = queue
-        self._running = running
-        self._policy = policy
-        self._rates = rates
-        self._decoder = decoder
-        self._token_limit = config.max_num_batched_tokens  # lower for a while after a step ran out of memory
-        self._preempted: list[tuple[str, bool]] = []  # since the last plan; True if swapped
+    _config: BatchConfig
+    _queue: RequestQueue
+    _running: RunningSet
+    _policy: SchedulingPolicy
+    _rates: ServiceRates
+    _decoder: SpeculativeDecoder
+    _token_limit: int = field(init=False)  # lower for a while after a step ran out of memory
+    _preempted: list[tuple[str, bool]] = field(init=False, default_factory=list)  # since the last plan
+
+    def __post_init__(self) -> None:
+        self._token_limit = self._config.max_num_batched_tokens
 
     def allow_less(self, num_tokens: int) -> None:
         """Plan no more than so many tokens, or one, in the next step."""
