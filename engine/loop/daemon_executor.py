@@ -48,10 +48,7 @@ class DaemonExecutor(Executor):
             del task  # with all that it holds, while there is nothing to do
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work; what is queued still runs, unless it is cancelled. See Executor.
-
-        `wait` joins the threads for a moment only.
-        """
+        """Take no more work; what is queued still runs unless cancelled. `wait` joins for a moment only."""
         self._is_closed = True
         while cancel_futures and not self._calls.empty():
             with suppress(Empty):

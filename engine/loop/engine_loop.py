@@ -37,14 +37,11 @@ MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its p
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a request is ended before its last token; `abort` is its label in request_aborts.
-
-    `abort` is None for a fault, and for a request of which nothing is to be computed.
-    """
+    """Why a request is ended before its last token."""
 
     reason: FinishReason
     error: EngineError | None = None
-    abort: str | None = None
+    abort: str | None = None  # its label in request_aborts; None for a fault, or if nothing is to be computed
 
 
 class EngineLoop:

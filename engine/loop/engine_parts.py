@@ -29,12 +29,7 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was loaded; constant once the engine is ready. `kv_bytes` is the memory of the K/V tensors.
-
-    `num_host_blocks` is how many blocks of preempted requests fit host memory.
-    `draft_methods` are the draft sources at hand, and `max_draft_tokens` the most drafts a step verifies of
-    one request; 0 without speculation. `compute_threads` says how many threads compute, and why so many.
-    """
+    """What was loaded; constant once the engine is ready."""
 
     max_model_len: int
     vocab_size: int
@@ -42,25 +37,22 @@ class EngineInfo:
     device: str
     num_kv_blocks: int
     kv_block_size: int
-    kv_bytes: int
+    kv_bytes: int  # of the K/V tensors
     has_chat_template: bool
-    draft_methods: tuple[str, ...] = ()
-    max_draft_tokens: int = 0
-    num_host_blocks: int = 0
-    compute_threads: str = ""
+    draft_methods: tuple[str, ...] = ()  # the draft sources at hand
+    max_draft_tokens: int = 0  # that a step verifies of one request; 0 without speculation
+    num_host_blocks: int = 0  # room for preempted requests in host memory
+    compute_threads: str = ""  # how many threads compute, and why so many
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine accepts and how long a step may take before it no longer counts as alive.
-
-    `queue_timeout_s` is the longest a request may wait for its first step; 0 is no limit.
-    """
+    """What the engine accepts and how long a step may take before it no longer counts as alive."""
 
     max_queued_requests: int = 256
     max_queued_tokens: int = 1_000_000
     watchdog_timeout_s: float = 60.0
-    queue_timeout_s: float = 0.0
+    queue_timeout_s: float = 0.0  # that a request may wait for its first step; 0 is no limit
 
 
 class StepRunner(Protocol):
@@ -110,15 +102,12 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class Executors:
-    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each.
-
-    `text` runs `num_text_threads` calls at a time.
-    """
+    """Where work that must not hold up the event loop runs; `target` and `draft` are one thread each."""
 
     target: Executor
     draft: Executor
     text: Executor
-    num_text_threads: int = 1
+    num_text_threads: int = 1  # calls that `text` runs at a time
 
     @classmethod
     def threads(cls, num_cores: int = 1) -> Executors:
@@ -136,9 +125,6 @@ class Executors:
         )
 
     def shutdown(self, *, wait: bool) -> None:
-        """Take no more work and drop what has not begun; `wait` joins the threads.
-
-        A drafter that hangs, or a text that takes long, is waited for a moment only.
-        """
+        """Take no more work, drop what has not begun; `wait` joins the threads, for a moment if they hang."""
         for executor in (self.text, self.draft, self.target):
             executor.shutdown(wait=wait, cancel_futures=True)

@@ -92,10 +92,7 @@ class RequestCounts:
 
 
 class OpenRequests:
-    """Pairs each request with its stream and counts what happens to it. Loop thread only.
-
-    `finish` is the only place where a stream gets its terminal event.
-    """
+    """Pairs each request with its stream, which only `finish` ends, and counts what happens to it."""
 
     def __init__(
         self,
@@ -169,10 +166,7 @@ class OpenRequests:
         error: EngineError | None = None,
         abort: str | None = None,
     ) -> None:
-        """Close a request: terminal event to its stream, figures to the metrics.
-
-        `abort` is its label in request_aborts; None if the request ended by itself or by a fault.
-        """
+        """Close a request: terminal event to its stream, figures to the metrics. `abort`: see Ending."""
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
         self._time_limits.forget(request.request_id)

@@ -105,10 +105,7 @@ class RunAhead:
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
-        """Draft what must be there before the next step; False when all of it is, or is not waited for.
-
-        A micro-step that is still out from before is waited for first.
-        """
+        """Draft what the next step waits for, what is still out first; False when all of it is there."""
         self.draft_inline()
         if not self._awaited:
             return False
@@ -142,10 +139,7 @@ class RunAhead:
             self._start(self._ahead, ahead=True)
 
     def after_step(self, num_seqs: int, num_committed: int, seconds: float) -> None:
-        """A step has been committed, `seconds` after its drafting began.
-
-        `num_seqs` is 0 for a step with prefill: its time says nothing about drafts.
-        """
+        """A step was committed `seconds` after its drafting began; `num_seqs` is 0 if it had prefill."""
         if num_seqs:
             self._decoder.observe_pace(num_seqs, num_committed, seconds)
             if self._chooser is not None:

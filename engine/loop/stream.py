@@ -21,52 +21,38 @@ from engine.text.detokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds spent in each part of one request's life; None where that part never came.
+    """Seconds spent in each part of one request's life; None where that part never came."""
 
-    `queue_s`, up to its first step, and `time_to_first_token_s` count from the arrival. `preemptions` are
-    (seconds since the arrival, "recompute" or "swap").
-    """
-
-    queue_s: float
-    time_to_first_token_s: float | None
+    queue_s: float  # from its arrival to its first step
+    time_to_first_token_s: float | None  # from its arrival
     generation_s: float
     mean_itl_s: float | None
     num_preemptions: int
-    preemptions: tuple[tuple[float, str], ...] = ()
+    preemptions: tuple[tuple[float, str], ...] = ()  # (seconds since the arrival, "recompute" or "swap")
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The one terminal event of a request.
-
-    `stop_reason` is the stop string or token id that matched, None for EOS and for every other reason.
-    `error` is set when the request did not end by its own terms; the reader reports it. `speculation` is None
-    when nothing was ever drafted.
-    """
+    """The one terminal event of a request."""
 
     reason: FinishReason
-    stop_reason: str | int | None
-    error: EngineError | None
+    stop_reason: str | int | None  # the stop string or token id that matched; None for EOS and other reasons
+    error: EngineError | None  # set when it did not end by its own terms; the reader reports it
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
     timing: RequestTiming
-    speculation: SpecStats | None = None
+    speculation: SpecStats | None = None  # None when nothing was ever drafted
 
 
 class OutputDelta(NamedTuple):
-    """What came since the last one; `finish` is set on the last and only there.
+    """What came since the last one."""
 
-    `text` may be empty while bytes of a character or part of a stop string are held back. `logprobs` is empty
-    unless asked for, else one for each of `token_ids`. `prompt_logprobs` come with the first token, or with
-    the end where no token is generated: one for each token of the prompt but its first, if asked for.
-    """
-
-    text: str
+    text: str  # may be empty while part of a character or of a stop string is held back
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish: Finish | None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...]  # one for each of `token_ids`, if asked for
+    finish: Finish | None  # set on the last and only there
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all but its first; with the first token or the end
 
 
 class RequestStream:

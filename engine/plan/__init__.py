@@ -1,1 +1,1 @@
-"""What decides: requests, scheduling, KV blocks, speculation, metrics. No torch, asyncio or threads."""
+"""What decides. No torch, asyncio or threads; what is not frozen is for the event-loop thread only."""

@@ -25,10 +25,7 @@ class Admission:
         self._retry_after_s = retry_after_s
 
     def admit(self, num_requests: int, num_waiting: int) -> ExitStack:
-        """Take places for `num_requests` until the stack is closed, or raise Overloaded naming the limit.
-
-        What was submitted counts as waiting by then.
-        """
+        """Take places until the stack is closed; raise Overloaded, naming the limit, if too few are left."""
         queued = num_waiting + self.num_preparing
         if queued + num_requests > self.max_queued_requests:
             raise Overloaded(

@@ -35,16 +35,10 @@ class Grammar(Protocol):
         """How many of these drafts, from the first on, may follow what is committed."""
 
     def foresee(self, token_ids: Sequence[int]) -> None:
-        """Work out what `accept` will say of these tokens, which were drawn and are going to be committed.
-
-        So that the loop's thread need not, for it may take long. Never raises.
-        """
+        """Work out what `accept`, O(1) then, will say of these tokens, which may take long. Never raises."""
 
     def accept(self, token_id: int) -> bool:
-        """A token is committed, not one that ends the reply by its id; True if no other may follow it.
-
-        O(1) for a token that was foreseen.
-        """
+        """A token is committed, not one that ends the reply by its id; True if no other may follow it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,26 +42,18 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens and when to stop, already checked against the limits.
+    """How to draw tokens and when to stop, already checked against the limits."""
 
-    `max_tokens` 0 generates nothing: of such a request only the prompt's log-probabilities are computed.
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties are off. `seed` is
-    drawn at admission when the caller gave none. `logprobs` None returns none, 0 the sampled token's, n > 0
-    the n likeliest as well; `prompt_logprobs` is the same for the prompt. The last token of each sequence in
-    `bad_words` is not drawn where the others were just drawn. Special tokens that are skipped in the text are
-    shown all the same where they are among `shown_special_ids`.
-    """
-
-    max_tokens: int
+    max_tokens: int  # 0 generates nothing: only the prompt's log-probabilities are computed
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0
+    seed: int = 0  # drawn at admission when the caller gave none
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
@@ -69,10 +61,10 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    shown_special_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_special_ids: frozenset[int] = frozenset()  # shown although special tokens are skipped
+    logprobs: int | None = None  # 0: of the sampled token; n: of the n likeliest as well
+    prompt_logprobs: int | None = None  # the same for the prompt
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token is not drawn right after the others
 
     @property
     def has_penalties(self) -> bool:
@@ -82,41 +74,34 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """What one request wants of drafting; None leaves it to the server, whose limits hold anyway.
-
-    `prediction` is the caller's guess of the output, tokenized; empty without one.
-    """
+    """What one request wants of drafting; None leaves it to the server, whose limits hold anyway."""
 
     enabled: bool = True
     method: str | None = None
     num_tokens: int | None = None
-    prediction: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # the caller's guess of the output
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One generation as a caller asks for it, validated.
+    """One generation as a caller asks for it, validated. Times are seconds of `Engine.now`.
 
-    `request_id` is the engine's own and fresh. Choices of one reply share a `group` and count as one request;
-    None is a group of its own. `tenant` is None for the anonymous tenant. `arrival_time` and `deadline` are
-    in seconds of `Engine.now`; None stands for the time of submission, and for no deadline. Only requests
+    Choices of one reply share a `group` and count as one request; None is a group of its own. Only requests
     with the same `cache_salt` share cached prefixes; `engine.owned_salt` makes one that no other tenant has.
-    `fork_of` is the request_id of an earlier choice with the same prompt, which is computed once for both.
-    `grammar` is what the output must follow; None for any output.
     """
 
-    request_id: str
+    request_id: str  # the engine's own, fresh
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     priority: int = Priority.DEFAULT
     group: str | None = None
-    tenant: str | None = None
-    arrival_time: float | None = None
+    tenant: str | None = None  # None is the anonymous one
+    arrival_time: float | None = None  # None: when it is submitted
     deadline: float | None = None
     cache_salt: str | None = None
-    fork_of: str | None = None
+    fork_of: str | None = None  # an earlier choice with the same prompt, computed once for both
     speculation: SpeculationOptions = SpeculationOptions()
-    grammar: CompiledGrammar | None = None
+    grammar: CompiledGrammar | None = None  # what the output must follow
 
     @property
     def computes_nothing(self) -> bool:
@@ -152,12 +137,7 @@ class Request:
     """The scheduler's record of one generation. Its own methods are the only writers of its progress.
 
     A step schedules `num_tokens - num_computed_tokens` of its tokens; everything else follows from that.
-    `token_ids` is prompt then output. `stop_token_ids` includes the model's EOS set unless EOS is ignored.
-    `arrival` is a counter that breaks every tie. `arrival_time`, `first_scheduled_time` and `deadline` are
-    seconds of the engine's monotonic clock, None for not yet and for no limit; `preemptions` are (clock,
-    "recompute" or "swap"). `num_cached_tokens` counts prompt tokens whose KV was found when it first ran.
-    `fork_of` names the request whose prompt KV it shares. `turn_tokens`, `backlog_tokens` and
-    `num_charged_tokens` belong to the policy. `spec_stats` is None until something is drafted.
+    Times are seconds of the engine's monotonic clock.
 
     `scores_only` marks a request that generates nothing and wants its prompt's log-probabilities. The last
     token of its prompt is drawn, with no other allowed, because a drawn token is scored anyway; so a prompt
@@ -165,29 +145,29 @@ class Request:
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
     sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    arrival: int
+    stop_token_ids: frozenset[int]  # with the model's EOS set unless EOS is ignored
+    arrival: int  # a counter that breaks every tie
     arrival_time: float
     priority: int = Priority.DEFAULT
     tenant: str | None = None
     deadline: float | None = None
     cache_salt: str | None = None
-    fork_of: str | None = None
+    fork_of: str | None = None  # the request whose prompt KV it shares
     speculation: SpeculationOptions = SpeculationOptions()
     grammar: Grammar | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    first_scheduled_time: float | None = None
-    preemptions: list[tuple[float, str]] = field(default_factory=list)
-    turn_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, whose KV was found when it first ran
+    first_scheduled_time: float | None = None  # None: not yet
+    preemptions: list[tuple[float, str]] = field(default_factory=list)  # with "recompute" or "swap"
+    turn_tokens: int = 0  # this and the next two belong to the policy
     backlog_tokens: int = 0
     num_charged_tokens: int = 0
-    spec_stats: SpecStats | None = None
+    spec_stats: SpecStats | None = None  # None until something is drafted
     block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as needed yet
     scores_only: bool = False
     max_num_tokens: int = field(init=False)

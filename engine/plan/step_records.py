@@ -23,17 +23,13 @@ NO_TOKEN = -1  # in a list of token ids: nothing was drawn here
 
 
 class ScheduledRequest(NamedTuple):
-    """What one request computes in a step: `num_tokens` tokens from `first_position` on.
-
-    `samples` is True when the newest known token is among them, so that its logits give the next one. The
-    last `num_drafts` are drafts that follow the newest token and are verified.
-    """
+    """What one request computes in a step: `num_tokens` tokens from `first_position` on."""
 
     request_id: str
     first_position: int
     num_tokens: int
-    samples: bool
-    num_drafts: int = 0
+    samples: bool  # the newest known token is among them: its logits give the next one
+    num_drafts: int = 0  # of them, the last: they follow the newest token and are verified
 
 
 class BlockCopy(NamedTuple):
@@ -45,50 +41,38 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCounts:
-    """Which tokens a sequence holds, as penalties count them: each once, and how often the output has it.
-
-    `in_output` is 0 for a token of the prompt alone.
-    """
+    """Which tokens a sequence holds, as penalties count them: each once, and how often the output has it."""
 
     token_ids: Int64  # [T] no two equal
-    in_output: Int64  # [T]
+    in_output: Int64  # [T] 0 for a token of the prompt alone
 
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustment:
-    """What one sampled row needs beyond the columns of `SamplingInputs`; built only for such rows.
+    """What one sampled row needs beyond the columns of `SamplingInputs`; built only for such rows."""
 
-    `row` indexes [0, R). `banned_token_ids` get -inf (min_tokens: the stop set); `allowed_token_ids` and
-    `allowed_mask`, a grammar's, allow all where they are None; the grammar is lent to the target thread for
-    the step. `history` counts the tokens before the one to draw; it is None when no penalty is set.
-    """
-
-    row: int
+    row: int  # in [0, R)
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    allowed_mask: MaskOf | None = None
-    banned_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # None allows all
+    allowed_mask: MaskOf | None = None  # a grammar's, lent to the target thread for the step; None allows all
+    banned_token_ids: tuple[int, ...] = ()  # they get -inf (min_tokens: the stop set)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    history: TokenCounts | None = None
+    history: TokenCounts | None = None  # of the tokens before the one to draw; None without penalties
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """The sampling parameters of the R rows of one step, as columns.
+    """The sampling parameters of the R rows of one step, as columns."""
 
-    `temperature` 0 = greedy; `top_k` 0, `top_p` 1, `min_p` 0 = off. `seed` is the request's 64 bits as int64;
-    `position` is the absolute index of the token to draw. `num_logprobs` is -1 for none.
-    """
-
-    temperature: Float32  # [R]
-    top_k: Int32  # [R]
-    top_p: Float32  # [R]
-    min_p: Float32  # [R]
-    seed: Int64  # [R]
-    position: Int64  # [R]
-    num_logprobs: Int32  # [R]
+    temperature: Float32  # [R] 0 is greedy
+    top_k: Int32  # [R] 0 is off
+    top_p: Float32  # [R] 1 is off
+    min_p: Float32  # [R] 0 is off
+    seed: Int64  # [R] the request's 64 bits
+    position: Int64  # [R] absolute, of the token to draw
+    num_logprobs: Int32  # [R] -1 for none
     adjustments: tuple[LogitAdjustment, ...] = ()
 
     @property
@@ -117,16 +101,12 @@ class DraftInputs:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The P prompt tokens whose log-probabilities a step reports, in packed order.
-
-    `rows` are the tokens before them, whose logits they are read from; `num_top` is how many of the likeliest
-    to report beside each.
-    """
+    """The P prompt tokens whose log-probabilities a step reports, in packed order."""
 
     sequence: Int32  # [P] indices into [0, S)
-    rows: Int64  # [P] indices into [0, N)
+    rows: Int64  # [P] indices into [0, N): the tokens before them, whose logits are read
     token_ids: Int64  # [P]
-    num_top: Int32  # [P]
+    num_top: Int32  # [P] how many of the likeliest to report beside each
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +170,12 @@ class BatchDecision:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities (before any processor) at one position; `rank` is 1 for the likeliest token.
-
-    `top` is sorted, likeliest first, with as many entries as asked for.
-    """
+    """Raw log-probabilities (before any processor) at one position."""
 
     token_id: int
     logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    rank: int  # 1 for the likeliest token
+    top: tuple[tuple[int, float], ...] = ()  # sorted, likeliest first, as many as asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,56 +183,46 @@ class SampledRows:
     """The token drawn for each row, and what went wrong for single rows.
 
     The rows of a sequence with drafts hold what it commits: the accepted drafts, then the recovered or bonus
-    token, then NO_TOKEN. `row_errors` maps a row to a one-line reason; its token means nothing and none
-    follows. `spoiled_rows` lie past a sequence's last token and were not finite: their K/V must not be read
-    again. `logprobs` is None when no request asked.
+    token, then NO_TOKEN.
     """
 
     token_ids: list[int]  # [R]
-    logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    row_errors: dict[int, str] | None = None
-    spoiled_rows: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None  # None when no request asked
+    row_errors: dict[int, str] | None = None  # a one-line reason; the token means nothing and none follows
+    spoiled_rows: tuple[int, ...] = ()  # past a sequence's last token and not finite: not to be read again
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the model's thread gives back for one decision, with the seconds it took.
 
-    `forward_s` excludes `swap_s`, in which `swap_bytes` moved between device and host; `sample_s` includes
-    verification. The K/V of accepted drafts of a tree lies at their positions. `features` has one row for
-    each sampled sequence, for drafters that read the target, or is None. `prompt_logprobs` has a record for
-    each prompt row, None where the logits are not finite.
+    The K/V of accepted drafts of a tree lies at their positions.
     """
 
     rows: SampledRows
-    forward_s: float
-    sample_s: float
+    forward_s: float  # without `swap_s`
+    sample_s: float  # verification included
     swap_s: float = 0.0
-    swap_bytes: int = 0
-    features: tuple[object, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P]
+    swap_bytes: int = 0  # moved between device and host
+    features: tuple[object, ...] | None = None  # of each sampled sequence, for drafters that read the target
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P] None where the logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """How one live request stands between two steps, and why it waits.
-
-    `waits_because` is one plain sentence and `position` its place in the queue, from 1; both are None while
-    it runs. `deadline_s` counts from arrival; None for no limit. `preemptions` are (engine clock, "recompute"
-    or "swap"). Blocks are those on the device.
-    """
+    """How one live request stands between two steps, and why it waits."""
 
     request_id: str
     status: str
-    waits_because: str | None
-    position: int | None
+    waits_because: str | None  # one plain sentence; None while it runs
+    position: int | None  # in the queue, from 1; None while it runs
     priority: int
-    deadline_s: float | None
-    preemptions: tuple[tuple[float, str], ...]
+    deadline_s: float | None  # from its arrival; None for no limit
+    preemptions: tuple[tuple[float, str], ...]  # (engine clock, "recompute" or "swap")
     num_known_tokens: int
     num_output_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
-    num_blocks: int
+    num_blocks: int  # on the device

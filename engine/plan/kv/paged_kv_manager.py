@@ -227,10 +227,7 @@ class PagedKvManager:
         return [b for b in sequence.block_ids if self.pool.ref_count(b) == 0 and b not in self.prefixes]
 
     def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
-        """Let the sequence's first `num_blocks` blocks be found: all full, computed and known to be good.
-
-        Its claims end: what it claimed is published now.
-        """
+        """Let its first `num_blocks` blocks, full, computed and good, be found; its claims end."""
         sequence = self._sequences[request_id]
         self.prefixes.unclaim(request_id)
         publish = self.prefixes.publish

@@ -15,27 +15,21 @@ PHASES = ("prefill", "decode", "mixed")
 
 
 class Activity(NamedTuple):
-    """What was counted up to a time of the engine's clock; a difference of two is what came in between.
+    """What was counted up to a time of the engine's clock; a difference of two is what came in between."""
 
-    `seconds` is that time, or the length of the difference. `busy_s` are the seconds of all steps; `seats_s`
-    and `kv_s` the same, each times the share of seats, or of K/V blocks, that was in use. `num_sequences`
-    sums the batch sizes of all steps. `prefill`, `decode` and `mixed` have the seconds of each step, by what
-    it computed.
-    """
-
-    seconds: float
+    seconds: float  # that time, or the length of the difference
     num_ended: int
     prompt_tokens: int
     generation_tokens: int
-    num_sequences: int
-    busy_s: float
-    seats_s: float
-    kv_s: float
+    num_sequences: int  # the sum of the batch sizes of all steps
+    busy_s: float  # in steps
+    seats_s: float  # in steps, times the share of seats in use
+    kv_s: float  # in steps, times the share of K/V blocks in use
     step_tokens: Histogram
     time_to_first_token: Histogram
-    prefill: Histogram
+    prefill: Histogram  # seconds of the steps that computed nothing else
     decode: Histogram
-    mixed: Histogram
+    mixed: Histogram  # of those that computed both
 
     def __sub__(self, earlier: Activity) -> Activity:
         return Activity(*map(sub, self, earlier))

@@ -1,7 +1,4 @@
-"""BatchMetrics: what the engine counts about itself, as plain numbers.
-
-Written on the loop thread once a step and once a request; read by whoever exports it. Knows no Prometheus.
-"""
+"""BatchMetrics: what the engine counts about itself, as plain numbers. Knows no Prometheus."""
 
 from __future__ import annotations
 
@@ -44,13 +41,10 @@ def _token_counts() -> Histogram:
 
 @dataclass(slots=True)
 class BatchMetrics:
-    """Running totals since the start, never reset, and what they gained of late. Seconds and tokens.
-
-    `requests_finished` counts each accepted request once, so that started = finished by reason at rest.
-    """
+    """Running totals since the start, never reset, and what they gained of late. Seconds and tokens."""
 
     requests_started: int = 0
-    requests_finished: Counter[FinishReason] = field(default_factory=Counter)
+    requests_finished: Counter[FinishReason] = field(default_factory=Counter)  # each accepted one, once
     requests_rejected: Counter[str] = field(default_factory=Counter)  # by the code of Overloaded
     request_aborts: Counter[str] = field(default_factory=Counter)  # disconnect, cancel, drain, timeout
     preemptions: Counter[str] = field(default_factory=Counter)  # recompute, swap
@@ -132,23 +126,18 @@ class BatchMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What is true at this instant. A cached block is unreferenced but still holds a reusable prefix.
-
-    The numbers of speculation are of late: drafts verified a round, the share of them that was right, and
-    tokens for the time of a step against what it would be without drafts. Before the first
-    round the last is 1 once the model is loaded, the others 0.
-    """
+    """What is true at this instant; of speculation, what was true of late."""
 
     num_requests_running: int
     num_requests_waiting: int
     num_requests_swapped: int
     kv_blocks_used: int
-    kv_blocks_cached: int
+    kv_blocks_cached: int  # unreferenced, with a prefix that can be found
     kv_blocks_free: int
     heartbeat_age_s: float
-    speculation_draft_length: float = 0.0
-    speculation_acceptance: float = 0.0
-    speculation_speedup: float = 0.0
+    speculation_draft_length: float = 0.0  # drafts verified a round
+    speculation_acceptance: float = 0.0  # the share of them that was right
+    speculation_speedup: float = 0.0  # over no drafts; 1 before the first round, once loaded
 
     @property
     def kv_cache_usage_ratio(self) -> float:

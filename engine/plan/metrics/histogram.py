@@ -44,10 +44,7 @@ class Histogram:
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """What about this share of them does not exceed, guessed evenly within a bucket; 0 of none.
-
-        Those above every bound count as the last bound.
-        """
+        """What this share does not exceed, guessed evenly in a bucket; at most the last bound, 0 of none."""
         rank = share * self.count
         below, lower = 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):

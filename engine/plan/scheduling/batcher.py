@@ -140,10 +140,7 @@ class ContinuousBatcher:
         return self._decide(plan.items, moves, plan.budget, plan.preempted)
 
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
-        """Decide the step behind the only one in flight, before its result; None if that has to wait.
-
-        See `StepPlanner.plan_ahead`. Commits give the same tokens with and without.
-        """
+        """Decide the step behind the one in flight, before its result; None if not now: see `plan_ahead`."""
         assert len(self._in_flight) == 1, "a step ahead follows the only one in flight"
         items = self._planner.plan_ahead(self._in_flight.oldest(decision))
         if items is None:

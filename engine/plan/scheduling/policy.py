@@ -313,10 +313,7 @@ class FairPolicy(SchedulingPolicy):
 
 
 def make_policy(name: str, aging_s: float, weights: FairnessWeights | None = None) -> SchedulingPolicy:
-    """A new policy of this name, for one queue; StartRefused if there is none.
-
-    `aging_s` is `priority_aging_seconds`; `weights` are what `fair` counts by, the usual ones if None.
-    """
+    """A new policy of this name, for one queue; `weights` are for `fair`. StartRefused if there is none."""
     fair = FairPolicy(aging_s, weights or FairnessWeights())
     policies = (FcfsPolicy(), SjfPolicy(), PriorityPolicy(aging_s), DeadlinePolicy(), OrcaPolicy(), fair)
     by_name: dict[str, SchedulingPolicy] = {policy.name: policy for policy in policies}

@@ -59,10 +59,7 @@ class SamplingTable:
         positions: Int64,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingInputs:
-        """The columns for these rows in this order; the other arguments have an entry for each of them.
-
-        `paths` are the drafts between a request's tokens and a row; None where no request has any.
-        """
+        """The columns for these rows in this order; `paths` are the drafts before each, None if none."""
         adjustments = []
         for index in np.flatnonzero(self._may_adjust[rows]).tolist():
             request, path = requests[index], paths[index] if paths else ()
@@ -87,14 +84,11 @@ def history_of(sampling: SamplingParams, num_prompt_tokens: int) -> TokenHistory
 
 
 class Before(NamedTuple):
-    """What stands before the token that a row draws: a sequence's known tokens, then `path`, drafts.
-
-    `history` has counted some of the known ones; None if no penalty is set.
-    """
+    """What stands before the token that a row draws: a sequence's known tokens, then `path`, drafts."""
 
     token_ids: Sequence[int]
     num_prompt_tokens: int
-    history: TokenHistory | None = None
+    history: TokenHistory | None = None  # has counted some of the known ones; None if no penalty is set
     path: tuple[int, ...] = ()
 
     @property
@@ -125,10 +119,7 @@ def adjustment_of(
     before: Before,
     allowed_mask: MaskOf | None = None,
 ) -> LogitAdjustment | None:
-    """What the row that draws the token after `before` needs beyond the columns.
-
-    None if nothing, which includes a row for which only min_tokens was set, once it is reached.
-    """
+    """What the row behind `before` needs beyond the columns; None if nothing, as past min_tokens."""
     banned: tuple[int, ...] = ()
     if before.num_output_tokens < sampling.min_tokens:
         banned = tuple(sorted(stop_token_ids))

@@ -96,10 +96,7 @@ class ServiceRates:
         return self._swap_seconds / self._swap_bytes * num_bytes if self._swap_bytes else None
 
     def swap_is_cheaper(self, num_tokens: int, num_bytes: int) -> bool:
-        """True if copying KV out and back takes less time than computing its tokens again.
-
-        False while the rate of computing is unknown. Copying is tried once to learn its rate.
-        """
+        """True if copying KV out and back is known to be faster than computing it, and once to find out."""
         compute_s, swap_s = self.prefill_s(num_tokens), self.swap_s(2 * num_bytes)
         return compute_s is not None and (swap_s is None or swap_s < compute_s)
 
@@ -131,10 +128,7 @@ class ServiceRates:
 
 
 class DrainRate:
-    """Requests ended over busy seconds, for Retry-After; the last half minute of work counts most.
-
-    Idle time is not observed: a server that had nothing to do is not a slow one.
-    """
+    """Requests ended over busy seconds, for Retry-After; the last half minute of work counts most."""
 
     def __init__(self, horizon_s: float = _DRAIN_HORIZON_S) -> None:
         self._horizon_s = horizon_s
@@ -149,10 +143,7 @@ class DrainRate:
 
     @property
     def per_second(self) -> float | None:
-        """Requests ended a second; None before any time was observed.
-
-        While less than one request has ended it counts as one: no slower rate has been seen.
-        """
+        """Requests ended a second, as if one had at least; None before any time was observed."""
         return max(1.0, self._num_finished) / self._seconds if self._seconds > 0 else None
 
     def retry_after_s(self, num_queued: int) -> int:

@@ -37,15 +37,12 @@ NO_MOVES = BlockMoves()
 
 
 class ScheduledItem(NamedTuple):
-    """What one request computes in a step, and the drafts after its newest token.
-
-    `previous_row` is the row of the step before that draws its last token, -1 if that is known.
-    """
+    """What one request computes in a step, and the drafts after its newest token."""
 
     scheduled: ScheduledRequest
     request: Request
     drafted: Sequence[DraftedToken] = ()
-    previous_row: int = -1
+    previous_row: int = -1  # of the step before, which draws its last token; -1 if that is known
 
 
 def next_tokens(request: Request, count: int = 1) -> ScheduledItem:

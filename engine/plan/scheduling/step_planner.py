@@ -23,23 +23,18 @@ _LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """The limits of a step and of a sequence, each at least 1, `max_preemptions` 0; StartRefused otherwise.
-
-    A budget smaller than `max_num_seqs` is allowed: running requests take turns then. `preemption` and
-    `max_preemptions` are explained at PreemptionPolicy. `gap_limit_s` is how long a step should take at most
-    while requests wait for their next token in it; None is no limit.
-    """
+    """The limits of a step and of a sequence, each at least 1, `max_preemptions` 0; else StartRefused."""
 
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int  # if fewer than `max_num_seqs`, requests take turns
     max_prefill_tokens: int
     max_decode_seqs: int
     max_model_len: int
     prefix_caching: bool = False
-    preemption: str = "recompute"
+    preemption: str = "recompute"  # see PreemptionPolicy
     max_preemptions: int = 8
     kv_block_bytes: int = 0  # what swapping a block moves
-    gap_limit_s: float | None = None
+    gap_limit_s: float | None = None  # that a step should take while requests wait for their next token
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -81,14 +76,11 @@ class TokenBudget:
 
 
 class StepPlan(NamedTuple):
-    """Plain decodes, then chunks of prompts, then decodes with drafts; the tokens of each kind.
-
-    `preempted` has the requests preempted since the last plan, with True where their KV went to the host.
-    """
+    """Plain decodes, then chunks of prompts, then decodes with drafts; the tokens of each kind."""
 
     items: list[ScheduledItem]
     budget: TokenBudget
-    preempted: list[tuple[str, bool]]
+    preempted: list[tuple[str, bool]]  # since the last plan, True if their KV went to the host
 
 
 @dataclass(slots=True, eq=False)

@@ -56,10 +56,7 @@ class TokenHistory:
         return place
 
     def cut(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Take back all but the first `num_tokens`; `token_ids` is the sequence as it was counted.
-
-        O(taken back), or O(left) where the prompt itself is cut.
-        """
+        """Take back all but the first `num_tokens` of those counted. O(taken back), but for a cut prompt."""
         if num_tokens < min(self.num_tokens, self._num_prompt_tokens):
             self._places.clear()
             self.num_tokens = self._num_in_prompt = 0

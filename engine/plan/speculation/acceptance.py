@@ -1,7 +1,6 @@
 """Acceptance: how likely the target accepts the drafts of one request, by place in the draft.
 
-Estimates forget exponentially and start from what the method did for all requests (a Beta prior). Loop thread
-only.
+Estimates forget exponentially and start from what the method did for all requests (a Beta prior).
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class _Tally:
 
 
 class MethodPrior:
-    """What one method did for all requests; the estimates of a new request start from it.
-
-    `is_tree` says whether its last drafts were a tree.
-    """
+    """What one method did for all requests; the estimates of a new request start from it."""
 
     def __init__(self) -> None:
         self.is_tree = False
@@ -73,10 +69,7 @@ class MethodPrior:
             self._rates.clear()
 
     def rates(self, count: int) -> list[float]:
-        """The chances of at least the first `count` places; the caller must not change the list.
-
-        In a chain it is the chance of a draft after accepted ones, in a tree that of the node.
-        """
+        """The chances of at least `count` first places: of a draft after accepted ones, or of a node."""
         rates = self._rates
         if not rates:
             self._num_unseen = 0
@@ -91,16 +84,12 @@ class MethodPrior:
 
 @dataclass(slots=True)
 class Pacing:
-    """What a length policy remembers of one request; only the policies read and write it.
-
-    `num_refused` counts the steps in a row in which no draft was worth verifying, `num_waited` the steps
-    without drafts since the last ones.
-    """
+    """What a length policy remembers of one request; only the policies read and write it."""
 
     length: int = 0
-    num_refused: int = 0
+    num_refused: int = 0  # steps in a row in which no draft was worth verifying
     refused_price: float = 0.0  # tokens that a draft had to bring at the last refusal
-    num_waited: int = 0
+    num_waited: int = 0  # steps without drafts since the last ones
     is_probing: bool = False
     probe_length: int = 1
     is_off: bool = False

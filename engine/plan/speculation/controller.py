@@ -1,7 +1,4 @@
-"""GoodputPolicy: drafts are worth making while the tokens that they bring outrun the time that they add.
-
-Loop thread only.
-"""
+"""GoodputPolicy: drafts are worth making while the tokens that they bring outrun the time that they add."""
 
 from __future__ import annotations
 

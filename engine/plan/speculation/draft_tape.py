@@ -14,27 +14,19 @@ from engine.plan.speculation.drafter import Draft
 
 
 class DraftedToken(NamedTuple):
-    """One draft, which follows the draft with index `parent` on its tape, or the known tokens if -1.
-
-    In a chain `parent` is None and means the draft before it. `probs` is the distribution that it was drawn
-    from, None for a certain draft.
-    """
+    """One draft on a tape."""
 
     token_id: int
-    parent: int | None = None
-    probs: object | None = None
+    parent: int | None = None  # the index of the draft before it, -1 for the known tokens; None in a chain
+    probs: object | None = None  # that it was drawn from; None if it was certain
 
 
 class TapeOutcome(Enum):
-    """How a tape compares with the committed tokens.
+    """How a tape compares with the committed tokens."""
 
-    HIT: it had all of them, so its other drafts are still good. LATE: it had only the first of them, and what
-    the drafter is working on may still be good. MISS: they disagree.
-    """
-
-    HIT = "hit"
-    LATE = "late"
-    MISS = "miss"
+    HIT = "hit"  # it had all of them: its other drafts are still good
+    LATE = "late"  # it had only the first: what the drafter is working on may still be good
+    MISS = "miss"  # they disagree
 
 
 class DraftTape:

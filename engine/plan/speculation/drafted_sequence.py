@@ -13,21 +13,15 @@ from engine.plan.speculation.drafter import DraftRequest, TargetFeatures
 
 @dataclass(slots=True)
 class DraftView:
-    """The state of one drafter for one sequence.
-
-    The drafter holds the first `num_synced` tokens as they are, drafts included; 0 if it holds none, or is
-    about to close the sequence. It last answered without a draft when `no_draft_at` tokens were known.
-    `max_tokens` is the longest draft it may make, `limit` the length worth having. It `is_behind` while it
-    has known tokens left to read; it has answered so, without drafts, `num_turns` times in a row.
-    """
+    """The state of one drafter for one sequence."""
 
     acceptance: Acceptance
-    max_tokens: int
-    limit: int
-    num_synced: int = 0
-    no_draft_at: int = -1
-    is_behind: bool = False
-    num_turns: int = 0
+    max_tokens: int  # the longest draft it may make
+    limit: int  # the length worth having
+    num_synced: int = 0  # first tokens that the drafter holds, drafts included; 0 also if it is to close them
+    no_draft_at: int = -1  # tokens known when it last answered without a draft
+    is_behind: bool = False  # it has known tokens left to read
+    num_turns: int = 0  # in a row in which it answered so, without drafts
 
     def forget(self) -> None:
         """The drafter holds nothing of the sequence from now on."""
@@ -40,20 +34,15 @@ class DraftView:
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """One request that drafts are made for, and its tape.
-
-    The first `num_in_flight` drafts of the tape are being verified. `views` are those of the drafters that
-    may draft for it, by the place of their links. `author` is the view whose drafts the tape holds, or held
-    last. `features` are None where no drafter reads them.
-    """
+    """One request that drafts are made for, and its tape."""
 
     request: Request
     about: DraftRequest
     tape: DraftTape
-    views: dict[int, DraftView]
-    num_in_flight: int = 0
-    features: TargetFeatures | None = None
-    author: DraftView | None = None
+    views: dict[int, DraftView]  # of the drafters that may draft for it, by the place of their links
+    num_in_flight: int = 0  # first drafts of the tape that are being verified
+    features: TargetFeatures | None = None  # None where no drafter reads them
+    author: DraftView | None = None  # whose drafts the tape holds, or held last
 
     @property
     def num_known(self) -> int:

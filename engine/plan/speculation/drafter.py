@@ -16,17 +16,13 @@ from engine.plan.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a drafter may know of a request beside its tokens; it never changes.
-
-    `stop_token_ids` includes the model's EOS unless the request ignores it. `prediction` is the client's
-    guess of the output, empty without one.
-    """
+    """What a drafter may know of a request beside its tokens; it never changes."""
 
     request_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
-    stop_token_ids: frozenset[int] = frozenset()
-    prediction: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # with EOS unless it is ignored
+    prediction: tuple[int, ...] = ()  # the client's guess of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +61,18 @@ class DraftJob:
 class Draft:
     """A drafter's answer to one job: tokens for the positions from `first` on, none if it has no draft.
 
-    `parents` None is a chain; else the drafts form a tree, and entry i is the index of the draft that draft i
-    follows, below i, or -1 for the known tokens. `probs` has the distribution that each draft was drawn from,
-    float32 [vocab], where verification needs it; empty means that each draft was certain. `is_behind` asks
-    for another turn, because the drafter has more known tokens to read first. `method` names the source of
-    the draft inside the drafter; "" is the drafter's own method.
+    With `parents` the drafts form a tree: entry i is the index, below i, of the draft that draft i follows,
+    or -1 for the known tokens.
     """
 
     request_id: str
     epoch: int
     first: int
     token_ids: tuple[int, ...]
-    parents: tuple[int, ...] | None = None
-    probs: tuple[object, ...] = ()
-    is_behind: bool = False
-    method: str = ""
+    parents: tuple[int, ...] | None = None  # None is a chain
+    probs: tuple[object, ...] = ()  # float32 [vocab], each one's distribution; empty: each was certain
+    is_behind: bool = False  # it asks for another turn, to read more known tokens first
+    method: str = ""  # the source inside the drafter; "" is the drafter's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +105,13 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class DraftAnswers:
-    """The answers that fit their jobs, and the jobs whose answers do not; a job without one got no drafts.
-
-    `fault` says what is wrong with one of the unfit answers, None if all fit; `num_unfit_tokens` counts the
-    tokens of the unfit ones.
-    """
+    """The answers that fit their jobs, and the jobs whose answers do not; a job without one got no drafts."""
 
     seconds: float
     fitting: list[tuple[DraftJob, Draft]] = field(default_factory=list)
     unfit: list[DraftJob] = field(default_factory=list)
-    fault: str | None = None
-    num_unfit_tokens: int = 0
+    fault: str | None = None  # what is wrong with one of the unfit answers
+    num_unfit_tokens: int = 0  # in the unfit ones
 
     def refuse(self, draft: Draft, fault: str) -> None:
         """Count an answer that cannot be used."""
@@ -161,10 +150,7 @@ def read_answers(jobs: Sequence[DraftJob], result: DraftResult, vocab_size: int)
 
 
 def fault_of(job: DraftJob, draft: Draft, vocab_size: int) -> str | None:
-    """What is wrong with an answer, in a few words; None if it may be put on a tape. Never raises.
-
-    The values in `probs` are not checked here.
-    """
+    """What is wrong with an answer, but for the values in `probs`; None if it is usable. Never raises."""
     token_ids, parents = draft.token_ids, draft.parents
     if not _has_right_types(draft):
         return "an answer with fields of other types"

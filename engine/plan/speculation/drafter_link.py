@@ -1,7 +1,4 @@
-"""DrafterLink: what one drafter holds of each sequence, what to ask it next, and what its answers come to.
-
-Loop thread only.
-"""
+"""DrafterLink: what one drafter holds of each sequence, what to ask it next, and what its answers come to."""
 
 from __future__ import annotations
 
@@ -162,10 +159,7 @@ class DrafterLink:
             view.no_draft_at, view.is_behind = job.next_position, False
 
     def lose(self, jobs: Iterable[DraftJob]) -> None:
-        """A micro-step failed, so it is unknown what the drafter holds of these: it must close them.
-
-        It is not asked about them again before something new is known.
-        """
+        """A micro-step failed: the drafter must close these, and is not asked before something is new."""
         for job in jobs:
             request_id = job.request.request_id
             found = self._clients.get(request_id)
@@ -219,10 +213,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 
 
 class CircuitBreaker:
-    """Opens after MAX_FAILURES in a row, then lets one try through after each pause.
-
-    Every failed try doubles the pause, up to a limit; a success closes it and resets the pause.
-    """
+    """Opens after MAX_FAILURES in a row; lets one try through after each pause, which a failure doubles."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -6,10 +6,7 @@ from collections.abc import Iterable
 
 
 def never_decreasing(weighted: Iterable[tuple[float, float]]) -> list[float]:
-    """The nearest values, by weighted squares, that never decrease, for (value, weight) in order.
-
-    Neighbours that violate the order are pooled (Ayer et al. 1955).
-    """
+    """The nearest values by weighted squares that never decrease: violators are pooled (Ayer et al. 1955)."""
     pools: list[tuple[float, float, int]] = []  # weighted sum, weight, length
     for value, weight in weighted:
         total, length = value * weight, 1

@@ -1,7 +1,4 @@
-"""LengthPolicy: how many drafts to make for a request, and how many of them a step verifies.
-
-`FixedPolicy` and `ThresholdPolicy` know no costs; the policy that does is in `controller`. Loop thread only.
-"""
+"""LengthPolicy: how many drafts to make for a request and to verify in a step; see `controller`, too."""
 
 from __future__ import annotations
 
@@ -30,16 +27,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes beside drafts: `num_seqs` decoding sequences, `num_tokens` in all.
+    """What a step computes beside drafts."""
 
-    `max_draft_tokens` is the room for drafts; `draft_s` the seconds that this step already waited for them.
-    """
-
-    num_seqs: int
-    num_tokens: int
+    num_seqs: int  # decoding
+    num_tokens: int  # in all
     num_prefill_tokens: int
-    max_draft_tokens: int
-    draft_s: float = 0.0
+    max_draft_tokens: int  # the room for drafts
+    draft_s: float = 0.0  # that this step has waited for drafts already
 
 
 class LengthPolicy(ABC):

@@ -207,10 +207,7 @@ def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _increasing(knots: Sequence[_Knot], floor_s: float | None) -> list[tuple[float, float]]:
-    """Tokens and seconds, of which none lies below the one before.
-
-    `floor_s` is what a smaller pass takes, None when unknown.
-    """
+    """Tokens and seconds, none below the one before; `floor_s` is what a smaller pass takes, if known."""
     weighted: list[tuple[float, float]] = []
     for knot in knots:
         seconds = knot.seconds

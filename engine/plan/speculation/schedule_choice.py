@@ -53,10 +53,7 @@ class _Arm:
 
 
 class _Contest:
-    """The arms at one size of batch: the one in use, and now and then another that is compared with it.
-
-    `on_trial` is the challenger, None between trials; `running` the arm of the current window.
-    """
+    """The arms at one size of batch: the one in use, and now and then another that is compared with it."""
 
     def __init__(self, num_arms: int) -> None:
         self.arms = [_Arm() for _ in range(num_arms)]

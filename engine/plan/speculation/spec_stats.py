@@ -12,12 +12,7 @@ _KEEP = 0.98  # of the weight of an entry in a RecentRatio, with each entry afte
 
 @dataclass(slots=True)
 class SpecStats:
-    """Running totals, never reset; loop thread only. A round verifies at least one draft of one request.
-
-    Drafts and tokens are counted in tokens, times in seconds. `accepted_per_position[i]` counts the rounds
-    that accepted draft i + 1 of a chain, or depth i + 1 of a tree; `acceptance_histogram[i]` the rounds that
-    accepted exactly i. `num_late` and `num_stale` count a drafter's answers, `dropped` the tokens in them.
-    """
+    """Running totals, never reset; loop thread only. A round verifies at least one draft of one request."""
 
     num_rounds: int = 0
     proposed: Counter[str] = field(default_factory=Counter)  # by method
@@ -25,13 +20,13 @@ class SpecStats:
     num_committed: int = 0  # by rounds: accepted, recovered and bonus tokens
     num_bonus: int = 0  # rounds that accepted all and went one further
     num_recovered: int = 0  # rounds in which the target put its own token for a rejected one
-    accepted_per_position: list[int] = field(default_factory=list)
-    acceptance_histogram: list[int] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)  # stale, cancelled, error, late
+    accepted_per_position: list[int] = field(default_factory=list)  # rounds, by draft or depth
+    acceptance_histogram: list[int] = field(default_factory=list)  # rounds that accepted exactly so many
+    dropped: Counter[str] = field(default_factory=Counter)  # tokens: stale, cancelled, error, late
     run_ahead: Counter[str] = field(default_factory=Counter)  # hit, miss
     num_fallbacks: int = 0  # steps of one token because the target cannot rewind
-    num_late: int = 0
-    num_stale: int = 0
+    num_late: int = 0  # answers
+    num_stale: int = 0  # answers
     draft_s: float = 0.0
     verify_s: float = 0.0
     recent_proposed: float = 0.0  # with exponential forgetting

@@ -12,14 +12,11 @@ LengthPolicyName = Literal["fixed", "threshold", "goodput"]
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """The settings have checked it. `max_draft_tokens` limits what a step verifies of one request.
-
-    A `min_acceptance_rate` of 0 never turns drafting off.
-    """
+    """The rules of drafting for the whole server; the settings have checked them."""
 
     vocab_size: int
-    max_draft_tokens: int
+    max_draft_tokens: int  # that a step verifies of one request
     schedule: Schedule = "auto"
     verification: Verification = "match"
     length_policy: LengthPolicyName = "goodput"
-    min_acceptance_rate: float = 0.3
+    min_acceptance_rate: float = 0.3  # 0 never turns drafting off
