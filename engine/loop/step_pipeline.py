@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -26,7 +25,7 @@ class StepPipeline:
 
     def __init__(self, runner: StepRunner, executor: Executor) -> None:
         self._executor = executor
-        self._run = _with_foresight(runner.run)
+        self._runner = runner
         self._flying: deque[asyncio.Future[StepResult]] = deque()  # of a runner that is no AheadRunner
         self._launcher = _Launcher(runner) if isinstance(runner, AheadRunner) else None
 
@@ -42,6 +41,11 @@ class StepPipeline:
             loop.run_in_executor(self._executor, self._launcher.launch, inputs)
         else:
             self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
+
+    def _run(self, inputs: StepInputs) -> StepResult:
+        result = self._runner.run(inputs)
+        _foresee(inputs, result.rows)
+        return result
 
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""
@@ -84,15 +88,6 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise self.error
-
-
-def _with_foresight(run: Callable[[StepInputs], StepResult]) -> Callable[[StepInputs], StepResult]:
-    def run_and_foresee(inputs: StepInputs) -> StepResult:
-        result = run(inputs)
-        _foresee(inputs, result.rows)
-        return result
-
-    return run_and_foresee
 
 
 def _foresee(inputs: StepInputs, rows: SampledRows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.plan.metrics.activity import PHASES, Activity, RollingWindow
 from engine.plan.metrics.histogram import Histogram
@@ -25,18 +26,9 @@ DRAFT_BOUNDS_S = (
 )
 TOKEN_COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0)
-
-
-def _latency() -> Histogram:
-    return Histogram(LATENCY_BOUNDS_S)
-
-
-def _token_latency() -> Histogram:
-    return Histogram(TOKEN_LATENCY_BOUNDS_S)
-
-
-def _token_counts() -> Histogram:
-    return Histogram(TOKEN_COUNT_BOUNDS)
+_latency = partial(Histogram, LATENCY_BOUNDS_S)
+_token_latency = partial(Histogram, TOKEN_LATENCY_BOUNDS_S)
+_token_counts = partial(Histogram, TOKEN_COUNT_BOUNDS)
 
 
 @dataclass(slots=True)
@@ -63,13 +55,13 @@ class BatchMetrics:
     request_decode_time: Histogram = field(default_factory=_latency)
     request_prompt_tokens: Histogram = field(default_factory=_token_counts)
     request_generation_tokens: Histogram = field(default_factory=_token_counts)
-    request_preemptions: Histogram = field(default_factory=lambda: Histogram(PREEMPTION_BOUNDS))
+    request_preemptions: Histogram = field(default_factory=partial(Histogram, PREEMPTION_BOUNDS))
     step_duration: dict[str, Histogram] = field(
         default_factory=lambda: {phase: _token_latency() for phase in PHASES}
     )
     step_batched_tokens: Histogram = field(default_factory=_token_counts)
     speculation: SpecStats = field(default_factory=SpecStats)  # of all requests together
-    draft_duration: Histogram = field(default_factory=lambda: Histogram(DRAFT_BOUNDS_S))  # a micro-step
+    draft_duration: Histogram = field(default_factory=partial(Histogram, DRAFT_BOUNDS_S))  # a micro-step
     verify_duration: Histogram = field(default_factory=_token_latency)  # of steps that verify drafts
     num_sequences: int = 0  # of all steps together
     busy_s: float = 0.0  # in steps
