@@ -1,9 +1,8 @@
 """EngineLoop: schedule, run, commit, deliver; one batcher step an iteration, until told to stop.
 
-Scheduler, KV and request state is written on the event-loop thread only. The model runs in an executor of one
-thread, which gets a frozen decision and returns a frozen result. Nothing polls: the loop waits for work or
-for the device. A device that can is given the next step before the last one's tokens are read, wherever that
-step can be decided without them, so that it is not idle while tokens are committed and delivered.
+The model runs in an executor of one thread, which gets a frozen decision and returns a frozen result. A
+device that can is given the next step before the last one's tokens are read, where it can be decided without
+them.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ class Ending:
 
 
 class EngineLoop:
-    """Drives one batcher and one runner. Every method is for the event-loop thread.
+    """Drives one batcher and one runner, and reports to the watchdog. For the event-loop thread.
 
     Endings from outside (cancel, disconnect) are noted and carried out between steps, or between a step's
     result and its commit; only a request whose time is up, or the server's, ends in the middle of a step. Its
     blocks, which the device may still write, are the batcher's until the step lands.
-
-    The loop reports work, progress and rest to the watchdog.
     """
 
     def __init__(

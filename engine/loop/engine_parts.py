@@ -87,8 +87,7 @@ class AheadRunner(StepRunner, Protocol):
 class EngineParts:
     """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
 
-    The batcher's decoder names the drafters; without one nothing is drafted. `detokenizer` is made for each
-    request. `reply_format` is how replies to chats are read.
+    Without drafters in the batcher's decoder nothing is drafted. `detokenizer` is made for each request.
     """
 
     runner: StepRunner
@@ -96,7 +95,7 @@ class EngineParts:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     info: EngineInfo
-    reply_format: ReplyFormat
+    reply_format: ReplyFormat  # how replies to chats are read
     detokenizer: Callable[..., Detokenizer] = Detokenizer
 
 
@@ -113,8 +112,7 @@ class Executors:
     def threads(cls, num_cores: int = 1) -> Executors:
         """Named threads, started when first used, on that many cores.
 
-        Two at least for text, so that one tenant's never has to wait for another's to end: tokenizers and the
-        grammars' compiler let go of the interpreter.
+        Two at least for text, which lets go of the interpreter: no tenant's has to wait for another's to end.
         """
         num_text_threads = min(MAX_TEXT_THREADS, max(2, num_cores))
         return cls(

@@ -51,13 +51,11 @@ class RunAhead:
     Before a step: `choose_arm`, then `draft_once` until it returns False, or `draft_inline` if the step was
     launched ahead. While the target computes: `beside_step`. After its commit: `after_step`. With nothing to
     do: `rest`. Cheap drafters are called inline, unless `schedule` is "async"; the others run as the schedule
-    says, which "auto" chooses by measuring. A drafter that reads the target's features has nothing to read
-    during a pass: where others run ahead, steps wait for it.
+    says, which "auto" chooses by measuring. One that reads the target's features is always waited for.
 
-    No fault of a drafter is raised here. What it gets wrong, or raises, is dropped, and after three faults in
-    a row the drafter is left alone for a while. A step waits once for a slow drafter, and again only after it
-    was quick; the drafter goes on beside the target. One that never returns keeps its thread, and with it
-    stops the others that need the thread.
+    No fault of a drafter is raised here: what it gets wrong is dropped, and after three faults in a row it is
+    left alone for a while. A step waits once for a slow drafter, and again only after it was quick. One that
+    never returns keeps its thread, and stops the others that need it.
     """
 
     def __init__(

@@ -16,11 +16,9 @@ from engine.plan.step_records import NO_TOKEN, SampledRows, StepInputs, StepResu
 class StepPipeline:
     """The runner, for the event loop: `launch` a step, `read` what came of it, oldest first.
 
-    A runner that is no AheadRunner has its step read before the next is launched. One that is has everything
-    done on the one target thread, in order of the calls: nothing is launched while that thread waits for a
-    result, so launch what there is to launch before reading.
-
-    What was drawn by a grammar is shown to it on the target thread.
+    A runner that is no AheadRunner has its step read before the next is launched. One that is does everything
+    on the target thread, which launches nothing while it waits for a result: launch before reading. Grammars
+    are shown there what was drawn by them.
     """
 
     def __init__(self, runner: StepRunner, executor: Executor) -> None:

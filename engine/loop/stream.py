@@ -1,8 +1,7 @@
 """RequestStream: the one-slot mailbox between the step loop and the reader of a request's output.
 
-Loop thread only. What the reader has not taken yet is merged, so a slow reader costs a list of token ids and
-never blocks the loop. Text is decoded when it is taken, while the device runs the next step, unless stop
-strings make the loop need it at once.
+What the reader has not taken yet is merged, so a slow one never blocks the loop. Text is decoded when it is
+taken, while the device runs the next step, unless stop strings make the loop need it at once.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ Tenant = str | None
 class TextThread:
     """Runs calls in `executor`, each in the context of the task that asks for it. Loop thread only.
 
-    `num_workers` is how many calls the executor runs at a time. Tenants have turns, and none may have all
-    workers to itself where there are several: however many calls one has waiting, and however long they take,
-    another's is next.
+    `num_workers` is how many the executor runs at a time. Tenants have turns, and none may have all workers
+    to itself where there are several, however many calls it has waiting and however long they take.
     """
 
     def __init__(self, executor: Executor, metrics: BatchMetrics, num_workers: int = 1) -> None:

@@ -13,10 +13,9 @@ TokenMask = NDArray[np.uint8]  # [ceil(vocab / 8)] one bit a token id, the lowes
 
 
 class Grammar(Protocol):
-    """Where one reply stands in its grammar. It follows the committed tokens.
+    """Where one reply stands in its grammar; it follows the committed tokens.
 
-    One thread at a time: the target thread's while a step that draws for the reply is in flight, else the
-    loop's.
+    One thread at a time: the target's while a step that draws for the reply is in flight, else the loop's.
     """
 
     @property

@@ -57,12 +57,9 @@ class Histogram:
 class TokenGaps:
     """Counts the time from one output of a request to its next, shared equally among the latter's tokens.
 
-    So a step that commits five tokens is five observations of a fifth of the gap: the sum is the time spent
-    decoding, the count the tokens, and drafts that are accepted show as tokens that took less. Gaps of zero
-    between the tokens of one step, and long ones between steps, would tell the same mean and no percentile.
-
-    Tokens are told one by one, those of a request in a step after each other, then the end of the step. What
-    had a token in the last step too is counted together, since its gap is the same.
+    A step that commits five tokens is five observations of a fifth of the gap: the sum is the time spent
+    decoding, and drafts that are accepted show as tokens that took less. Tokens are told one by one, those of
+    a request after each other, then the step's end. What had a token in the last step, too, has the same gap.
     """
 
     def __init__(self, histogram: Histogram) -> None:

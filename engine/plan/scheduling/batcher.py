@@ -27,11 +27,10 @@ from engine.plan.step_records import BatchDecision, RequestExplanation, SampledR
 class ContinuousBatcher:
     """Iteration-level batching: each step advances every running request by what it has not computed yet.
 
-    Prefill and decode are no phases: one budget goes to one token for each request that lacks only its
-    newest, then to chunks of the others in policy order, admitting waiting requests on the way. A preempted
-    request is computed again, or brought back from the host, before any request that has not run yet. What
-    two requests have in common is computed once: a waiting request is held while a running one computes its
-    next block, or the prompt that it forks from, and does not block the requests behind it.
+    One budget goes to one token for each request that lacks only its newest, then to chunks of the others in
+    policy order, admitting waiting requests on the way. A preempted request is computed again, or brought
+    back from the host, before any that has not run yet. What two requests have in common is computed once: a
+    waiting one is held while a running one computes its next block, or the prompt that it forks from.
 
     `running` holds the requests that take part in steps, `queue` those that wait, preempted ones included.
 

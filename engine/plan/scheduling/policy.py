@@ -17,11 +17,9 @@ PolicyKey = tuple[float, ...]
 class SchedulingPolicy:
     """Ranks requests: the smaller key runs first, the largest is preempted first.
 
-    Keys are total (they end with `arrival`, which breaks every tie) and do not depend on the time. Requests
-    of one lane keep their order unless they change themselves, so the queue needs one heap a lane; lanes may
-    overtake one another at any step, but the key of a waiting request only rises unless the request changes.
-    A policy serves one queue. The hooks feed its state, if it has any; by default they do nothing, and all
-    requests share one lane.
+    Keys end with `arrival`, which breaks every tie, and do not depend on the time. Requests of one lane keep
+    their order unless they change themselves, so the queue needs one heap a lane; lanes may overtake one
+    another, but the key of a waiting request only rises. A policy serves one queue; its hooks feed its state.
     """
 
     name: str  # as in `scheduling_policy`
@@ -63,9 +61,8 @@ class FcfsPolicy(SchedulingPolicy):
 class OrcaPolicy(FcfsPolicy):
     """Iteration-level first come, first served, as in Orca (Yu et al., OSDI 2022, algorithm 1).
 
-    Every step selects the oldest requests that fit and batches what each needs, prompt chunk or next token: a
-    request never has fewer steps than one that arrived after it. Under `fcfs`, requests take turns instead,
-    and prefill keeps a share of the step. Unlike Orca, blocks grow as needed: none are reserved.
+    Every step batches what the oldest requests that fit need: no request has fewer steps than a later one.
+    Under `fcfs` they take turns, and prefill keeps a share of the step. Unlike Orca, blocks grow as needed.
     """
 
     name = "orca"
@@ -138,10 +135,9 @@ class PriorityPolicy(SchedulingPolicy):
     """By class, then by arrival; each `aging_s` seconds since arrival count as one period (0: never).
 
     The effective class, aging_periods(priority) - (now - arrival_time) / aging_s, falls at the same speed for
-    all requests, so `now` cancels out of every comparison: the order is that of
-    aging_periods(priority) * aging_s + arrival_time, a constant. A request of class p goes before
-    those of a better class q that arrive more than (aging_periods(p) - aging_periods(q)) * aging_s after it,
-    at most 113 periods: none starves.
+    all requests, so their order is that of a constant, aging_periods(priority) * aging_s + arrival_time. None
+    starves: one of class p goes before those of a better class q that arrive more than (aging_periods(p) -
+    aging_periods(q)) * aging_s after it, at most 113 periods.
     """
 
     name = "priority"
@@ -271,8 +267,7 @@ class VirtualCounters:
 class FairPolicy(SchedulingPolicy):
     """The tenant served least, by VirtualCounters, goes first; within a tenant, a lane, it is `priority`.
 
-    Among tenants served equally the one that began to wait first goes first, so a priority does not reach
-    beyond its own tenant.
+    Among tenants served equally it is the one that began to wait first: a priority is its own tenant's only.
     """
 
     name = "fair"

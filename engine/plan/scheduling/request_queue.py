@@ -12,12 +12,9 @@ from engine.plan.scheduling.rising_heap import RisingHeap
 class RequestQueue:
     """Orders waiting requests: those that have run before first, each group by policy.
 
-    Inside a lane of the policy the order is a heap's, and so is that of the lanes by their heads, which are
-    ranked again when they come out first, because lanes may overtake one another. Every operation is
-    O(log n), amortised. The policy hears of every request that comes and goes.
-
-    A request may be *held* until another has computed what both need: `peek` and `pop` pass over it until
-    `unhold`.
+    The lanes of the policy are heaps, and so is their order by their heads, because lanes may overtake one
+    another. Every operation is O(log n), amortised. The policy hears of every request that comes and goes. A
+    request may be *held* until another has computed what both need: `peek` and `pop` pass over it then.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:

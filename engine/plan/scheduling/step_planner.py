@@ -85,10 +85,9 @@ class StepPlan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepPlanner:
-    """Spends a step's budget: one token for each request that lacks only its newest, then chunks of prompts.
+    """Spends a step's budget: a token for each request that lacks only its newest, then chunks, then drafts.
 
-    What is left goes to drafts. Admits requests from the queue, and preempts where blocks are short. Loop
-    thread only.
+    Admits requests from the queue, and preempts where blocks are short.
     """
 
     _config: BatchConfig
@@ -145,11 +144,10 @@ class StepPlanner:
         """The next token of each running request, by the row of `step` that draws the one before it.
 
         None if the next step has to wait for the result: a request waits that could be admitted, `step` has
-        drafts or does not draw for all that run, drafts are at hand or waited for, logits are to be
-        processed or reported (which may need the token before, and holds the device up anyway), or blocks
-        are short. Requests whose last token `step` draws are left out. For one that a stop token or string
-        ends, a token is drawn in vain, and the commit drops it. This is async scheduling as in vLLM and
-        SGLang's overlap scheduling, but nothing is written into a request before its token is read.
+        drafts or does not draw for all that run, drafts are at hand or waited for, logits are to be processed
+        or reported, or blocks are short. Requests whose last token `step` draws are left out. For one that a
+        stop token or string ends, a token is drawn in vain, and the commit drops it. As async scheduling in
+        vLLM and SGLang, but nothing is written into a request before its token is read.
         """
         if self.next_in_queue() is not None or step.decision.num_draft_tokens:
             return None

@@ -1,7 +1,6 @@
 """DraftTape: the drafts that continue one request's known tokens.
 
-Loop thread only. A late draft may still be right: only unequal tokens at one position make worthless what a
-drafter is working on, and start a new epoch.
+A late draft may still be right: only unequal tokens at one position start a new epoch.
 """
 
 from __future__ import annotations

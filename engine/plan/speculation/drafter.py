@@ -1,7 +1,6 @@
-"""Drafter: the protocol of every draft source, and its messages.
+"""Drafter: the protocol of every draft source, and its messages, which are frozen to cross threads.
 
-A drafter gets the known tokens by messages, and may be wrong, late or gone. Messages are frozen, so they may
-cross threads.
+A drafter gets the known tokens by messages, and may be wrong, late or gone.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class Drafter(Protocol):
     """A draft source for many sequences. Its methods are called one at a time, by one thread at a time.
 
     `method` labels it in the metrics. With `is_cheap` a call takes microseconds and may run on the event
-    loop. With `is_stepwise` a job gives one token, or one tree, whatever it wants. With `reads_features` jobs
-    carry them.
+    loop. With `is_stepwise` a job gives one token, or one tree. With `reads_features` jobs carry them.
     """
 
     method: str

@@ -1,7 +1,6 @@
 """PassCosts: the seconds of a pass by its sequences and tokens, learnt from the passes that ran.
 
-The scheduler's rates are linear; the price of a draft is not, because it depends on where the machine's curve
-has its steps. Loop thread only.
+The scheduler's rates are linear; the price of a draft depends on where the machine's curve has its steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """SpeculativeDecoder: the requests that are drafted for, the drafts that each step verifies, and the results.
 
-The plan tier's half of speculation: it owns the tapes and the statistics, and calls neither drafters nor
-threads. Loop thread only.
+It owns the tapes and the statistics, and calls neither drafters nor threads.
 """
 
 from __future__ import annotations
