@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.errors import EngineError, RequestFailed
@@ -54,6 +54,7 @@ class OutputDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all but its first; with the first token or the end
 
 
+@dataclass(slots=True, eq=False)
 class RequestStream:
     """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
 
@@ -65,33 +66,23 @@ class RequestStream:
     log-probability is given.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        detokenizer: Detokenizer,
-        on_abandon: Callable[[str, RequestFailed | None], None],
-        *,
-        checks_stops: bool,
-        scores_only: bool = False,
-    ) -> None:
-        self.request_id = request_id
-        self._loop = asyncio.get_running_loop()
-        self.first_token_time: float | None = None
-        self.last_token_time = -1.0  # before any
-        self._detokenizer = detokenizer
-        self._on_abandon = on_abandon
-        self._checks_stops = checks_stops
-        self._scores_only = scores_only
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []  # until the first token is taken
-        self._text = ""
-        self._failure: RequestFailed | None = None  # of decoding: nothing is shown any more but the end
-        self._finish: Finish | None = None
-        self._hides_last = False  # the text of the newest token is not part of the output
-        self._stopped = False  # a stop string matched: no text follows
-        self._taken = False  # the terminal delta was handed out
-        self._waiter: asyncio.Future[None] | None = None
+    request_id: str
+    _detokenizer: Detokenizer
+    _on_abandon: Callable[[str, RequestFailed | None], None]
+    checks_stops: bool = field(kw_only=True)
+    scores_only: bool = field(kw_only=True, default=False)
+    first_token_time: float | None = field(init=False, default=None)
+    last_token_time: float = field(init=False, default=-1.0)  # before any
+    _token_ids: list[int] = field(init=False, default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    _prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)  # until the first token
+    _text: str = field(init=False, default="")
+    _failure: RequestFailed | None = field(init=False, default=None)  # of decoding: only the end is shown
+    _finish: Finish | None = field(init=False, default=None)
+    _hides_last: bool = field(init=False, default=False)  # the newest token's text is not part of the output
+    _stopped: bool = field(init=False, default=False)  # a stop string matched: no text follows
+    _taken: bool = field(init=False, default=False)  # the terminal delta was handed out
+    _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     @property
     def is_finished(self) -> bool:
@@ -102,7 +93,7 @@ class RequestStream:
 
     def put(self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool) -> str | None:
         """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out."""
-        if self._scores_only:
+        if self.scores_only:
             assert logprobs is not None, "the score of the prompt's last token is asked for"
             self._prompt_logprobs.append(logprobs)
             return None
@@ -112,7 +103,7 @@ class RequestStream:
         stop = None
         if not shown:
             self._hides_last = True
-        elif self._checks_stops:
+        elif self.checks_stops:
             delta = self._detokenizer.push((token_id,))
             self._text += delta.text
             stop = delta.stop
@@ -154,7 +145,7 @@ class RequestStream:
             raise StopAsyncIteration
         while True:
             while (self._failure is not None or not self._token_ids) and self._finish is None:
-                self._waiter = self._loop.create_future()
+                self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
             try:
                 return self._take()
@@ -180,14 +171,14 @@ class RequestStream:
         self._token_ids.clear()
         self._logprobs.clear()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if token_ids or self._scores_only:
+        if token_ids or self.scores_only:
             prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
         self._taken = self._finish is not None
         return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs)
 
     def _take_text(self, token_ids: tuple[int, ...]) -> str:
-        if self._checks_stops:
+        if self.checks_stops:
             text, self._text = self._text, ""
         else:
             text = self._detokenizer.decode(token_ids[:-1] if self._hides_last else token_ids)

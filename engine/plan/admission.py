@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from engine.plan.request import GenerationRequest, SamplingParams
 
 
+@dataclass(slots=True, eq=False)
 class Admission:
-    """Bounds what waits, by requests and by prompt tokens. Loop thread only.
+    """Bounds what waits, by requests and by prompt tokens. Loop thread only."""
 
-    `num_preparing` counts requests between their permit and the queue: being tokenized, mostly.
-    `retry_after_s(n)` says in how many seconds n requests will have ended.
-    """
-
-    def __init__(
-        self, max_queued_requests: int, max_queued_tokens: int, retry_after_s: Callable[[int], int]
-    ) -> None:
-        self.max_queued_requests = max_queued_requests
-        self.max_queued_tokens = max_queued_tokens
-        self.num_preparing = 0
-        self._retry_after_s = retry_after_s
+    max_queued_requests: int
+    max_queued_tokens: int
+    retry_after_s: Callable[[int], int]  # in how many seconds so many requests will have ended
+    num_preparing: int = 0  # requests between their permit and the queue: being tokenized, mostly
 
     def admit(self, num_requests: int, num_waiting: int) -> ExitStack:
         """Take places until the stack is closed; raise Overloaded, naming the limit, if too few are left."""
@@ -31,7 +26,7 @@ class Admission:
             raise Overloaded(
                 f"The queue is full: {queued} requests wait, the limit is {self.max_queued_requests}.",
                 code="queue_full",
-                retry_after_s=self._retry_after_s(queued),
+                retry_after_s=self.retry_after_s(queued),
             )
         self.num_preparing += num_requests
         permit = ExitStack()
@@ -48,7 +43,7 @@ class Admission:
                 f"The queue is full: {num_waiting_tokens} prompt tokens wait, "
                 f"the limit is {self.max_queued_tokens}.",
                 code="queue_full",
-                retry_after_s=self._retry_after_s(num_waiting),
+                retry_after_s=self.retry_after_s(num_waiting),
             )
 
 

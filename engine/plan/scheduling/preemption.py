@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from engine.errors import StartRefused
 from engine.plan.request import Request
@@ -12,6 +13,7 @@ from engine.plan.scheduling.service_rates import ServiceRates
 MODES = ("auto", "recompute", "swap")
 
 
+@dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
     """`recompute` drops KV, `swap` moves it to the host while there is room, `auto` takes the cheaper.
 
@@ -21,23 +23,18 @@ class PreemptionPolicy:
     misses steps until one of them, which all advance, has ended: work always goes on.
     """
 
-    def __init__(
-        self,
-        mode: str = "recompute",
-        max_preemptions: int = 8,
-        rates: ServiceRates | None = None,
-        block_bytes: int = 0,
-    ) -> None:
-        if mode not in MODES:
-            raise StartRefused(f"preemption {mode!r} is not available: choose one of {', '.join(MODES)}")
-        self._mode = mode
-        self._max_preemptions = max_preemptions
-        self._rates = rates
-        self._block_bytes = block_bytes
+    mode: str = "recompute"
+    max_preemptions: int = 8
+    rates: ServiceRates | None = None
+    block_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise StartRefused(f"preemption {self.mode!r} is not available: choose one of {', '.join(MODES)}")
 
     def is_spent(self, request: Request) -> bool:
         """True if this request must not be preempted any more."""
-        return request.num_preemptions >= self._max_preemptions
+        return request.num_preemptions >= self.max_preemptions
 
     def victim(
         self, running: Iterable[Request], oldest: Request, key: Callable[[Request], PolicyKey]
@@ -48,8 +45,8 @@ class PreemptionPolicy:
 
     def swaps(self, num_tokens: int, num_blocks: int, num_free_host_blocks: int) -> bool:
         """Whether KV of `num_tokens` in `num_blocks` should go to the host."""
-        if self._mode == "recompute" or num_tokens == 0 or num_blocks > num_free_host_blocks:
+        if self.mode == "recompute" or num_tokens == 0 or num_blocks > num_free_host_blocks:
             return False
-        if self._mode == "swap" or self._rates is None:
-            return self._mode == "swap"
-        return self._rates.swap_is_cheaper(num_tokens, num_blocks * self._block_bytes)
+        if self.mode == "swap" or self.rates is None:
+            return self.mode == "swap"
+        return self.rates.swap_is_cheaper(num_tokens, num_blocks * self.block_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan.kv.kv_marks import KvMarks
 from engine.plan.kv.paged_kv_manager import PagedKvManager
@@ -13,6 +15,7 @@ from engine.plan.scheduling.policy import PolicyKey
 _FIRST_HASHES = 4  # blocks to hash before the first look-up; then twice as many as were found
 
 
+@dataclass(slots=True, eq=False)
 class PrefixLookup:
     """Finds published prefixes, parents to fork from, and the running requests worth waiting for.
 
@@ -24,22 +27,14 @@ class PrefixLookup:
     (`may_look_up`), so that many of them do not hold up the event loop.
     """
 
-    HASHES_A_STEP = 4096  # blocks, a few milliseconds; requests beyond it are looked up in the next step
+    HASHES_A_STEP: ClassVar = 4096  # blocks, a few milliseconds; what is beyond waits for the next step
 
-    def __init__(
-        self,
-        kv: PagedKvManager,
-        marks: KvMarks,
-        running: Mapping[str, Request],
-        key: Callable[[Request], PolicyKey],
-        caching: bool,
-    ) -> None:
-        self._kv = kv
-        self._marks = marks
-        self._running = running
-        self._key = key
-        self._caching = caching
-        self._num_hashed = 0  # blocks, in this step
+    _kv: PagedKvManager
+    _marks: KvMarks
+    _running: Mapping[str, Request]
+    _key: Callable[[Request], PolicyKey]
+    _caching: bool
+    _num_hashed: int = 0  # blocks, in this step
 
     def begin_step(self) -> None:
         """A step is to be planned: HASHES_A_STEP blocks may be hashed again."""

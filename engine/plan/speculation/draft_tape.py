@@ -6,6 +6,7 @@ A late draft may still be right: only unequal tokens at one position start a new
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -28,21 +29,18 @@ class TapeOutcome(Enum):
     MISS = "miss"  # they disagree
 
 
+@dataclass(slots=True, eq=False)
 class DraftTape:
     """Drafts for the positions from `first` on, where the known tokens end.
 
-    `epoch` rises whenever drafts turn out wrong. A tape holds one chain, which may grow, or one tree, which
-    may not. `method` made its first draft. `num_late_tokens` counts right drafts that came too late.
+    `epoch` rises when drafts turn out wrong. A tape holds a chain, which may grow, or a tree, which may not.
     """
 
-    __slots__ = ("drafted", "epoch", "first", "method", "num_late_tokens")
-
-    def __init__(self, first: int) -> None:
-        self.epoch = 0
-        self.first = first
-        self.method = ""
-        self.drafted: list[DraftedToken] = []
-        self.num_late_tokens = 0
+    first: int
+    epoch: int = 0
+    method: str = ""  # that made its first draft
+    drafted: list[DraftedToken] = field(default_factory=list)
+    num_late_tokens: int = 0  # right drafts that came too late
 
     def __len__(self) -> int:
         return len(self.drafted)
