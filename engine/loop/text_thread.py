@@ -8,7 +8,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextvars import copy_context
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from engine.errors import EngineError, RequestFailed, frames_of
 from engine.plan.metrics.batch_metrics import BatchMetrics
@@ -16,19 +17,24 @@ from engine.plan.metrics.batch_metrics import BatchMetrics
 log = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
 Tenant = str | None
+_Waiting = tuple[Callable[[], Any], asyncio.Future[Any]]  # a call, and where its outcome goes
 
 
 class TextThread:
     """Runs calls in `executor`, each in the context of the task that asks for it. Loop thread only.
 
-    `num_workers` is how many the executor runs at a time. Tenants have turns, and none may have all workers
-    to itself where there are several, however many calls it has waiting and however long they take.
+    `num_workers` is how many the executor runs at a time. A free worker goes to the tenants in turn, of each
+    to its oldest call. None gets more than all workers but one, or where there is only one, that: however
+    many calls one has waiting, and however long they take, another's is next.
     """
 
     def __init__(self, executor: Executor, metrics: BatchMetrics, num_workers: int = 1) -> None:
         self._executor = executor
         self._metrics = metrics
-        self._turns = TenantTurns(num_workers)
+        self._num_free = num_workers
+        self._most = max(1, num_workers - 1)
+        self._busy: Counter[Tenant] = Counter()
+        self._waiting: OrderedDict[Tenant, deque[_Waiting]] = OrderedDict()
 
     async def run(self, call: Callable[[], T], stage: str, tenant: Tenant = None) -> T:
         """What `call` gives. Raises its EngineErrors; any other error is counted and a RequestFailed.
@@ -36,10 +42,17 @@ class TextThread:
         So is a panic of a library in Rust, which is no Exception. A call that was cancelled before its turn
         is never made; one that has begun keeps its worker to its end.
         """
-        await self._turns.take(tenant)
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiting = partial(copy_context().run, call), outcome
+        self._waiting.setdefault(tenant, deque()).append(waiting)
+        self._begin_next()
         try:
-            return await asyncio.shield(self._begin(call, tenant))
-        except (EngineError, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            return await outcome
+        except asyncio.CancelledError:
+            if waiting in self._waiting.get(tenant, ()):
+                self._waiting[tenant].remove(waiting)
+            raise
+        except (EngineError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             log.error("the %s failed on the text of a request", stage, extra=frames_of(error))
@@ -48,94 +61,48 @@ class TextThread:
 
     def close(self) -> None:
         """Cancel what waits for its turn. The executor takes no more."""
-        self._turns.close()
+        for calls in self._waiting.values():
+            for _, outcome in calls:
+                outcome.cancel()
+        self._waiting.clear()
 
-    def _begin(self, call: Callable[[], T], tenant: Tenant) -> asyncio.Future[T]:
-        def release_worker(done: asyncio.Future[T]) -> None:
-            self._turns.give_back(tenant)
-            if not done.cancelled():
-                done.exception()  # retrieved here because the caller may have gone
+    def _begin_next(self) -> None:
+        """Give what is free to those whose turn it is. Passes over no more tenants than there are workers."""
+        while self._num_free:
+            free = (each for each in self._waiting.items() if self._busy[each[0]] < self._most)
+            tenant, calls = next(free, (None, None))
+            if calls is None:
+                return
+            if calls:
+                self._begin(tenant, *calls.popleft())
+            self._waiting.move_to_end(tenant)
+            if not calls:
+                del self._waiting[tenant]
 
+    def _begin(self, tenant: Tenant, call: Callable[[], Any], outcome: asyncio.Future[Any]) -> None:
         try:
-            begun = asyncio.get_running_loop().run_in_executor(self._executor, copy_context().run, call)
-        except BaseException:
-            self._turns.give_back(tenant)
-            raise
-        begun.add_done_callback(release_worker)
-        return begun
-
-
-class TenantTurns:
-    """Who of those that wait gets the next free worker: the tenants in turn, of each its oldest call.
-
-    A tenant gets all workers but one, and where there is only one, that. Loop thread only.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_free = num_workers
-        self._most = max(1, num_workers - 1)
-        self._busy: Counter[Tenant] = Counter()
-        self._waiting: OrderedDict[Tenant, deque[asyncio.Future[None]]] = OrderedDict()
-
-    async def take(self, tenant: Tenant) -> None:
-        """Return when a worker is `tenant`'s. Cancelling the wait gives up the place in the queue."""
-        if self._may_begin(tenant):
-            self._begin(tenant)
+            begun = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        except RuntimeError as error:  # it takes no more
+            outcome.set_exception(error)
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._leave(tenant, turn)
-            else:  # it was told to go on just before
-                self.give_back(tenant)
-            raise
+        self._num_free -= 1
+        self._busy[tenant] += 1
+        begun.add_done_callback(partial(self._end, tenant, outcome))
 
-    def give_back(self, tenant: Tenant) -> None:
-        """A worker of the tenant's is free. The next that waits gets it."""
+    def _end(self, tenant: Tenant, outcome: asyncio.Future[Any], begun: asyncio.Future[Any]) -> None:
         self._num_free += 1
         self._busy[tenant] -= 1
         if not self._busy[tenant]:
             del self._busy[tenant]
-        self._pass_on()
-
-    def close(self) -> None:
-        """Cancel all who wait."""
-        for turns in self._waiting.values():
-            for turn in turns:
-                turn.cancel()
-        self._waiting.clear()
-
-    def _may_begin(self, tenant: Tenant) -> bool:
-        return self._num_free > 0 and self._busy[tenant] < self._most
-
-    def _begin(self, tenant: Tenant) -> None:
-        self._num_free -= 1
-        self._busy[tenant] += 1
-
-    def _pass_on(self) -> None:
-        """Give what is free to those whose turn it is. Passes over no more tenants than there are workers."""
-        while self._num_free:
-            tenant, turns = next(filter(self._is_next, self._waiting.items()), (None, None))
-            if turns is None:
-                return
-            turn = turns.popleft()
-            self._waiting.move_to_end(tenant)
-            if not turns:
-                del self._waiting[tenant]
-            if not turn.done():  # else it was cancelled, and does not know it yet
-                self._begin(tenant)
-                turn.set_result(None)
-
-    def _is_next(self, waiting: tuple[Tenant, deque[asyncio.Future[None]]]) -> bool:
-        return self._may_begin(waiting[0])
-
-    def _leave(self, tenant: Tenant, turn: asyncio.Future[None]) -> None:
-        """Forget a turn that was cancelled."""
-        turns = self._waiting.get(tenant, deque())
-        if turn in turns:
-            turns.remove(turn)
-            if not turns:
-                del self._waiting[tenant]
+        error = (
+            None if begun.cancelled() else begun.exception()
+        )  # retrieved, because the caller may have gone
+        if not outcome.done():
+            if begun.cancelled():
+                outcome.cancel()
+            elif error is not None:
+                outcome.set_exception(error)
+                outcome.exception()  # the same
+            else:
+                outcome.set_result(begun.result())
+        self._begin_next()
