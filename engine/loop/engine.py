@@ -74,7 +74,7 @@ class Engine:
     # Life.
 
     async def start(self) -> None:
-        """Load the model, then serve until `stop`, also if that came meanwhile. Raises StartRefused."""
+        """Load the model, then serve until `stop`; one that came meanwhile counts. Raises StartRefused."""
         parts = await asyncio.get_running_loop().run_in_executor(self._executors.target, self._load)
         self._parts = parts
         self.metrics.speculation = parts.batcher.decoder.stats
