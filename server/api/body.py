@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from server.api.extra_fields import ExtraFields
 from server.api.field_words import close_name, describe
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
@@ -19,7 +20,7 @@ from server.http.json_body import parse_json
 from server.http.middleware import usable_label
 from server.observability.http_metrics import MAX_NAMES
 
-T = TypeVar("T", bound=GenerationBody)
+T = TypeVar("T", bound=GenerationBody | ExtraFields)
 M = TypeVar("M", bound=BaseModel)
 
 IGNORED_HEADER = b"x-slipstream-ignored"
@@ -49,8 +50,7 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
 
     body = await read_body(request, check)
     unknown = [name for name in body.model_extra or () if name not in refusals]
-    if unknown:
-        _report_unknown(request, unknown, {*kind.model_fields, *refusals})
+    report_ignored(request, unknown, {*kind.model_fields, *refusals})
     return body
 
 
@@ -81,7 +81,13 @@ async def _take_body(request: Request) -> bytearray:
     return body
 
 
-def _report_unknown(request: Request, names: Sequence[str], known: Collection[str]) -> None:
+def report_ignored(request: Request, names: Sequence[str], known: Collection[str] = ()) -> None:
+    """Count what of a request is ignored, and name it in the reply with what was probably meant.
+
+    Raises ApiError with --strict-params.
+    """
+    if not names:
+        return
     context = context_of(request)
     if context.settings.server.strict_params:
         meant = close_name(names[0], known)
@@ -89,8 +95,11 @@ def _report_unknown(request: Request, names: Sequence[str], known: Collection[st
         raise invalid(f"'{shown(names[0])}' is not a known field{hint}.", shown(names[0]))
     labels = [_ignored_label(name, known) for name in names[:MAX_NAMES]]
     context.http.count_ignored(len(names), labels)
+    headers = exchange_of(request.scope).headers
+    before = [value for name, value in headers if name == IGNORED_HEADER]
+    headers[:] = [each for each in headers if each[0] != IGNORED_HEADER]
     value = ",".join(labels[:_MAX_IGNORED_SHOWN]).encode("ascii")
-    exchange_of(request.scope).headers.append((IGNORED_HEADER, value))
+    headers.append((IGNORED_HEADER, b",".join([*before, value])))
 
 
 def _ignored_label(name: str, known: Collection[str]) -> str:

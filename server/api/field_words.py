@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
@@ -11,6 +12,7 @@ from pydantic_core import ErrorDetails
 from server.http.errors import ApiError, invalid, shown
 
 _MAX_ERRORS_SHOWN = 5
+_TAG = re.compile("<[a-z_]+>")
 _LARGEST_SHOWN = 10**20
 _MAX_COMPARED = 64  # characters of a name: comparing takes the square of it
 _LIKENESS = 0.82  # `temprature` and `temperature` have 0.95, `sed` and `seed` 0.86, `top_p` and `top_k` 0.8
@@ -50,8 +52,9 @@ def describe(error: ValidationError) -> ApiError:
 
 
 def field_path(loc: Sequence[int | str]) -> str:
-    """A pydantic location as OpenAI spells it: messages[0].content."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
+    """A pydantic location as OpenAI spells it: messages[0].content. The tag of a union is <in brackets>."""
+    steps = [step for step in loc if isinstance(step, int) or not _TAG.fullmatch(step)]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return shown(path.removeprefix("."))
 
 

@@ -169,9 +169,7 @@ def _make_requests(
     requests: list[tuple[Prompt, GenerationRequest]] = []
     shared: SamplingParams | None = None  # by all prompts: lists of token ids are long
     for prompt in inputs.prompts:
-        max_tokens = body.tokens_asked
-        if max_tokens is None:  # all that the context leaves; the engine refuses what is too long
-            max_tokens = max(1, info.max_model_len - len(prompt.token_ids))
+        max_tokens = _most_tokens(body, max(1, info.max_model_len - len(prompt.token_ids)))
         check_min_tokens(body, max_tokens)
         if shared is None:
             shown = frozenset() if rules is None else rules.shown_special_ids(context.engine)
@@ -209,6 +207,13 @@ def _make_requests(
             )
             requests.append((prompt, request))
     return requests
+
+
+def _most_tokens(body: GenerationBody, num_left: int) -> int:
+    """Tokens to generate where the context leaves so many; the engine refuses what is too long."""
+    if body.tokens_asked is None:
+        return num_left
+    return min(body.tokens_asked, num_left) if body.ends_with_context else body.tokens_asked
 
 
 def _reply_parts(

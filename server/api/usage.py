@@ -51,15 +51,21 @@ def _usage(firsts: Collection[Choice], choices: Sequence[Choice], predicted: boo
 def _completion_details(choices: Sequence[Choice], predicted: bool) -> dict[str, int]:
     """What became of a prediction, and how much was thought by a model that does."""
     details: dict[str, int] = {}
-    readers = [choice.reader for choice in choices if choice.reader is not None and choice.reader.thinks]
-    if readers:
-        details["reasoning_tokens"] = sum(reader.num_reasoning_tokens for reader in readers)
+    num_thought = num_reasoning_tokens(choices)
+    if num_thought is not None:
+        details["reasoning_tokens"] = num_thought
     if predicted:
         stats = spec_stats(choices)
         accepted = stats.accepted[PREDICTION]
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = stats.proposed[PREDICTION] - accepted
     return details
+
+
+def num_reasoning_tokens(choices: Sequence[Choice]) -> int | None:
+    """Tokens that were thought; None for a model that never thinks."""
+    readers = [choice.reader for choice in choices if choice.reader is not None and choice.reader.thinks]
+    return sum(reader.num_reasoning_tokens for reader in readers) if readers else None
 
 
 def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:

@@ -1,11 +1,13 @@
-"""Server-sent events as clients parse them: `data: {json}` with LF, one write an event, `[DONE]` last.
+"""Server-sent events as clients parse them: `data: {json}` with LF, one write an event.
+
+A stream of OpenAI's completions ends with `[DONE]`; events of other APIs have names, the last one is the end.
 
 The only place that knows the wire format.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -23,6 +25,48 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def encode_event(payload: Mapping[str, object]) -> bytes:
     """One whole event; ASCII, so that no reader can split a character."""
     return EVENT_START + encode_json(payload).encode("ascii") + EVENT_END
+
+
+def event_start(name: str) -> bytes:
+    """What comes before the JSON of an event that has a name."""
+    return b"event: " + name.encode("ascii") + b"\n" + EVENT_START
+
+
+def named_event(name: str, payload: Mapping[str, object]) -> bytes:
+    """One whole event that has a name."""
+    return event_start(name) + encode_json(payload).encode("ascii") + EVENT_END
+
+
+async def begin_stream(
+    chunks: AsyncGenerator[bytes, None],
+    on_end: Callable[[], None],
+    last: Callable[[Exception | None], Iterable[bytes]],
+) -> EventStream:
+    """The reply that sends `chunks`, the first of which is there. Raises what comes in its place.
+
+    `last` gives what is sent behind them, with the error that ended them early, if any.
+    """
+    try:
+        first = await anext(chunks)
+    except BaseException:
+        on_end()
+        raise
+    return EventStream(_all_of(first, chunks, last), on_end)
+
+
+async def _all_of(
+    first: bytes, chunks: AsyncGenerator[bytes, None], last: Callable[[Exception | None], Iterable[bytes]]
+) -> AsyncGenerator[bytes, None]:
+    failure: Exception | None = None
+    yield first
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+    except Exception as error:
+        failure = error
+    for chunk in last(failure):
+        yield chunk
 
 
 class EventStream(Response):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
 from server.api.generation import Choice, Generation, Prompt
-from server.api.openai.chat_input import ChatInput, may_think, messages_for_template, template_options
+from server.api.openai.chat_input import chat_input, may_think
 from server.api.openai.chat_tools import read_tools
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.api.openai.message import deltas_of, message_of
@@ -44,28 +44,26 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
     """
     context = context_of(request)
     body = await read_request(request, ChatCompletionRequest, ON_CHAT)
-    check_model(context, body.model)
     shape = ChatShape(body, TokenSpelling.of(context.engine, body), is_named=_is_named(body))
     reply_id = fresh_id(shape)
     reply = Reply(context, body, shape, reply_id)
     return reply, await open_chat_body(request, body, reply_id)
 
 
-async def open_chat_body(request: Request, body: ChatCompletionRequest, reply_id: str) -> Generation:
+async def open_chat_body(
+    request: Request, body: ChatCompletionRequest, reply_id: str, *, echoes: bool = False
+) -> Generation:
     """The generation that a chat's body asks for, by whichever API it came; `reply_id` is fresh.
 
-    Each choice has a `reader` for the pieces of its reply. Raises ApiError or an EngineError.
+    Each choice has a `reader` for the pieces of its reply. `echoes` says that the reply holds parts of the
+    request, whose memory then counts until its end. Raises ApiError or an EngineError.
     """
     context, exchange, lease = context_of(request), exchange_of(request.scope), lease_of(request.scope)
-    form = context.engine.reply_format
+    check_model(context, body.model)
     tools = read_tools(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    shown = ChatInput(
-        messages_for_template(body.messages, form),
-        () if tools is None else [tool.for_template() for tool in tools.tools],
-        template_options(body, form),
-    )
+    shown = chat_input(body, tools, context.engine.reply_format)
 
     async def prepare(engine: Engine) -> list[Prompt]:
         with_special = bool(body.add_special_tokens)
@@ -80,7 +78,7 @@ async def open_chat_body(request: Request, body: ChatCompletionRequest, reply_id
         exchange=exchange,
         lease=lease,
         rules=ReplyRules(tools, body.thinking_token_budget, may_think(shown.options)),
-        held_bytes=0 if tools is None else lease.num_bytes,
+        held_bytes=lease.num_bytes if echoes or tools is not None else 0,
     )
     return await open_generation(context, submission)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine import Engine, ReplyFormat
+from engine import ContextLengthExceeded, Engine, InvalidRequest, ReplyFormat, ToolRules
 from server.api.openai.protocol import ChatCompletionRequest, ChatMessage
 from server.http.errors import invalid
 
@@ -16,21 +16,53 @@ _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "hi
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """The part of a request that a chat template shows."""
+    """The part of a request that a chat template shows.
+
+    With `bends`, a template that refuses system messages behind the first is shown them as the user's.
+    """
 
     messages: list[dict[str, object]]
     tools: Sequence[dict[str, object]]
     options: Mapping[str, object]
+    bends: bool = False
 
     async def render(self, engine: Engine, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
         """The prompt, as tokens. Raises InvalidRequest for what the template refuses."""
-        return await engine.render_chat(
-            self.messages,
-            self.tools,
-            options=self.options,
-            add_special_tokens=add_special_tokens,
-            tenant=tenant,
-        )
+        try:
+            return await engine.render_chat(
+                self.messages,
+                self.tools,
+                options=self.options,
+                add_special_tokens=add_special_tokens,
+                tenant=tenant,
+            )
+        except ContextLengthExceeded:
+            raise
+        except InvalidRequest:
+            if not self._has_later_system:
+                raise
+        return await self._bent().render(engine, add_special_tokens=add_special_tokens, tenant=tenant)
+
+    @property
+    def _has_later_system(self) -> bool:
+        return self.bends and any(message["role"] == "system" for message in self.messages[1:])
+
+    def _bent(self) -> ChatInput:
+        later = [
+            {**message, "role": "user"} if message["role"] == "system" else message
+            for message in self.messages[1:]
+        ]
+        return replace(self, messages=[self.messages[0], *later], bends=False)
+
+
+def chat_input(body: ChatCompletionRequest, tools: ToolRules | None, form: ReplyFormat) -> ChatInput:
+    """What `body` shows to a model of this format. Raises ApiError for what it could not be shown."""
+    return ChatInput(
+        messages_for_template(body.messages, form),
+        () if tools is None else [tool.for_template() for tool in tools.tools],
+        template_options(body, form),
+        body.bends_roles,
+    )
 
 
 def template_options(body: ChatCompletionRequest, form: ReplyFormat) -> dict[str, object]:

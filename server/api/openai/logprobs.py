@@ -86,7 +86,12 @@ def _top(
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], spelling: TokenSpelling) -> dict[str, object]:
     """The list of records of /v1/chat/completions."""
-    return {"content": LongList(lambda: (_record(each, spelling) for each in logprobs))}
+    return {"content": LongList(lambda: token_records(logprobs, spelling))}
+
+
+def token_records(logprobs: Iterable[TokenLogprobs], spelling: TokenSpelling) -> Iterator[dict[str, object]]:
+    """One record a token, made as it is read."""
+    return (_record(each, spelling) for each in logprobs)
 
 
 def _record(logprobs: TokenLogprobs, spelling: TokenSpelling) -> dict[str, object]:

@@ -85,6 +85,7 @@ class GenerationBody(BodyPart):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     prompt_param: ClassVar[str]
+    ends_with_context: ClassVar[bool] = False  # more tokens than the context leaves are cut, not refused
 
     model: str | None = None
     """A served model's name, as GET /v1/models lists it. Left out: the model that is served."""
@@ -294,6 +295,7 @@ class ChatCompletionRequest(GenerationBody):
     """POST /v1/chat/completions."""
 
     prompt_param: ClassVar[str] = "messages"
+    bends_roles: ClassVar[bool] = False  # see ChatInput.bends
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation so far; the model writes the next message."""

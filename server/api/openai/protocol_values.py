@@ -162,6 +162,12 @@ def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def type_of(value: object) -> str | None:
+    """What a JSON object, or a record made of one, says that it is; None for anything else."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def check_num_values(schema: object) -> None:
     """Refuse a schema of more values than the text of the longest one could hold, without writing it out."""
     num_values, pending = 1, [schema]

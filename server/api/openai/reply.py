@@ -20,7 +20,7 @@ from server.http.context import ServerContext
 from server.http.errors import error_reply
 from server.http.json_pieces import LargeJson, encoded_off_loop
 from server.http.json_reply import json_response
-from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, EventStream, encode_event
+from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, begin_stream, encode_event
 
 # More than this is encoded off the loop: it would take the loop some milliseconds.
 _MANY_VALUES = 2_000
@@ -72,7 +72,12 @@ def finish_fields(choice: Choice) -> dict[str, object]:
     return {"finish_reason": _FINISH_REASONS.get(finish.reason, "abort"), "stop_reason": finish.stop_reason}
 
 
-def fresh_id(shape: ReplyShape) -> str:
+def _last(error: Exception | None) -> list[bytes]:
+    """A late error is an event as well, and `[DONE]` is always last."""
+    return [DONE] if error is None else [encode_event(error_reply(error).body()), DONE]
+
+
+def fresh_id(shape: ReplyShape | type[ReplyShape]) -> str:
     """A reply's id; the caller's own label never becomes one."""
     return f"{shape.id_prefix}-{uuid.uuid4().hex}"
 
@@ -111,24 +116,7 @@ class Reply:
                 return await self._whole(generation)
             finally:
                 generation.close()
-        chunks = self._chunks(generation)
-        try:
-            first = await anext(chunks)
-        except BaseException:
-            generation.close()
-            raise
-        return EventStream(self.events(first, chunks), generation.close)
-
-    async def events(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """Every event of the stream; a late error is one as well, and `[DONE]` is always last."""
-        yield first
-        try:
-            async with aclosing(chunks):
-                async for event in chunks:
-                    yield event
-        except Exception as error:
-            yield encode_event(error_reply(error).body())
-        yield DONE
+        return await begin_stream(self._chunks(generation), generation.close, _last)
 
     async def _chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         while generation.is_open:

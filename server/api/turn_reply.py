@@ -1,0 +1,102 @@
+"""Turn replies: one generated message as an HTTP reply, JSON or named events, in any API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+
+from engine import OutputDelta
+from server.api.blocks import BlockEvent, BlockWriter
+from server.api.generation import Choice, Generation
+from server.http.context import ServerContext
+from server.http.json_pieces import LargeJson, encoded_off_loop
+from server.http.json_reply import json_response
+from server.http.sse import EVENT_END, KEEP_ALIVE, begin_stream, event_start, named_event
+
+# More of it is encoded off the loop: it would take the loop some milliseconds.
+LARGE_CHARS = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEvent:
+    """One event of a stream; a large one is encoded off the loop."""
+
+    name: str
+    payload: Mapping[str, object]
+    is_large: bool = False
+
+
+class TurnShape(Protocol):
+    """How one API spells the reply of a turn."""
+
+    def events(
+        self, choice: Choice, delta: OutputDelta, blocks: Sequence[BlockEvent]
+    ) -> Iterable[NamedEvent]:
+        """What shows `delta`, which came to `blocks`."""
+        ...
+
+    def silence(self) -> Iterable[NamedEvent]:
+        """What is sent when nothing came for a while; nothing means a comment."""
+        ...
+
+    def failure(self, error: Exception) -> Iterable[NamedEvent]:
+        """The end of a stream that `error` cut short."""
+        ...
+
+    def whole(self) -> Mapping[str, object]:
+        """The reply in one piece, after all its events: these are made in any case, so that both agree."""
+        ...
+
+
+async def respond(
+    context: ServerContext, generation: Generation, shape: TurnShape, *, streams: bool
+) -> Response:
+    """The response: at the first event of a stream, or at the end for JSON.
+
+    Raises what the generation ends with before that: nothing has been sent, so it can be a status.
+    """
+    if streams:
+        events = _events(context, generation, shape)
+        return await begin_stream(events, generation.close, lambda error: _last(shape, error))
+    writer, is_large = BlockWriter(), False
+    try:
+        while generation.is_open:
+            choice, delta = await generation.next()
+            for event in shape.events(choice, delta, writer.read(choice, delta)):
+                is_large |= event.is_large
+    finally:
+        generation.close()
+    reply = shape.whole()
+    return LargeJson(reply, context.large_replies) if is_large else json_response(reply)
+
+
+def _last(shape: TurnShape, error: Exception | None) -> list[bytes]:
+    return [] if error is None else [named_event(each.name, each.payload) for each in shape.failure(error)]
+
+
+async def _events(
+    context: ServerContext, generation: Generation, shape: TurnShape
+) -> AsyncGenerator[bytes, None]:
+    writer = BlockWriter()
+    while generation.is_open:
+        try:
+            async with asyncio.timeout(context.settings.server.sse_keepalive_seconds):
+                choice, delta = await generation.next()
+        except TimeoutError:
+            events = [named_event(each.name, each.payload) for each in shape.silence()]
+            yield b"".join(events) or KEEP_ALIVE
+            continue
+        for event in shape.events(choice, delta, writer.read(choice, delta)):
+            if not event.is_large:
+                yield named_event(event.name, event.payload)
+                continue
+            yield event_start(event.name)
+            async with aclosing(encoded_off_loop(event.payload, context.large_replies)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            yield EVENT_END
