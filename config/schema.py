@@ -257,6 +257,9 @@ class ServerSettings(Section):
         "auto", description="how the model writes tool calls; auto = as its template shows"
     )
     protect_metrics: bool = Field(False, description="ask for a key on /metrics too")
+    max_stored_responses: Whole = Field(
+        1000, ge=0, description="responses kept in memory for /v1/responses/{id}; 0 = none"
+    )
     cors_origin: Origins = Field(
         (), description="pages of this origin may use the server; repeatable; * = any; none = its own only"
     )

@@ -45,7 +45,7 @@ class InvalidRequest(RequestRejected):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt with the tokens asked for, does not fit the model's context."""
+    """The prompt, or the prompt with the tokens asked for, does not fit the model's context of `limit`."""
 
     def __init__(self, *, limit: int, prompt_tokens: int, max_tokens: int, param: str) -> None:
         total = prompt_tokens + max_tokens
@@ -55,6 +55,8 @@ class ContextLengthExceeded(InvalidRequest):
             "the prompt or of the completion.",
             param=param,
         )
+        self.limit = limit
+        self.prompt_tokens = prompt_tokens
 
 
 class Overloaded(RequestRejected):

@@ -11,10 +11,15 @@ from starlette.exceptions import HTTPException
 from config import Settings
 from engine import Engine, EngineError
 from server.api import requests
+from server.api.anthropic import routes as anthropic
+from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from server.api.openai import chat, completions, models, tokens
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import describe_bodies
+from server.api.responses import routes as responses
+from server.api.responses.protocol import ResponsesRequest
+from server.api.responses.store import StoredResponses
 from server.http.auth import AuthMiddleware, key_ring
 from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
@@ -29,7 +34,16 @@ from server.observability.metrics import metrics_router
 from server.observability.request_log import RequestLog, Tracer
 from server.observability.status_page import status_router
 
-BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, RequestPatch)
+BODIES = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    RequestPatch,
+)
 
 
 def build_app(
@@ -40,7 +54,8 @@ def build_app(
     `is_public` says that other machines may connect: it then answers to any name, unless --allowed-host gives
     some. Raises StartRefused for bad keys.
     """
-    context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()))
+    stored = StoredResponses(settings.server.max_stored_responses)
+    context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()), responses=stored)
     keys = key_ring(settings)
     app = FastAPI(
         title="Slipstream",
@@ -51,7 +66,7 @@ def build_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.slipstream = context
-    for part in (completions, chat, models, tokens, requests, health, server_info):
+    for part in (completions, chat, responses, anthropic, models, tokens, requests, health, server_info):
         app.include_router(part.router)
     app.include_router(metrics_router(context))
     app.include_router(status_router())

@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.http.anthropic_error import speaks_anthropic
+
 _SCHEMAS = "#/components/schemas/"
 _OWN_ERRORS = ("HTTPValidationError", "ValidationError")  # FastAPI's, which no route answers with
 _NULLABLE_STRING = {"type": ["string", "null"]}
@@ -29,13 +31,28 @@ _ERROR_SCHEMA = {
         }
     },
 }
-_ERROR = {
-    "description": "An error",
-    "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error", "description": "Always `error`."},
+        "error": {
+            "type": "object",
+            "description": "What went wrong.",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string", "description": "The kind of error, in Anthropic's words."},
+                "message": {"type": "string", "description": "What went wrong, for people."},
+            },
+        },
+        "request_id": {"type": "string", "description": "The request's id, as in the header `request-id`."},
+    },
 }
 # What each of these answers with besides, or in place of, JSON.
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
-_MORE_CONTENT = {"/v1/completions": _EVENTS, "/v1/chat/completions": _EVENTS}
+_MORE_CONTENT = dict.fromkeys(
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"), _EVENTS
+)
 _OTHER_CONTENT = {
     "/metrics": {
         "text/plain": {"schema": {"type": "string"}},
@@ -70,7 +87,7 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
             [(kind, "validation") for kind in kinds], ref_template=_SCHEMAS + "{model}"
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(found.get("$defs", {}), Error=_ERROR_SCHEMA)
+        schemas.update(found.get("$defs", {}), Error=_ERROR_SCHEMA, AnthropicError=_ANTHROPIC_ERROR_SCHEMA)
         for name in _OWN_ERRORS:
             schemas.pop(name, None)
         for path, operations in document["paths"].items():
@@ -96,6 +113,8 @@ def _describe_replies(path: str, responses: dict[str, Any]) -> None:
     responses.pop("422", None)
     content = responses["200"]["content"]
     responses["200"]["content"] = _OTHER_CONTENT.get(path, {**content, **_MORE_CONTENT.get(path, {})})
-    responses["default"] = _ERROR
+    name = "AnthropicError" if speaks_anthropic(path) else "Error"
+    error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
+    responses["default"] = {"description": "An error", "content": error}
     if path in _READINESS:
         responses["503"] = {"description": "Not now", "content": content}

@@ -1,4 +1,6 @@
-"""Who may ask: API keys by Bearer token, decided on the path the router sees; closed unless listed open.
+"""Who may ask: API keys, decided on the path the router sees; closed unless listed open.
+
+A key comes as a Bearer token, or in the header that Anthropic's clients send.
 
 A tenant is the holder of a key, known by the key's name or by a digest that means nothing elsewhere.
 """
@@ -42,19 +44,32 @@ class KeyRing:
         return bool(self._tenants)
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """A name for the key in the one Authorization header, None when it is missing or wrong.
+        """A name for the one key in the headers, None when it is missing or wrong, or there are two.
 
         Takes the same time for every wrong key.
         """
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1 or not values[0].lower().startswith(_SCHEME):
+        sent = _keys_in(headers)
+        if len(sent) != 1 or sent[0] is None:
             return None
-        digest = self._digest(values[0][len(_SCHEME) :].strip())
+        digest = self._digest(sent[0])
         matches = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(known, digest)]
         return matches[0] if matches else None
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+
+
+def _keys_in(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes | None]:
+    """Every key that is sent, one sent in both headers once; None for an Authorization of another kind."""
+    found: list[bytes | None] = []
+    for name, value in headers:
+        if name == b"authorization":
+            is_bearer = value.lower().startswith(_SCHEME)
+            found.append(value[len(_SCHEME) :].strip() if is_bearer else None)
+    for name, value in headers:
+        if name == b"x-api-key" and found != [value.strip()]:
+            found.append(value.strip())
+    return found
 
 
 def read_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
@@ -94,6 +109,6 @@ class AuthMiddleware:
 
 
 def _refusal() -> ErrorReply:
-    message = "No valid API key was sent: use the header 'authorization: Bearer KEY'."
+    message = "No valid API key was sent: use the header 'authorization: Bearer KEY' or 'x-api-key: KEY'."
     headers = {"www-authenticate": "Bearer"}
     return ErrorReply(401, AUTHENTICATION, message, code="invalid_api_key", headers=headers)

@@ -15,6 +15,7 @@ from config import Settings
 from engine import Engine, EngineInfo, Overloaded
 from server.api.generation import Accepted
 from server.api.live_replies import LiveReplies
+from server.api.responses.store import StoredResponses
 from server.http.peer import Peer
 from server.http.turns import Turns
 from server.observability.http_metrics import HttpMetrics
@@ -34,6 +35,7 @@ class ServerContext:
     http: HttpMetrics
     created: int
     live: LiveReplies = field(default_factory=LiveReplies)
+    responses: StoredResponses = field(default_factory=StoredResponses)
     large_bodies: Turns = field(default_factory=Turns)
     large_replies: Turns = field(default_factory=Turns)
 
@@ -70,6 +72,7 @@ class Exchange:
     accepted: Accepted | None = None
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # that its id is sent in
 
     def __post_init__(self) -> None:
         self.arrival_time = self.clock()
@@ -88,7 +91,7 @@ class Exchange:
         """What every reply carries; called when its first byte is sent."""
         elapsed_ms = round(self.age_s * 1000)
         return [
-            (b"x-request-id", self.request_id.encode("ascii")),
+            *((name, self.request_id.encode("ascii")) for name in self.id_headers),
             (b"openai-processing-ms", str(elapsed_ms).encode("ascii")),
             *self.headers,
         ]

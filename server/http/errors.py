@@ -23,6 +23,7 @@ from engine import (
     RequestFailed,
     frames_of,
 )
+from server.http.anthropic_error import anthropic_error, speaks_anthropic
 from server.http.json_reply import json_response
 
 log = logging.getLogger("slipstream.server")
@@ -30,7 +31,8 @@ log = logging.getLogger("slipstream.server")
 MAX_ECHO = 100
 _MAX_MESSAGE = 1000
 
-ERROR_KEY = "slipstream.error"  # of a scope: the name of the error that its request was answered with
+# Of a scope: the name of the error that its request was answered with, and the request's id.
+ERROR_KEY, REQUEST_ID_KEY = "slipstream.error", "slipstream.request_id"
 
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
@@ -43,7 +45,10 @@ TIMEOUT = "timeout_error"
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """One error as OpenAI's clients read it, with the status and headers that go with it."""
+    """One error as OpenAI's clients read it, with the status and headers that go with it.
+
+    On the paths of another API it is sent in the shape of that one.
+    """
 
     status: int
     type: str
@@ -67,14 +72,17 @@ class ErrorReply:
         """One word for it, as logs and traces have it: the code, or the type if it has none."""
         return self.code or self.type
 
-    def response(self) -> Response:
-        """The whole HTTP reply."""
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, scope: Scope | None = None) -> Response:
+        """The whole HTTP reply to the request of `scope`; without one, OpenAI's."""
+        status, body = self.status, self.body()
+        if scope is not None and speaks_anthropic(scope["path"]):
+            status, body = anthropic_error(self, scope.get(REQUEST_ID_KEY, ""))
+        return json_response(body, status, self.headers)
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request of `scope` with it, and note so there."""
         scope[ERROR_KEY] = self.name
-        await self.response()(scope, receive, send)
+        await self.response(scope)(scope, receive, send)
 
 
 class ApiError(Exception):
@@ -144,4 +152,4 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """The exception handler of the application, for every type it knows."""
     reply = error_reply(error)
     request.scope[ERROR_KEY] = reply.name
-    return reply.response()
+    return reply.response(request.scope)

@@ -9,9 +9,10 @@ from time import time_ns
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http.anthropic_error import speaks_anthropic
 from server.http.client import ClientGone
 from server.http.context import EXCHANGE_KEY, Exchange, ServerContext
-from server.http.errors import ERROR_KEY, error_reply
+from server.http.errors import ERROR_KEY, REQUEST_ID_KEY, error_reply
 from server.http.peer import peer_of
 from server.observability.ended_request import EndedRequest
 from server.observability.request_log import GENERATING_ROUTES, RequestLog
@@ -43,6 +44,9 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope), clock=self._clock, peer=peer_of(scope))
+        scope[REQUEST_ID_KEY] = exchange.request_id
+        if speaks_anthropic(scope["path"]):
+            exchange.id_headers = (b"x-request-id", b"request-id")
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

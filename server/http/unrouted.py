@@ -23,7 +23,7 @@ async def answer_unrouted(request: Request, error: Exception) -> Response:
     else:
         reply = error_reply(error)
     request.scope[ERROR_KEY] = reply.name
-    return reply.response()
+    return reply.response(request.scope)
 
 
 def allowed_methods(request: Request, path: str) -> list[str]:

@@ -13,8 +13,8 @@ MAX_NAMES = 100  # of unknown fields, in the log and so of a request
 # A counter that appears with its first count has no rate then: the first error would go unseen.
 _FORESEEN = tuple(
     (route, code)
-    for route in ("/v1/completions", "/v1/chat/completions")
-    for code in (200, 400, 500, 503, 504)
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+    for code in (200, 400, 500, 529 if route == "/v1/messages" else 503, 504)
 )
 
 

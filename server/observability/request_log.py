@@ -13,7 +13,7 @@ from server.observability.ended_request import EndedRequest
 
 log = logging.getLogger("slipstream.access")
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
 
 

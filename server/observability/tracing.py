@@ -26,7 +26,12 @@ from server.observability.health import server_version
 log = logging.getLogger("slipstream.server")
 
 CLOSE_S = 2.0  # what a slow collector may add to the end of the process
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+}
 _NS = 1_000_000_000
 
 # The attributes of OpenTelemetry's conventions for generative models; what has none there is `slipstream.`.

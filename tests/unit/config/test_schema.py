@@ -75,6 +75,7 @@ CONTRACT = {
         "reasoning-parser": "auto",
         "tool-call-parser": "auto",
         "protect-metrics": "off",
+        "max-stored-responses": "1000",
         "cors-origin": "",
         "allowed-host": "",
     },

@@ -1,0 +1,159 @@
+"""ResponsesShape: the reply of a turn as a response, or as OpenAI's typed events, numbered from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import OutputDelta, TokenLogprobs
+from server.api.blocks import Block, BlockEvent, Closed, Grown, Opened
+from server.api.generation import Choice
+from server.api.openai.logprobs import TokenSpelling, token_records
+from server.api.responses.output import Envelope, Item, ItemSpelling, Outcome, text_part, thought_part
+from server.api.turn_reply import LARGE_CHARS, NamedEvent
+from server.http.errors import error_reply
+
+_LARGE_REQUEST = 65_536  # bytes; what the response repeats of it may be as large
+
+
+@dataclass(slots=True)
+class ResponsesShape:
+    """One response. `keep` is called with it at its end, and with its output.
+
+    `spelling` is None unless the text comes with log-probabilities. `request_bytes` is how much was asked.
+    """
+
+    envelope: Envelope
+    items: ItemSpelling
+    keep: Callable[[dict[str, Any], Sequence[Item]], None]
+    spelling: TokenSpelling | None = None
+    request_bytes: int = 0
+    output: list[Item] = field(default_factory=list, init=False)  # of closed blocks
+    _ended: dict[str, Any] = field(default_factory=dict, init=False)
+    _num_events: int = field(default=0, init=False)
+    _num_chars: int = field(default=0, init=False)
+    _untold: list[TokenLogprobs] = field(default_factory=list, init=False)  # come with the next text
+    _told: list[TokenLogprobs] = field(default_factory=list, init=False)  # of the open text
+
+    def events(
+        self, choice: Choice, delta: OutputDelta, blocks: Sequence[BlockEvent]
+    ) -> Iterator[NamedEvent]:
+        """See TurnShape."""
+        yield from self._opening()
+        self._untold += delta.logprobs
+        for each in blocks:
+            yield from self._of_block(each)
+        if delta.finish is not None:
+            if not self.output:
+                yield from self._empty_message()
+            yield from self._end(Outcome.of(delta.finish), choice)
+
+    def silence(self) -> Iterable[NamedEvent]:
+        """See TurnShape: that there is a response may be the first thing to tell."""
+        return self._opening()
+
+    def failure(self, error: Exception) -> Iterator[NamedEvent]:
+        """See TurnShape."""
+        message = error_reply(error).message
+        yield from self._end(Outcome("failed", error={"code": "server_error", "message": message}))
+
+    def whole(self) -> dict[str, Any]:
+        """See TurnShape."""
+        return self._ended
+
+    def _opening(self) -> Iterator[NamedEvent]:
+        if not self._num_events:
+            response = self.envelope.response(Outcome(), [])
+            is_large = self.request_bytes > _LARGE_REQUEST
+            yield self._event("response.created", {"response": response}, is_large)
+            yield self._event("response.in_progress", {"response": response}, is_large)
+
+    def _of_block(self, event: BlockEvent) -> Iterator[NamedEvent]:
+        match event:
+            case Opened(block):
+                yield from self._open(block)
+            case Grown(block, text):
+                yield from self._grow(block, text)
+            case Closed(block):
+                yield from self._close(block)
+
+    def _open(self, block: Block) -> Iterator[NamedEvent]:
+        place = {"output_index": block.index, "item": self.items.begun(block)}
+        yield self._event("response.output_item.added", place)
+        if block.kind != "call":
+            part = text_part("") if block.kind == "text" else thought_part("")
+            yield self._event("response.content_part.added", {**self._part(block), "part": part})
+
+    def _grow(self, block: Block, text: str) -> Iterator[NamedEvent]:
+        self._num_chars += len(text)
+        match self.items.kind(block):
+            case "message":
+                told = {**self._part(block), "delta": text, "logprobs": self._tell_logprobs()}
+                yield self._event("response.output_text.delta", told)
+            case "reasoning":
+                yield self._event("response.reasoning_text.delta", {**self._part(block), "delta": text})
+            case "function_call":
+                told = {**self._place(block), "delta": text}
+                yield self._event("response.function_call_arguments.delta", told)
+
+    def _close(self, block: Block) -> Iterator[NamedEvent]:
+        item = self.items.whole(block, self._records(self._told))
+        self._told, self._untold = [], []
+        self.output.append(item)
+        match item["type"]:
+            case "message":
+                yield from self._close_part(block, "response.output_text.done", item["content"][0])
+            case "reasoning":
+                yield from self._close_part(block, "response.reasoning_text.done", item["content"][0])
+            case "function_call":
+                done = {**self._place(block), "name": item["name"], "arguments": item["arguments"]}
+                yield self._event("response.function_call_arguments.done", done)
+            case "custom_tool_call":
+                yield from self._close_custom(block, item["input"])
+        yield self._event("response.output_item.done", {"output_index": block.index, "item": item})
+
+    def _close_part(self, block: Block, name: str, part: Item) -> Iterator[NamedEvent]:
+        told: Item = {key: part[key] for key in ("text", "logprobs") if key in part}
+        yield self._event(name, {**self._part(block), **told})
+        yield self._event("response.content_part.done", {**self._part(block), "part": part})
+
+    def _close_custom(self, block: Block, text: str) -> Iterator[NamedEvent]:
+        """The input of a custom tool stands inside of JSON, and is known when that has ended."""
+        place = self._place(block)
+        if text:
+            yield self._event("response.custom_tool_call_input.delta", {**place, "delta": text})
+        yield self._event("response.custom_tool_call_input.done", {**place, "input": text})
+
+    def _empty_message(self) -> Iterator[NamedEvent]:
+        """A response without output would leave clients that look for its text without any."""
+        block = Block(0, "text")
+        yield from self._open(block)
+        yield from self._close(block)
+
+    def _end(self, outcome: Outcome, choice: Choice | None = None) -> Iterator[NamedEvent]:
+        response = self._ended = self.envelope.response(outcome, self.output, choice)
+        self.keep(response, self.output)
+        # There is no event for a cancelled response.
+        name = "incomplete" if outcome.status == "cancelled" else outcome.status
+        is_large = self.request_bytes > _LARGE_REQUEST or self._num_chars > LARGE_CHARS
+        yield self._event(f"response.{name}", {"response": response}, is_large)
+
+    def _place(self, block: Block) -> dict[str, object]:
+        return {"item_id": self.items.item_id(block), "output_index": block.index}
+
+    def _part(self, block: Block) -> dict[str, object]:
+        return {**self._place(block), "content_index": 0}
+
+    def _event(self, name: str, fields: dict[str, object], is_large: bool = False) -> NamedEvent:
+        number = self._num_events
+        self._num_events += 1
+        return NamedEvent(name, {"type": name, "sequence_number": number, **fields}, is_large)
+
+    def _tell_logprobs(self) -> Sequence[object]:
+        told, self._untold = self._untold, []
+        self._told += told
+        return self._records(told)
+
+    def _records(self, logprobs: Sequence[TokenLogprobs]) -> Sequence[object]:
+        return [] if self.spelling is None else list(token_records(logprobs, self.spelling))
