@@ -379,3 +379,33 @@ async def test_what_is_refused_is_named(case: str) -> None:
     assert (reply.status, error["type"]) == (400, "invalid_request_error")
     assert named in error["message"]
     assert not engine.requests
+
+
+# Thinking.
+
+
+async def test_thoughts_are_a_block_and_reach_the_template_again() -> None:
+    engine = engine_of("<think>\nSo.\n</think>\n\nYes.", reasoning="qwen3")
+    async with server_url(engine) as url, client_of(url) as client:
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        message = await client.messages.create(model=MODEL, max_tokens=90, messages=HELLO, thinking=thinking)
+        assert engine.options["enable_thinking"] is True
+        assert engine.requests[0].grammar is not None  # ends what is thought when the budget is spent
+        async with client.messages.stream(
+            model=MODEL, max_tokens=90, messages=HELLO, thinking={"type": "adaptive"}
+        ) as stream:
+            events = [event.type async for event in stream]
+            joined = await stream.get_final_message()
+        assert "thinking" in events and "signature" in events
+        for found in (message, joined):
+            thought, text = found.content
+            assert thought.type == "thinking" and thought.thinking == "So." and thought.signature
+            assert text.type == "text" and text.text == "Yes."
+            assert found.usage.output_tokens_details and found.usage.output_tokens_details.thinking_tokens > 0
+        more: Any = [*HELLO, {"role": "assistant", "content": message.content}, *HELLO]
+        await client.messages.create(model=MODEL, max_tokens=90, messages=more, thinking={"type": "disabled"})
+        assert engine.messages[1]["reasoning_content"] == "So."
+        assert engine.options["enable_thinking"] is False
+        hidden: Any = {"type": "adaptive", "display": "omitted"}
+        omitted = await client.messages.create(model=MODEL, max_tokens=90, messages=HELLO, thinking=hidden)
+        assert omitted.content[0].type == "thinking" and omitted.content[0].thinking == ""

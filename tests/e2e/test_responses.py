@@ -21,6 +21,7 @@ from tests.support.responses_grammar import check_response, check_responses_stre
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+USER = {"role": "user", "content": "so?"}
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": CITY}
 GREP: Any = {"type": "custom", "name": "grep", "description": "finds text"}
 
@@ -460,3 +461,46 @@ async def test_a_silent_stream_says_first_that_there_is_a_response() -> None:
         await wire.close()
     assert first.startswith(b"event: response.created\n") and then == b": keep-alive\n\n"
     assert check_responses_stream(named_events(first + b"".join(rest)))["status"] == "completed"
+
+
+# Reasoning.
+
+
+async def test_thoughts_are_an_item_and_reach_the_template_again() -> None:
+    engine = engine_of("<think>\nSo.\n</think>\n\nYes.", reasoning="qwen3")
+    include = ["reasoning.encrypted_content"]
+    async with server_url(engine) as url:
+        body = {"input": "hi", "reasoning": {"effort": "low", "summary": "auto"}, "include": include}
+        whole = check_response((await post(url, body)).json())
+        assert engine.options == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+        streamed = check_responses_stream(named_events((await post(url, {**body, "stream": True})).body))
+        for found in (whole, streamed):
+            thought, message = found["output"]
+            assert thought["content"] == [{"type": "reasoning_text", "text": "So."}]
+            assert (thought["type"], thought["summary"]) == ("reasoning", [])
+            assert message["content"][0]["text"] == "Yes."
+            assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+            assert found["reasoning"] == {"effort": "low", "summary": "auto"}
+        bare = {name: thought[name] for name in ("type", "id", "summary", "encrypted_content")}
+        for again in (thought, bare):  # some clients give only the encrypted form back
+            await post(
+                url, {"input": [{"role": "user", "content": "hi"}, again, message, USER], "store": False}
+            )
+            assert engine.messages[1]["reasoning_content"] == "So."
+        await post(url, {"input": "hi", "previous_response_id": whole["id"], "reasoning": {"effort": "none"}})
+        assert engine.messages[1]["reasoning_content"] == "So."
+        assert engine.options["enable_thinking"] is False
+
+
+async def test_a_form_holds_behind_the_thoughts_and_a_cut_thought_is_incomplete() -> None:
+    engine = engine_of("<think>\nSo.\n</think>\n\n{}", reasoning="qwen3")
+    async with server_url(engine) as url:
+        reply = await post(url, {"input": "hi", "text": {"format": {"type": "json_object"}}})
+        cut = await post(url, {"input": "hi", "max_output_tokens": 10, "stream": True})
+    assert [item["type"] for item in check_response(reply.json())["output"]] == ["reasoning", "message"]
+    (thought,) = check_responses_stream(named_events(cut.body))["output"]
+    assert (thought["type"], thought["status"], thought["content"][0]["text"]) == (
+        "reasoning",
+        "incomplete",
+        "So",
+    )
