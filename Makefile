@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-image  the container image, built and run (Docker or Podman)"
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
+	@echo "make test-clients  well-known client packages, unmodified, against running servers (in an environment of its own)"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/"
@@ -89,6 +90,20 @@ test-helm: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk kubernetes-validate
 	@$(PYTEST) -m helm tests/deploy $(ARGS)
 
+# The clients want versions of each other's packages that do not go with ours. uv resolves them in seconds, pip in
+# tens of minutes.
+CLIENTS := .venv-clients
+CASES   := tests/clients/cases
+
+$(CLIENTS)/.installed: $(CASES)/requirements.txt
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --quiet --disable-pip-version-check install uv
+	@$(CLIENTS)/bin/uv pip install --quiet --python $(CLIENTS)/bin/python --requirement $<
+	@touch $@
+
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	@$(BIN)/python -m tests.clients $(CLIENTS)/bin/python $(ARGS)
+
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
 
@@ -132,4 +147,4 @@ chaos: $(STAMP)
 	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

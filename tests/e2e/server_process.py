@@ -88,17 +88,19 @@ class ServerProcess:
 
 @asynccontextmanager
 async def server_process(
-    model: Path,
+    model: Path | str,
     *flags: str,
+    home: Path | None = None,
     faults: Sequence[dict[str, Any]] = (),
     port: int = 0,
     under: Sequence[str] = (),
 ) -> AsyncIterator[ServerProcess]:
     """A server of `model` that listens on `port`, 0 for any; killed on leaving if it still runs.
 
-    `under` is a command that runs the command behind it, to change what it runs in.
+    It keeps what it makes in `home`, None for a folder beside the model. `under` is a command that runs the
+    command behind it, to change what it runs in.
     """
-    env = {**QUIET, "SLIPSTREAM_HOME": str(model.parent / "home"), "HF_HUB_OFFLINE": "1"}
+    env = {**QUIET, "SLIPSTREAM_HOME": str(home or Path(model).parent / "home"), "HF_HUB_OFFLINE": "1"}
     if faults:
         env |= {"SLIPSTREAM_ALLOW_FAULTS": "1", "SLIPSTREAM_FAULT_PLAN": json.dumps(faults)}
     server = ServerProcess(

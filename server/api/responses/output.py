@@ -132,7 +132,9 @@ class Envelope:
             "model": model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_diagnostics": None,
             "prompt_cache_key": _label(body.prompt_cache_key),
+            "prompt_cache_retention": None,
             "reasoning": {
                 "effort": None if body.reasoning is None else body.reasoning.effort,
                 "summary": None if body.reasoning is None else body.reasoning.summary,
