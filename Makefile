@@ -101,8 +101,13 @@ $(CLIENTS)/.installed: $(CASES)/requirements.txt
 	@$(CLIENTS)/bin/uv pip install --quiet --python $(CLIENTS)/bin/python --requirement $<
 	@touch $@
 
-test-clients: $(STAMP) $(CLIENTS)/.installed
-	@$(BIN)/python -m tests.clients $(CLIENTS)/bin/python $(ARGS)
+$(CLIENTS)/node/.installed: $(CASES)/node/package.json $(CLIENTS)/.installed
+	@mkdir -p $(@D) && cp $< $(@D)
+	@if command -v npm >/dev/null; then npm install --silent --prefix $(@D); else echo "no npm: its clients are skipped"; fi
+	@touch $@
+
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/node/.installed
+	@$(BIN)/python -m tests.clients $(CLIENTS)/bin/python --node $(CURDIR)/$(CLIENTS)/node $(ARGS)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build

@@ -25,6 +25,8 @@ from server.api.openai.protocol_values import (
     TopP,
 )
 
+MAX_DESCRIPTION = 65_536  # characters, of a tool: agents write manuals
+
 
 class ExtraFields(BodyPart):
     """Sampling as chat completions have it, vLLM's fields and this server's. None always means absent."""

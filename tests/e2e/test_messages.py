@@ -57,7 +57,7 @@ async def test_a_reply_whole_and_in_a_stream() -> None:
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
     for found in (whole, streamed):
-        assert found["content"] == [{"type": "text", "text": "Hello, you.", "citations": None}]
+        assert found["content"] == [{"type": "text", "text": "Hello, you."}]
         assert (found["stop_reason"], found["stop_sequence"]) == ("end_turn", None)
         assert found["usage"] == {
             "input_tokens": 6,

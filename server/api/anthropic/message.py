@@ -95,14 +95,14 @@ class MessageShape:
 
     def _begun(self, block: Block) -> Json:
         if block.kind == "text":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         return {"type": "tool_use", "id": tool_use_id(block), "name": block.name, "input": {}}
 
     def _ended(self, block: Block) -> Json:
         if block.kind == "text":
-            return {"type": "text", "text": block.text, "citations": None}
+            return {"type": "text", "text": block.text}
         if block.kind == "reasoning":
             shown = "" if self.hides_thoughts else block.text
             return {"type": "thinking", "thinking": shown, "signature": signature_of(block.text)}

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from server.api.anthropic.protocol_blocks import MAX_BLOCKS, ContentBlock, TextBlock
-from server.api.extra_fields import ExtraFields
+from server.api.extra_fields import MAX_DESCRIPTION, ExtraFields
 from server.api.openai.protocol import MAX_MESSAGES, ChatCompletionRequest
 from server.api.openai.protocol_structure import Schema
-from server.api.openai.protocol_tools import MAX_DESCRIPTION, MAX_TOOLS, Parameters
+from server.api.openai.protocol_tools import MAX_TOOLS, Parameters
 from server.api.openai.protocol_values import BodyPart, Positive, Stop, type_of
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from server.api.openai.protocol_tools import MAX_DESCRIPTION, MAX_TOOLS, Parameters
+from server.api.extra_fields import MAX_DESCRIPTION
+from server.api.openai.protocol_tools import MAX_TOOLS, Parameters
 from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, BodyPart, refuse, type_of
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]

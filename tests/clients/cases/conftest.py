@@ -8,6 +8,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--scripted-url", default="http://127.0.0.1:8000")
     parser.addoption("--default-url", default="http://127.0.0.1:8000")
+    parser.addoption("--node", default="nowhere")
 
 
 @pytest.fixture(scope="session")
