@@ -67,7 +67,7 @@ class BlockWriter:
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
-    def read(self, choice: Choice, delta: OutputDelta) -> list[BlockEvent]:
+    def write(self, choice: Choice, delta: OutputDelta) -> list[BlockEvent]:
         """What is known with `delta`, which `choice` has noted; with its finish, that is all."""
         reader, ended = choice.reader, delta.finish is not None
         assert reader is not None

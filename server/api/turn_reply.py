@@ -67,7 +67,7 @@ async def respond(
     try:
         while generation.is_open:
             choice, delta = await generation.next()
-            for event in shape.events(choice, delta, writer.read(choice, delta)):
+            for event in shape.events(choice, delta, writer.write(choice, delta)):
                 is_large |= event.is_large
     finally:
         generation.close()
@@ -91,7 +91,7 @@ async def _events(
             events = [named_event(each.name, each.payload) for each in shape.silence()]
             yield b"".join(events) or KEEP_ALIVE
             continue
-        for event in shape.events(choice, delta, writer.read(choice, delta)):
+        for event in shape.events(choice, delta, writer.write(choice, delta)):
             if not event.is_large:
                 yield named_event(event.name, event.payload)
                 continue
