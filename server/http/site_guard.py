@@ -25,7 +25,14 @@ ANY = "*"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 # A browser asks the server before it lets a page send any of them.
 _ASKED_FIRST = ("authorization", "x-api-key", "x-requested-with", "x-request-id")
-_READABLE = ("x-request-id", "openai-processing-ms", "retry-after", "x-should-retry", IGNORED_HEADER.decode())
+_READABLE = (
+    "x-request-id",
+    "request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "x-should-retry",
+    IGNORED_HEADER.decode(),
+)
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^][:/@\s]+))(?::[0-9]*)?")
 
 

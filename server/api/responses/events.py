@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine import OutputDelta, TokenLogprobs
 from server.api.blocks import Block, BlockEvent, Closed, Grown, Opened
@@ -17,6 +17,10 @@ from server.http.errors import error_reply
 _LARGE_REQUEST = 65_536  # bytes; what the response repeats of it may be as large
 
 
+# Takes a response at its end, and its output.
+Keep: TypeAlias = Callable[[dict[str, Any], Sequence[Item]], None]
+
+
 @dataclass(slots=True)
 class ResponsesShape:
     """One response. `keep` is called with it at its end, and with its output.
@@ -26,7 +30,7 @@ class ResponsesShape:
 
     envelope: Envelope
     items: ItemSpelling
-    keep: Callable[[dict[str, Any], Sequence[Item]], None]
+    keep: Keep
     spelling: TokenSpelling | None = None
     request_bytes: int = 0
     output: list[Item] = field(default_factory=list, init=False)  # of closed blocks

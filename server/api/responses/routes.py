@@ -19,7 +19,7 @@ from server.api.openai.protocol_structure import JsonSchemaFormat, ResponseForma
 from server.api.openapi import json_body
 from server.api.param_names import renamed_params
 from server.api.responses.conversation import messages_of
-from server.api.responses.events import ResponsesShape
+from server.api.responses.events import Keep, ResponsesShape
 from server.api.responses.output import Envelope, Item, ItemSpelling
 from server.api.responses.protocol import REFUSALS, ResponsesRequest, ResponsesTurn, TextFormat
 from server.api.responses.protocol_items import InputItem, ReferenceItem, hosted_kinds
@@ -119,7 +119,7 @@ class _Past:
             raise invalid("'input' is missing: there is nothing to answer.", "input")
         return cls(tenant, items, num_bytes)
 
-    def keeper(self, stored: StoredResponses, response_id: str) -> Any:
+    def keeper(self, stored: StoredResponses, response_id: str) -> Keep:
         """What stores the response at its end, with all that led to it."""
 
         def keep(response: dict[str, Any], output: Sequence[Item]) -> None:
