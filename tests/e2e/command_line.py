@@ -9,8 +9,10 @@ from typing import Any
 
 from server.commands import cli
 from tests.support.fake_engine import FakeEngine
+from tests.support.native import WITHOUT_KERNELS
 
-QUIET = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
+_OURS = "SLIPSTREAM_"
+QUIET = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | WITHOUT_KERNELS
 SLIPSTREAM = (sys.executable, "-c", "import sys; from server.commands.cli import main; sys.exit(main())")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config import load_settings
 from engine import Engine, build_engine
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.speculated import single_threaded
 
 
@@ -16,7 +17,7 @@ async def real_engine(directory: Path, *flags: str) -> AsyncIterator[Engine]:
     """A tiny model in reach of the server; the server does not start it."""
     common = ("--dtype", "float32", "--kv-cache-memory", "16MiB")
     with single_threaded():
-        engine = build_engine(load_settings([str(directory), *common, *flags], environ={}))
+        engine = build_engine(load_settings([str(directory), *common, *flags], environ=WITHOUT_KERNELS))
         await engine.start()
         try:
             yield engine

@@ -24,6 +24,7 @@ from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
 from server.api.openai.protocol_refusals import ON_CHAT, ON_COMPLETIONS
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, ask, events_of
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.repetitive_world import WORDS, save_repetitive_model, text_of
 from tests.support.request_fields import BOTH, CHAT, COMPLETIONS, FIELDS, RequestField, Said
 from tests.support.tiny_models import BOS_ID, BOS_TOKEN
@@ -217,7 +218,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
             "engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1)
         )
         for more in (["--speculative-method", "none"], drafting):
-            engine = build_engine(load_settings([str(directory), *flags, *more], environ={}))
+            engine = build_engine(load_settings([str(directory), *flags, *more], environ=WITHOUT_KERNELS))
             await engine.start()
             stack.push_async_callback(engine.stop)
             urls.append(await stack.enter_async_context(server_url(engine)))

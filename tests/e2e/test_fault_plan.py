@@ -24,6 +24,7 @@ from engine import Engine, build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.server_process import server_process
 from tests.e2e.wire import Wire, ask, events_of
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import save_tiny_model
 
@@ -147,7 +148,7 @@ async def serving(
     model: Path, *plan: dict[str, Any], flags: tuple[str, ...] = PLAIN
 ) -> AsyncIterator[Server]:
     """A server of the model with this plan, which answers to the end."""
-    settings = load_settings([str(model), *FLAGS, *flags], environ={})
+    settings = load_settings([str(model), *FLAGS, *flags], environ=WITHOUT_KERNELS)
     environ = {"SLIPSTREAM_ALLOW_FAULTS": "1", "SLIPSTREAM_FAULT_PLAN": json.dumps([PAUSE, *plan])}
     engine = build_engine(settings, load_fault_plan(environ).faults)
     await engine.start()
@@ -166,7 +167,7 @@ async def texts(model: Path) -> tuple[str, ...]:
 
 async def right_texts(model: Path) -> tuple[str, ...]:
     """The text of each body, from a server that has no plan at all."""
-    engine = build_engine(load_settings([str(model), *FLAGS, *PLAIN], environ={}))
+    engine = build_engine(load_settings([str(model), *FLAGS, *PLAIN], environ=WITHOUT_KERNELS))
     await engine.start()
     async with server_url(engine) as url:
         outcomes = [await whole(url, body) for body in BODIES]

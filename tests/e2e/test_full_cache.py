@@ -11,6 +11,7 @@ from config import load_settings
 from engine import build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -33,7 +34,9 @@ async def test_sixteen_requests_of_most_of_the_cache_each_complete_with_their_se
         "--preemption": "swap",
         "--swap-space": str(HOST_BLOCKS * BLOCK_BYTES),
     }
-    settings = load_settings([str(directory), *(word for flag in flags.items() for word in flag)], {})
+    settings = load_settings(
+        [str(directory), *(word for flag in flags.items() for word in flag)], WITHOUT_KERNELS
+    )
     draw = random.Random(5)
     bodies: list[dict[str, Any]] = [
         {

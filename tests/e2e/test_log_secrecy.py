@@ -21,6 +21,7 @@ from tests.support import tool_templates
 from tests.support.captured_log import CapturedLog, captured_log
 from tests.support.engines import running_engine
 from tests.support.fake_engine import FakeEngine
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import save_tiny_model
 
@@ -102,7 +103,7 @@ async def test_no_text_of_a_prompt_or_a_reply_is_logged(log: CapturedLog, family
 async def test_nor_by_an_engine_with_a_model(log: CapturedLog, directory: Path) -> None:
     flags = [str(directory), "--dtype", "float32", "--kv-cache-memory", "16MiB"]
     with single_threaded():
-        engine = build_engine(load_settings(flags, environ={}))
+        engine = build_engine(load_settings(flags, environ=WITHOUT_KERNELS))
         await engine.start()
         try:
             async with server_url(engine) as url:

@@ -13,6 +13,7 @@ from engine import RequestFailed, build_engine
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask, events_of
 from tests.support.fake_engine import FakeEngine
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits
 from tests.support.tiny_models import save_tiny_model
 
@@ -175,7 +176,9 @@ async def test_a_real_model_scores_batches_as_harnesses_ask_for_them(
     """lm-eval: token-id prompts in one request, echo, one token of output, which it drops."""
     monkeypatch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
     flags = ["--dtype", "float32", "--num-kv-blocks", "64", "--max-num-batched-tokens", "16"]
-    engine = build_engine(load_settings([str(save_tiny_model("llama", tmp_path / "m")), *flags], environ={}))
+    engine = build_engine(
+        load_settings([str(save_tiny_model("llama", tmp_path / "m")), *flags], environ=WITHOUT_KERNELS)
+    )
     prompts = [[7, 8, 9, 10] * 6, [7, 8, 9, 10, 11], [20, 21] * 12]
     body = {"prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
     await engine.start()

@@ -13,6 +13,7 @@ from engine import Overloaded, build_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import (
     BOS_ID,
     BOS_TOKEN,
@@ -34,7 +35,7 @@ async def real_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[st
     """A tiny Llama behind HTTP."""
     directory = save_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
     flags = ["--dtype", "float32", "--num-kv-blocks", "64", "--speculative-method", "none"]
-    engine = build_engine(load_settings([str(directory), *flags], environ={}))
+    engine = build_engine(load_settings([str(directory), *flags], environ=WITHOUT_KERNELS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.startup.build.use_compute_threads", lambda: torch.set_num_threads(1))
         await engine.start()

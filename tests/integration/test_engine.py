@@ -20,6 +20,7 @@ from engine.loop.stream import RequestStream
 from engine.plan.request import FinishReason
 from engine.plan.step_records import StepInputs
 from tests.support.engines import Collected, collect
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
 
 
@@ -33,7 +34,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def engine_of(directory: Path, *flags: str) -> AsyncIterator[Engine]:
     """A ready engine; on leaving it holds no block."""
     settings = load_settings(
-        [str(directory), "--dtype", "float32", "--kv-cache-memory", "4MiB", *flags], environ={}
+        [str(directory), "--dtype", "float32", "--kv-cache-memory", "4MiB", *flags], environ=WITHOUT_KERNELS
     )
     engine = build_engine(settings)
     await engine.start()
@@ -180,7 +181,7 @@ async def test_out_of_memory_is_retried_once_then_ends_the_batch_alone(
 
 
 async def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(model_directory: Path) -> None:
-    settings = load_settings([str(model_directory), "--num-kv-blocks", "15"], environ={})
+    settings = load_settings([str(model_directory), "--num-kv-blocks", "15"], environ=WITHOUT_KERNELS)
     engine = build_engine(settings)
     with pytest.raises(StartRefused, match=r"256: that needs 16 blocks .* --num-kv-blocks 15 gives 15"):
         await engine.start()

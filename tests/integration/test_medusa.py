@@ -28,6 +28,7 @@ from engine.training.medusa_run import train_medusa_heads
 from engine.training.medusa_samples import Positions, Sample, SampleStore
 from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
 from tests.support.engines import collect
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits
 from tests.support.tiny_models import save_tiny_model
 
@@ -240,7 +241,7 @@ def make_plan(output: Path) -> MedusaPlan:
 
 
 def test_the_whole_run_leaves_heads_that_load_and_a_report(model: Path, tmp_path: Path) -> None:
-    settings = load_settings([str(model), "--dtype", "float32"], {})
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = make_plan(tmp_path / "out")
     watch = Watch()
     report = train_medusa_heads(settings, plan, watch)
@@ -262,7 +263,7 @@ def test_the_whole_run_leaves_heads_that_load_and_a_report(model: Path, tmp_path
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) -> None:
-    settings = load_settings([str(model), "--dtype", "float32"], {})
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = make_plan(tmp_path / "out")
     assert train_medusa_heads(settings, plan, Watch(stop_in="generate")) is None
     assert not (plan.output / "config.json").exists()
@@ -274,7 +275,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) ->
 
 
 def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path, tmp_path: Path) -> None:
-    settings = load_settings([str(model), "--dtype", "float32"], {})
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = replace(make_plan(tmp_path / "out"), num_tokens=10**9, num_epochs=1000, minutes=0.1)
     report = train_medusa_heads(settings, plan, Watch())
     assert report is not None
@@ -285,7 +286,7 @@ def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path
 
 async def test_the_engine_gives_the_same_tokens_with_heads(model: Path, tmp_path: Path) -> None:
     """Heads that were trained a little, and trees of their drafts, change nothing but the number of steps."""
-    settings = load_settings([str(model), "--dtype", "float32"], {})
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = make_plan(tmp_path / "out")
     assert train_medusa_heads(settings, plan, Watch()) is not None
     heads = ["--speculative-method", "medusa", "--medusa-heads", str(plan.output)]
@@ -309,7 +310,7 @@ class Generated:
 
 async def generate_all(model: Path, flags: list[str]) -> Generated:
     """Twelve requests at once, greedy and not, by the engine that these flags make."""
-    settings = load_settings([str(model), "--dtype", "float32", *flags], {})
+    settings = load_settings([str(model), "--dtype", "float32", *flags], WITHOUT_KERNELS)
     parts = load_parts(settings)
     torch.set_num_threads(1)
     engine = Engine(lambda: parts)

@@ -24,6 +24,7 @@ from engine.compute.sampling.sampler import Sampler
 from engine.errors import RequestFailed
 from engine.loop.stream import OutputDelta, RequestStream
 from engine.plan.step_records import PromptRows
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_slots, whole_logits
 from tests.support.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
@@ -53,7 +54,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def engine_of(directory: Path, *flags: str) -> AsyncIterator[Engine]:
     """A ready engine; on leaving it holds no block."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "4MiB", "--kv-block-size", "4", *flags)
-    engine = build_engine(load_settings([str(directory), *flags], environ={}))
+    engine = build_engine(load_settings([str(directory), *flags], environ=WITHOUT_KERNELS))
     await engine.start()
     try:
         yield engine

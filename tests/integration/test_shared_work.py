@@ -20,6 +20,7 @@ from engine.loop.engine_parts import EngineParts, Executors
 from engine.startup import build
 from engine.startup.build import load_parts
 from tests.support.engines import Collected, InlineExecutor, collect
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 NUM_TOKENS = 16
@@ -63,7 +64,8 @@ class Served:
 async def serving(directory: Path, **changes: object) -> AsyncIterator[Served]:
     """An engine with these settings, whatever their section; everything runs on this thread."""
     settings = load_settings(
-        [str(directory), "--dtype", "float32", "--kv-block-size", "4", "--max-model-len", "64"], environ={}
+        [str(directory), "--dtype", "float32", "--kv-block-size", "4", "--max-model-len", "64"],
+        environ=WITHOUT_KERNELS,
     )
     sections = {}
     for name in ("cache", "scheduler"):

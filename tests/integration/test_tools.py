@@ -17,6 +17,7 @@ from config import load_settings
 from engine import Engine, build_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.support import tool_templates
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import save_tiny_model
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -47,7 +48,7 @@ async def client_of(directory: Path, family: str) -> AsyncIterator[openai.AsyncO
     template = directory / f"{family}.jinja"
     template.write_text(tool_templates.ALL[family])
     flags = ["--model", str(directory), "--device", "cpu", "--chat-template", str(template)]
-    engine: Engine = build_engine(load_settings([*flags, "--kv-cache-memory", "64MiB"], {}))
+    engine: Engine = build_engine(load_settings([*flags, "--kv-cache-memory", "64MiB"], WITHOUT_KERNELS))
     await engine.start()
     try:
         async with (

@@ -16,6 +16,8 @@ from engine.compute.native.drawing import NativeDraw
 from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import NativeKernels
 
+# The environment of engines whose tests are of other things: compiling takes longer than they do.
+WITHOUT_KERNELS = {"SLIPSTREAM_MODEL__COMPILE": "off"}
 # As torch says what a CPU has, of one that has all that any form of the kernels is made of.
 EVERY_INSTRUCTION = {name: True for form in forms_of() for name in form.needs}
 

@@ -24,6 +24,7 @@ from engine.compute.loading.loader import LoadedModel, load_model
 from engine.training.medusa_data import SampleGenerator
 from engine.training.medusa_samples import Positions, Sample
 from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, save_tiny_model, tiny_model
 
 LOUD = range(EOS_ID, EOS_ID + 17)  # EOS and 16 printable characters
@@ -69,7 +70,7 @@ def make_world(directory: Path) -> World:
     """Some seconds of work, most of it for the heads."""
     target = save_repetitive_model(directory / "target")
     near = save_repetitive_model(directory / "near", noise=0.04)
-    settings = load_settings([str(target), "--dtype", "float32"], environ={})
+    settings = load_settings([str(target), "--dtype", "float32"], environ=WITHOUT_KERNELS)
     loaded = load_model(target, settings.model)
     samples = target_samples(loaded)
     positions = Positions(samples)

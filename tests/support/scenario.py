@@ -26,6 +26,7 @@ from engine.startup.build import load_parts
 from engine.startup.part_factories import PartFactories
 from tests.e2e.http_server import served
 from tests.e2e.wire import RawReply, Wire, ask
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.repetitive_world import WORDS, save_repetitive_model
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import save_tiny_model
@@ -287,8 +288,12 @@ async def scenario(directory: Path) -> AsyncIterator[Scenario]:
     mamba = save_tiny_model("mamba", directory / "mamba")
     common = (*_COMMON, "--draft-model", str(near))
     with single_threaded():
-        main = load_settings([str(target), "--served-model-name", MODEL, *common, *_TIGHT], environ={})
-        other = load_settings([str(mamba), "--served-model-name", RECURRENT_MODEL, *common], environ={})
+        main = load_settings(
+            [str(target), "--served-model-name", MODEL, *common, *_TIGHT], environ=WITHOUT_KERNELS
+        )
+        other = load_settings(
+            [str(mamba), "--served-model-name", RECURRENT_MODEL, *common], environ=WITHOUT_KERNELS
+        )
         async with _server(main, FAULTS) as first, _server(other) as second:
             yield Scenario((first[0], second[0]), (first[1], second[1]), first[2])
 

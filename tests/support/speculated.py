@@ -22,6 +22,7 @@ from engine.plan.request import FinishReason
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.startup.build import load_parts
 from tests.support.engines import InlineExecutor
+from tests.support.native import WITHOUT_KERNELS
 from tests.support.repetitive_world import Ask, Family
 
 MAX_MODEL_LEN = 96
@@ -87,7 +88,7 @@ async def engine_of(
     wrap: Callable[[StepRunner], StepRunner] = lambda runner: runner,
 ) -> AsyncIterator[Engine]:
     """A ready engine; on leaving, nothing is left in it and nothing went wrong. `wrap` is for its runner."""
-    environ = {} if home is None else {"SLIPSTREAM_HOME": str(home)}
+    environ = WITHOUT_KERNELS | ({} if home is None else {"SLIPSTREAM_HOME": str(home)})
     settings = load_settings([str(directory), *_COMMON, *flags], environ)
 
     def load() -> EngineParts:
