@@ -272,8 +272,9 @@ async def test_it_shows_and_speculation_changes_nothing(
         assert await servers.ask(path, shown) != await servers.ask(path, beside), (mode, shown)
 
 
-async def test_drafts_were_accepted_meanwhile(servers: Servers) -> None:
+async def test_drafts_are_accepted_meanwhile(servers: Servers) -> None:
+    """Asks long enough for it: whether other tests of the module ran before in this process is chance."""
+    before = servers.num_accepted
     for path in BOTH:
-        for mode in MODES:
-            await said(servers, path, mode)
-    assert servers.num_accepted > 5
+        await servers.ask(path, {**BASIC[path], **MODES["greedy"], "max_tokens": 100})
+    assert servers.num_accepted - before > 5
