@@ -24,6 +24,7 @@ from server.http.auth import AuthMiddleware, key_ring
 from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
+from server.http.head import HeadMiddleware
 from server.http.middleware import ExchangeMiddleware
 from server.http.site_guard import SiteGuard, allow_origins, rules_of
 from server.http.unrouted import answer_unrouted
@@ -74,7 +75,8 @@ def build_app(
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_unrouted)
     describe_bodies(app, *BODIES)
-    # The last added is the outermost: label and count, then sites, keys, the body and the client's leaving.
+    # The last added is the outermost: label and count, then sites, keys, the body and the client's leaving, HEAD.
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)
     if settings.server.cors_origin:

@@ -31,8 +31,6 @@ def check_limits(body: GenerationBody, settings: ServerSettings) -> None:
             f"'prompt_logprobs' is {body.prompt_logprobs}; the limit is {settings.max_logprobs}.",
             "prompt_logprobs",
         )
-    if body.stream_options is not None and not body.stream:
-        raise invalid("'stream_options' needs 'stream': true.", "stream_options")
     if body.truncate_prompt_tokens == 0:
         raise invalid("'truncate_prompt_tokens' is 0: keep at least one token, or -1 for all that fit.",
                       "truncate_prompt_tokens")  # fmt: skip

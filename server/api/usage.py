@@ -99,9 +99,13 @@ def spec_stats(choices: Sequence[Choice]) -> SpecStats:
 
 
 def _speculative_decoding(stats: SpecStats) -> dict[str, object]:
-    """vLLM's account of a reply's drafts; entry i of the histogram counts rounds that accepted i of them."""
+    """vLLM's account of a reply's drafts; entry i of the histogram counts rounds that accepted i of them.
+
+    The mean is null where nothing was drafted, for a zero would spoil a client's average over its replies.
+    """
+    mean = round(stats.mean_acceptance_length, 4) if stats.num_rounds else None
     return {
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "mean_acceptance_length": mean,
         "draft_acceptance_rate": round(stats.acceptance_rate, 4),
         "acceptance_histogram": list(stats.acceptance_histogram),
         "num_spec_steps": stats.num_rounds,

@@ -28,11 +28,16 @@ async def answer_unrouted(request: Request, error: Exception) -> Response:
 
 def allowed_methods(request: Request, path: str) -> list[str]:
     """The methods that `path` takes in this application; none if there is no such path."""
-    routes = request.app.routes
-    asked = ({**request.scope, "path": path, "method": method} for method in _METHODS)
-    return [
-        scope["method"] for scope in asked if any(route.matches(scope)[0] is Match.FULL for route in routes)
-    ]
+    found = [method for method in _METHODS if is_served(request, path, method)]
+    if "GET" in found and "HEAD" not in found:  # see HeadMiddleware
+        found.insert(found.index("GET") + 1, "HEAD")
+    return found
+
+
+def is_served(request: Request, path: str, method: str) -> bool:
+    """True where a route takes this method on this path."""
+    scope = {**request.scope, "path": path, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
 def _wrong_method(request: Request, allowed: list[str]) -> ErrorReply:

@@ -41,7 +41,7 @@ async def test_json_reply_has_every_field() -> None:
             "tokens_per_second": 40.0,
             "num_preemptions": 0,
             "speculative_decoding": {
-                "mean_acceptance_length": 0.0,
+                "mean_acceptance_length": None,
                 "draft_acceptance_rate": 0.0,
                 "acceptance_histogram": [],
                 "num_spec_steps": 0,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.wire import RawReply, ask
+from tests.e2e.wire import RawReply, Wire, ask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -194,15 +194,15 @@ async def test_a_path_that_misses_v1_or_has_too_much_names_the_right_one(
     [
         (COMPLETIONS, "POST"),
         (CHAT, "POST"),
-        ("/v1/models", "GET"),
-        ("/v1/models/a/b", "GET"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
         ("/tokenize", "POST"),
         ("/detokenize", "POST"),
-        ("/tokenizer_info", "GET"),
-        *((path, "GET") for path in ("/health", "/health/live", "/health/ready", "/ping", "/ready")),
-        *((path, "GET") for path in ("/metrics", "/version", "/load", "/server_info")),
-        ("/v1/requests/a", "GET, PATCH"),
-        ("/v1/requests/a/cancel", "GET, PATCH, POST"),  # a request may be called a/cancel
+        ("/tokenizer_info", "GET, HEAD"),
+        *((path, "GET, HEAD") for path in ("/health", "/health/live", "/health/ready", "/ping", "/ready")),
+        *((path, "GET, HEAD") for path in ("/metrics", "/version", "/load", "/server_info")),
+        ("/v1/requests/a", "GET, HEAD, PATCH"),
+        ("/v1/requests/a/cancel", "GET, HEAD, PATCH, POST"),  # a request may be called a/cancel
         ("/reset_prefix_cache", "POST"),
         ("/", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),
@@ -213,6 +213,27 @@ async def test_a_wrong_method_is_405_with_all_that_are_allowed(url: str, path: s
     message = check_error(reply, 405, "invalid_request_error", "method_not_allowed", None)
     assert message == f"'{path}' does not take DELETE; it takes {allowed}."
     assert reply.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/", "/openapi.json"])
+async def test_a_head_is_a_get_without_its_body(url: str, path: str) -> None:
+    """Both over one connection: a body behind the first reply would be read as the beginning of the second."""
+    wire = await Wire.connect(url)
+    await wire.send("HEAD", path)
+    status, headers = await wire.head()
+    await wire.send("GET", path)
+    got_status, got_headers = await wire.head()
+    await wire.close()
+    assert status == got_status == 200
+    assert headers["content-type"] == got_headers["content-type"]
+
+
+async def test_a_head_of_what_is_only_posted_is_405(url: str) -> None:
+    wire = await Wire.connect(url)
+    await wire.send("HEAD", COMPLETIONS)
+    status, headers = await wire.head()
+    await wire.close()
+    assert (status, headers["allow"]) == (405, "POST")
 
 
 async def test_many_errors_make_a_short_reply(url: str) -> None:

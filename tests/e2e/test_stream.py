@@ -189,3 +189,11 @@ async def test_an_error_nobody_foresaw_ends_the_stream_without_telling_why() -> 
         assert events_of(streamed.body)[-1] == reply.json()
         assert b"secret" not in reply.body + streamed.body
         assert engine.num_open == 0
+
+
+async def test_options_of_a_stream_change_nothing_where_there_is_none() -> None:
+    body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+    async with server_url(FakeEngine()) as url:
+        whole = await ask(url, "POST", COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+        plain = await ask(url, "POST", COMPLETIONS, body)
+    assert (whole.status, whole.json()["choices"]) == (200, plain.json()["choices"])

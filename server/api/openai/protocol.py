@@ -142,7 +142,7 @@ class GenerationBody(BodyPart):
     stream: bool | None = None
     """Send the reply as server-sent events while it is made."""
     stream_options: StreamOptions | None = None
-    """What a stream carries beside text. It needs `stream`."""
+    """What a stream carries beside text. Without `stream` it has no effect."""
     priority: Priority | None = None
     """Lower runs first. Waiting improves it, so that every request runs. It wins over `service_tier`."""
     service_tier: ServiceTier | None = None
