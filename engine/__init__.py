@@ -42,6 +42,7 @@ from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_tuning import freeze_heap, prepare_process
+from engine.text.closed_schema import closed_schema
 from engine.text.reply.pieces import (
     CallArguments,
     CallEnd,
@@ -54,8 +55,8 @@ from engine.text.reply.pieces import (
 )
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
-from engine.text.structured_output import Frame, StructuredOutput
-from engine.text.tools.tool_spec import NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
+from engine.text.structured_output import Frame, StructuredOutput, StructureKind
+from engine.text.tools.tool_spec import INPUT_KEY, NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
 from engine.training.medusa_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def diagnose(settings: Settings) -> Diagnosis:
 
 
 __all__ = [
+    "INPUT_KEY",
     "MAX_PRIORITY",
     "MIN_PRIORITY",
     "NO_PARAMETERS",
@@ -153,6 +155,7 @@ __all__ = [
     "SpecStats",
     "SpeculationOptions",
     "StartRefused",
+    "StructureKind",
     "StructuredOutput",
     "TokenLogprobs",
     "ToolChoice",
@@ -162,6 +165,7 @@ __all__ = [
     "UnsupportedModel",
     "build_engine",
     "check_token_ids",
+    "closed_schema",
     "diagnose",
     "frames_of",
     "freeze_heap",

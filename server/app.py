@@ -75,7 +75,7 @@ def build_app(
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_unrouted)
     describe_bodies(app, *BODIES)
-    # The last added is the outermost: label and count, then sites, keys, the body and the client's leaving, HEAD.
+    # The last added is the outermost: label and count, then sites, keys, body and leaving, HEAD.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)
     app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from server.api.extra_fields import ExtraFields
-from server.api.field_words import close_name, describe
+from server.api.field_words import describe
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
 from server.api.time_limit import deadline_header, soonest
+from server.api.unknown_fields import UnknownField, unknown_fields
 from server.http.body_room import lease_of, parsed_bytes
 from server.http.context import context_of, exchange_of
 from server.http.errors import invalid, shown
@@ -42,15 +43,20 @@ async def read_request(request: Request, kind: type[T], refusals: Mapping[str, R
 async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Refusal]) -> M:
     """The request's body as `kind`. Raises ApiError; counts and reports unknown fields."""
 
+    unknown: list[UnknownField] = []
+
     def check(data: dict[str, Any]) -> M:
         if len(data) > MAX_FIELDS:
             raise invalid(f"The body has {len(data)} fields; the limit is {MAX_FIELDS}.")
         check_refusals(data, refusals)
-        return kind.model_validate(data)
+        body = kind.model_validate(data)
+        unknown.extend(
+            dict.fromkeys(unknown_fields(body, data, refusals, is_deep=not isinstance(body, ExtraFields)))
+        )
+        return body
 
     body = await read_body(request, check)
-    unknown = [name for name in body.model_extra or () if name not in refusals]
-    report_ignored(request, unknown, {*kind.model_fields, *refusals})
+    report_unknown(request, unknown)
     return body
 
 
@@ -81,20 +87,25 @@ async def _take_body(request: Request) -> bytearray:
     return body
 
 
-def report_ignored(request: Request, names: Sequence[str], known: Collection[str] = ()) -> None:
+def report_ignored(request: Request, names: Sequence[str]) -> None:
+    """Count what of a request is known and ignored, and name it in the reply; see `report_unknown`."""
+    report_unknown(request, [UnknownField(name, None) for name in names])
+
+
+def report_unknown(request: Request, fields: Sequence[UnknownField]) -> None:
     """Count what of a request is ignored, and name it in the reply with what was probably meant.
 
     Raises ApiError with --strict-params.
     """
-    if not names:
+    if not fields:
         return
     context = context_of(request)
     if context.settings.server.strict_params:
-        meant = close_name(names[0], known)
+        name, meant = fields[0]
         hint = "" if meant is None else f"; '{meant}' is"
-        raise invalid(f"'{shown(names[0])}' is not a known field{hint}.", shown(names[0]))
-    labels = [_ignored_label(name, known) for name in names[:MAX_NAMES]]
-    context.http.count_ignored(len(names), labels)
+        raise invalid(f"'{shown(name)}' is not a known field{hint}.", shown(name))
+    labels = [_ignored_label(*each) for each in fields[:MAX_NAMES]]
+    context.http.count_ignored(len(fields), labels)
     headers = exchange_of(request.scope).headers
     before = [value for name, value in headers if name == IGNORED_HEADER]
     headers[:] = [each for each in headers if each[0] != IGNORED_HEADER]
@@ -102,8 +113,7 @@ def report_ignored(request: Request, names: Sequence[str], known: Collection[str
     headers.append((IGNORED_HEADER, b",".join([*before, value])))
 
 
-def _ignored_label(name: str, known: Collection[str]) -> str:
+def _ignored_label(name: str, meant: str | None) -> str:
     """As the header and the log have it: `colour`, or `temprature;did-you-mean=temperature`."""
     label = shown(usable_label(name) or "?").replace("…", "~").replace(",", "_").replace(";", "_")
-    meant = close_name(name, known)
     return label if meant is None else f"{label};did-you-mean={meant}"

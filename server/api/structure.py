@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from engine import StructuredOutput
+from engine import StructuredOutput, closed_schema
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_structure import ResponseFormat, StructuredOutputs
 from server.http.errors import invalid
@@ -31,13 +31,23 @@ def _from_format(form: ResponseFormat) -> StructuredOutput | None:
             raise invalid(
                 "'response_format.json_schema' needs 'type': 'json_schema'.", "response_format.json_schema"
             )
-        return None if form.type == "text" else StructuredOutput("json_object", param="response_format")
+        return None if form.type == "text" else _object_of(form)
     if form.json_schema is None:
         raise invalid("'response_format.json_schema' is missing.", "response_format.json_schema")
     name = "response_format.json_schema.schema"
     if form.json_schema.json_schema is None:
         raise invalid(f"'{name}' is missing.", name)
-    return StructuredOutput("json_schema", json.dumps(form.json_schema.json_schema), param=name)
+    schema = form.json_schema.json_schema
+    shown = closed_schema(schema) if form.json_schema.strict else schema
+    return StructuredOutput("json_schema", json.dumps(shown), param=name)
+
+
+def _object_of(form: ResponseFormat) -> StructuredOutput:
+    """Any JSON object, or one of a schema that came beside the type."""
+    for name, schema in (("schema", form.object_schema), ("value", form.value)):
+        if schema is not None:
+            return StructuredOutput("json_schema", json.dumps(schema), param=f"response_format.{name}")
+    return StructuredOutput("json_object", param="response_format")
 
 
 def _from_outputs(outputs: StructuredOutputs) -> StructuredOutput:

@@ -140,6 +140,50 @@ async def test_unknown_fields_are_named_or_refused() -> None:
     assert (reply.status, reply.json()["error"]["param"]) == (400, "colour")
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"stream": True, "stream_options": {"colour": 1}}, "stream_options.colour"),
+        ({"response_format": {"type": "text", "strict": 1}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+        ),
+        ({"structured_outputs": {"choice": ["a"], "whitespace": 1}}, "structured_outputs.whitespace"),
+        ({"speculation": {"enabeld": False}}, "speculation.enabeld;did-you-mean=speculation.enabled"),
+        ({"prediction": {"type": "content", "content": "a", "x": 1}}, "prediction.x"),
+        (
+            {"messages": [{"role": "user", "content": "a", "x": 1}] * 3, "y": 1},
+            "messages[].x,y",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "x": 1}, "y": {"z": 1}}]},
+            "tools[].function.x,tools[].y",
+        ),
+    ],
+)
+async def test_unknown_fields_inside_of_known_ones_are_treated_alike(
+    fields: dict[str, Any], told: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **fields}
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", "/v1/chat/completions", body)
+    assert reply.status == 200, reply.body
+    assert reply.headers["x-slipstream-ignored"] == told
+    async with server_url(FakeEngine(), strict_params=True) as url:
+        reply = await ask(url, "POST", "/v1/chat/completions", body)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, told.split(",")[0].split(";")[0])
+
+
+async def test_what_clients_send_back_of_a_reply_is_no_unknown_field() -> None:
+    call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None}
+    messages = [{"role": "user", "content": "a"}, {**said, "function_call": None, "tool_calls": [call]}]
+    async with server_url(FakeEngine()) as url:
+        reply = await ask(url, "POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert reply.status == 200 and "x-slipstream-ignored" not in reply.headers
+
+
 async def test_a_misspelt_field_is_told_its_right_name(caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "a", "temprature": 0, "max-tokens": 3, "gided_json": "x", "colour": "red", "x;y": 1}
     meant = {"temprature": "temperature", "max-tokens": "max_tokens", "gided_json": "guided_json"}
@@ -289,6 +333,6 @@ async def test_the_openapi_document_resolves() -> None:
 
 def test_no_layer_can_hide_a_leaving_client() -> None:
     app = build_app(make_settings(), FakeEngine())  # type: ignore[arg-type]
-    assert len(app.user_middleware) == 4
+    assert len(app.user_middleware) == 5
     for layer in app.user_middleware:
         assert not (isinstance(layer.cls, type) and issubclass(layer.cls, BaseHTTPMiddleware))

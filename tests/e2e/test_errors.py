@@ -217,7 +217,7 @@ async def test_a_wrong_method_is_405_with_all_that_are_allowed(url: str, path: s
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/", "/openapi.json"])
 async def test_a_head_is_a_get_without_its_body(url: str, path: str) -> None:
-    """Both over one connection: a body behind the first reply would be read as the beginning of the second."""
+    """Over one connection: a body behind the first reply would be read as the second."""
     wire = await Wire.connect(url)
     await wire.send("HEAD", path)
     status, headers = await wire.head()

@@ -381,7 +381,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown role": ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
     "no JSON in a call": (
-        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{a"}]},
         "input[0].arguments",
     ),
     "background": ({"background": True}, "background"),

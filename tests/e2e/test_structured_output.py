@@ -59,6 +59,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"response_format": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, StructuredOutput("json_object")),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            StructuredOutput("json_schema", SOURCE),
+        ),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            StructuredOutput("json_schema", SOURCE),
+        ),
+        (
+            json_schema({"type": "object", "properties": {"a": {}}}, strict=True),
+            StructuredOutput(
+                "json_schema",
+                json.dumps({"type": "object", "properties": {"a": {}}, "additionalProperties": False}),
+            ),
+        ),
         (json_schema(SCHEMA), StructuredOutput("json_schema", SOURCE)),
         (json_schema(SCHEMA, strict=False, description="d"), StructuredOutput("json_schema", SOURCE)),
         (outputs(json=SCHEMA), StructuredOutput("json_schema", SOURCE)),
@@ -109,8 +124,7 @@ async def test_what_is_asked_for_reaches_the_engine_once_for_all_choices(
         (outputs(choice=["a", 1]), "structured_outputs.choice[1]", "string"),
         (outputs(regex=1), "structured_outputs.regex", "string"),
         (outputs(grammar={}), "structured_outputs.grammar", "string"),
-        (outputs(regex="a", whitespace_pattern=" "), "structured_outputs.whitespace_pattern", ""),
-        (outputs(structural_tag="{}"), "structured_outputs.structural_tag", ""),
+        (outputs(structural_tag="{}"), "structured_outputs", "exactly one of json,"),
         ({"guided_json": SCHEMA}, "guided_json", "structured_outputs"),
     ],
 )  # fmt: skip

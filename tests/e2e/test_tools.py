@@ -198,7 +198,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     "names twice": ({"tools": [CLOCK, CLOCK]}, "tools"),
     "too many": ({"tools": [CLOCK] * 129}, "tools"),
-    "another type": ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    "another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a custom tool without its field": (
+        {"tools": [{"type": "custom", "function": {"name": "f"}}]},
+        "tools[0].custom",
+    ),
+    "a grammar without its field": (
+        {"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}]},
+        "tools[0].custom.format.grammar",
+    ),
+    "an allowed tool that is not there": (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "nope"}}],
+                },
+            },
+        },
+        "tool_choice",
+    ),
+    "no allowed tools": (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+        "tool_choice",
+    ),
+    "old and new": ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions"),
+    "an old choice of no function": (
+        {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
+        "function_call",
+    ),
     "no object": (function(parameters={"type": "string"}), "tools[0].function.parameters"),
     "no schema": (function(parameters=[]), "tools[0].function.parameters"),
     "too large": (
@@ -213,8 +243,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a choice without tools": ({"tool_choice": "auto"}, "tool_choice"),
     "a choice of no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     "a bool as a string": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    "the old fields": ({"functions": [{"name": "f"}]}, "functions"),
-    "the old choice": ({"function_call": "auto"}, "function_call"),
+    "the old fields with a bad name": ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+    "the old choice without functions": ({"function_call": "auto"}, "function_call"),
     "calls of a user": (
         {
             "messages": [
@@ -232,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "messages": [
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}],
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{a"}}],
                 }
             ]
         },
@@ -259,3 +289,139 @@ async def test_a_model_whose_template_knows_no_tools_gets_them_all_the_same() ->
             assert (await ask(url, "POST", PATH, body_of(**fields))).status == 200
         assert (await ask(url, "POST", PATH, {"messages": [*HELLO, called]})).status == 200
         assert (await ask(url, "POST", "/tokenize", {"messages": HELLO, "tools": TOOLS})).status == 200
+
+
+async def test_the_servers_own_truncated_call_is_taken_on_the_next_turn() -> None:
+    engine = engine_of("llama")
+    async with (
+        server_url(engine) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        messages: list[Any] = list(HELLO)
+        cut = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=TOOLS, tool_choice="required", max_tokens=47
+        )
+        (call,) = cut.choices[0].message.tool_calls or []
+        assert call.type == "function" and call.function.arguments == '{"city": "Köl'
+        messages += [cut.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": None}]
+        await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+    calls: Any = engine.messages[1]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == {"city": "Köl"}
+    assert engine.messages[2]["content"] == ""
+
+
+async def test_a_choice_of_allowed_tools_leaves_only_those() -> None:
+    engine = engine_of("hermes")
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    async with (
+        server_url(engine) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        for mode in ("auto", "required"):
+            allowed["allowed_tools"]["mode"] = mode
+            reply = await client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice=allowed
+            )
+            assert reply.choices[0].message.tool_calls is None  # the model has called another one
+    assert len(engine.tools) == 2  # the prompt stays the same, whatever is allowed
+    grammar = engine.requests[-1].grammar
+    assert isinstance(grammar, FakeGrammar)
+    assert set(json.loads(grammar.structure.source)["$defs"]) == {"clock"}
+
+
+CUSTOM: dict[str, Any] = {"type": "custom", "custom": {"name": "sh.run", "description": "a shell"}}
+SCRIPT = 'echo "Köln 🦀"\n\tls\\'
+
+
+def custom(**form: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {**CUSTOM["custom"], "format": {"type": "grammar", "grammar": form}}}
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+async def test_a_custom_tool_is_called_with_text(ascii_only: bool) -> None:
+    call = json.dumps({"name": "sh.run", "arguments": {"input": SCRIPT}}, ensure_ascii=ascii_only)
+    engine = engine_of("hermes", f"<tool_call>\n{call}\n</tool_call>")
+    messages: list[Any] = list(HELLO)
+    async with (
+        server_url(engine) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        tools: Any = [CUSTOM]
+        whole = await client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=tools, stream=True
+        )
+        deltas = [chunk.choices[0].delta.model_dump()["tool_calls"] async for chunk in stream]
+        (called,) = whole.choices[0].message.tool_calls or []
+        assert called.type == "custom" and called.custom.name == "sh.run"
+        assert called.custom.input == SCRIPT
+        messages += [whole.choices[0].message, {"role": "tool", "tool_call_id": called.id, "content": "ok"}]
+        await client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+    streamed = [each[0]["custom"] for each in deltas if each]
+    assert streamed[0] == {"name": "sh.run", "input": ""} and len(streamed) > 5
+    assert "".join(each["input"] for each in streamed) == SCRIPT
+    calls: Any = engine.messages[1]["tool_calls"]
+    assert calls[0]["function"] == {"name": "sh.run", "arguments": {"input": SCRIPT}}
+    shown: Any = engine.tools[0]["function"]
+    assert list(shown["parameters"]["properties"]) == ["input"]
+
+
+async def test_a_custom_tool_s_grammar_is_told_and_kept() -> None:
+    engine = engine_of("hermes", "12 + 3")
+    body = {"messages": HELLO, "tool_choice": {"type": "custom", "custom": {"name": "sh.run"}}}
+    lark = 'start: NUMBER "+" NUMBER'
+    async with server_url(engine) as url:
+        reply = await ask(url, "POST", PATH, {**body, "tools": [custom(syntax="lark", definition=lark)]})
+        assert engine.requests[-1].grammar.structure.source == lark  # type: ignore[union-attr]
+        regex = {**body, "tools": [custom(syntax="regex", definition="[a-z]+")]}
+        assert (await ask(url, "POST", PATH, regex)).status == 200
+    (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "sh.run", "input": "12 + 3"})
+    shown: Any = engine.tools[0]["function"]
+    assert shown["description"] == "a shell\n\nThe input must follow this regular expression:\n[a-z]+"
+    assert '"pattern": "^(?:[a-z]+)$"' in engine.requests[-1].grammar.structure.source  # type: ignore
+
+
+async def test_the_older_fields_and_the_function_role() -> None:
+    engine = engine_of("hermes")
+    functions: Any = [WEATHER["function"], CLOCK["function"]]
+    messages: list[Any] = list(HELLO)
+    async with (
+        server_url(engine) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        whole = await client.chat.completions.create(model=MODEL, messages=messages, functions=functions)
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, functions=functions, stream=True
+        )
+        chunks = [chunk.choices[0] async for chunk in stream]
+        choice = whole.choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
+        assert choice.message.function_call is not None
+        assert json.loads(choice.message.function_call.arguments) == {"city": "Köln"}
+        messages += [choice.message, {"role": "function", "name": "weather", "content": "rain"}]
+        await client.chat.completions.create(
+            model=MODEL, messages=messages, functions=functions, function_call={"name": "weather"}
+        )
+    calls = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert calls[0].name == "weather" and chunks[-1].finish_reason == "function_call"
+    assert json.loads("".join(call.arguments or "" for call in calls)) == {"city": "Köln"}
+    _, assistant, result = engine.messages
+    told: Any = assistant["tool_calls"]
+    assert told[0]["function"] == {"name": "weather", "arguments": {"city": "Köln"}}
+    assert (result["role"], result["content"]) == ("tool", "rain")
+    assert result["tool_call_id"] == told[0]["id"]
+    grammar = engine.requests[-1].grammar
+    assert isinstance(grammar, FakeGrammar)
+    assert set(json.loads(grammar.structure.source)["$defs"]) == {"weather"}
+
+
+async def test_a_function_s_name_may_have_dots() -> None:
+    reply = REPLIES["hermes"].replace("weather", "files.read")
+    tools = [{"type": "function", "function": {"name": "files.read", "parameters": CITY}}]
+    async with server_url(engine_of("hermes", reply)) as url:
+        for choice in ("auto", "required"):
+            body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
+            whole = (await ask(url, "POST", PATH, body)).json()["choices"][0]
+            assert whole["message"]["tool_calls"][0]["function"]["name"] == "files.read"

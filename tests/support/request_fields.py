@@ -92,6 +92,7 @@ _IDS_BAD: tuple[object, ...] = ([-1], [2**21], [10**30], [True], ["1"], [1.5], [
 _FIVE = {"max_completion_tokens": 5}
 _STRUCTURED = "test_structured_output"
 _TOOLS = "test_tools"
+_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")
 
 SAMPLING = (
     _number(
@@ -342,7 +343,6 @@ SCHEDULING = (
             {"num_tokens": "1"},
             {"method": "psychic"},
             {"method": ""},
-            {"length": 1},
         ),
     ),
     RequestField(
@@ -365,7 +365,7 @@ LABELS = (
 
 LATER = (
     *(_elsewhere(name, _STRUCTURED) for name in ("response_format", "structured_outputs")),
-    *(_elsewhere(name, _TOOLS, (CHAT,)) for name in ("tools", "tool_choice", "parallel_tool_calls")),
+    *(_elsewhere(name, _TOOLS, (CHAT,)) for name in _TOOL_FIELDS),
 )
 
 _REASONING = "test_reasoning"
@@ -382,6 +382,13 @@ THINKING = (
         paths=(CHAT,),
         why=_REASONING,
         good=("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+        bad=("", "huge", *NOT_STRINGS),
+    ),
+    RequestField(
+        "verbosity",
+        paths=(CHAT,),
+        why=_REASONING,
+        good=("low", "medium", "high"),
         bad=("", "huge", *NOT_STRINGS),
     ),
     _switch("enable_thinking", paths=(CHAT,), why=_REASONING),
@@ -406,10 +413,7 @@ REFUSED = (
     _refused("documents", [{}], good=([],), paths=(CHAT,)),
     _refused("echo", True, good=(False,), paths=(CHAT,)),
     _refused("modalities", ["audio"], ["text", "audio"], good=(["text"],), paths=(CHAT,)),
-    _refused("functions", [{}], good=([],), paths=(CHAT,)),
-    _refused("function_call", "auto", good=("none",), paths=(CHAT,)),
     _refused("moderation", {}, paths=(CHAT,)),
-    _refused("verbosity", "high", good=("medium",), paths=(CHAT,)),
     _refused("web_search_options", {}, paths=(CHAT,)),
 )  # fmt: skip
 

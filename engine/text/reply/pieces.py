@@ -29,11 +29,12 @@ class ContentText:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins: the `index`-th of its reply, from 0. Its arguments follow."""
+    """A call begins: the `index`-th of its reply, from 0. Its arguments follow; text, if it `is_custom`."""
 
     index: int
     name: str
     id: str = field(default_factory=fresh_call_id)
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class CallArguments:
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class CollectedCall:
     name: str
     arguments: str = ""
     is_whole: bool = False
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -85,8 +88,8 @@ class CollectedReply:
                     reasoning.append(text)
                 case ContentText(text):
                     content.append(text)
-                case CallStart(_, name, call_id):
-                    calls.append(CollectedCall(call_id, name))
+                case CallStart(_, name, call_id, is_custom):
+                    calls.append(CollectedCall(call_id, name, is_custom=is_custom))
                     arguments.append([])
                 case CallArguments(index, text):
                     arguments[index].append(text)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from engine.plan.grammar import CompiledGrammar
-from engine.text.reply.pieces import Piece
+from engine.text.reply.pieces import CallArguments, CallEnd, CallStart, Piece
 from engine.text.reply.reasoning_format import REASONING_FORMATS, ReasoningFormat, find_reasoning
 from engine.text.reply.reasoning_gate import ReasoningGate, ReasoningMarks
 from engine.text.reply.reasoning_place import Phase, Place, ReasoningTrack
 from engine.text.reply.reasoning_reader import read_reasoning
 from engine.text.reply.reply_reader import ReplyReader
-from engine.text.reply.text_feed import Parser, Stage, TextFeed
+from engine.text.reply.text_feed import Parser, Stage, TextFeed, copy_until
 from engine.text.structured_output import StructuredOutput
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_formats import HERMES
@@ -100,7 +100,7 @@ class ReplyFormat:
 
     def forced(self, rules: ToolRules) -> StructuredOutput:
         """The form of a reply that has to call tools, as this model writes calls."""
-        return self.tools.forced(rules)
+        return rules.sole_form or self.tools.forced(rules)
 
     def gate(
         self,
@@ -142,4 +142,14 @@ def _read_reasoning(
 
 
 def _read_calls(tools: ToolFormat, rules: ToolRules, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:
+    if rules.sole_form is not None:
+        return _read_sole_input(rules.callable_tools[0].name, feed, tell)
     return tools.read(feed, CallTeller(rules, tell))
+
+
+def _read_sole_input(name: str, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:
+    """A reply that is the input of a custom tool and nothing else."""
+    tell(CallStart(0, name, is_custom=True))
+    yield from copy_until(feed, (), lambda text: tell(CallArguments(0, text, is_custom=True)))
+    if not feed.cut:
+        tell(CallEnd(0))

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.text.reply.pieces import CallArguments, CallEnd, CallStart, ContentText, Piece
 from engine.text.reply.text_feed import Parser, TextFeed, copy_until
+from engine.text.tools.input_text import InputText
 from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
 
@@ -22,6 +23,7 @@ class CallTeller:
         self._tell = tell
         self._is_told = False  # the call that is open
         self._has_started = False  # any call
+        self._input: InputText | None = None  # of the open call, where its tool is custom
         self.num_calls = 0
 
     def knows(self, name: str) -> bool:
@@ -49,19 +51,28 @@ class CallTeller:
         self._has_started = True
         self._is_told = self._most is None or self.num_calls < self._most
         if self._is_told:
-            self._tell(CallStart(self.num_calls, name))
+            is_custom = self._tools[name].is_custom
+            self._input = InputText() if is_custom else None
+            self._tell(CallStart(self.num_calls, name, is_custom=is_custom))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the open call's arguments."""
+        """More of the open call's arguments, as JSON."""
+        if self._input is not None:
+            text = self._input.feed(text)
+        self._tell_arguments(text)
+
+    def _tell_arguments(self, text: str) -> None:
         if self._is_told and text:
-            self._tell(CallArguments(self.num_calls - 1, text))
+            self._tell(CallArguments(self.num_calls - 1, text, self._input is not None))
 
     def end(self) -> None:
         """The open call is complete."""
+        if self._input is not None:
+            self._tell_arguments(self._input.finish())
         if self._is_told:
             self._tell(CallEnd(self.num_calls - 1))
-        self._is_told = False
+        self._is_told, self._input = False, None
 
     def call(self, name: str, arguments: str) -> None:
         """A whole call."""

@@ -44,7 +44,8 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
     """
     context = context_of(request)
     body = await read_request(request, ChatCompletionRequest, ON_CHAT)
-    shape = ChatShape(body, TokenSpelling.of(context.engine, body), is_named=_is_named(body))
+    spelling = TokenSpelling.of(context.engine, body)
+    shape = ChatShape(body, spelling, is_named=_is_named(body), is_legacy=bool(body.functions))
     reply_id = fresh_id(shape)
     reply = Reply(context, body, shape, reply_id)
     return reply, await open_chat_body(request, body, reply_id)
@@ -84,7 +85,8 @@ async def open_chat_body(
 
 
 def _is_named(body: ChatCompletionRequest) -> bool:
-    return body.tool_choice is not None and body.tool_choice.name is not None
+    choice = body.tool_choice or body.function_call
+    return choice is not None and choice.name is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class ChatShape:
     body: ChatCompletionRequest
     spelling: TokenSpelling
     is_named: bool = False  # the one tool that has to be called is
+    is_legacy: bool = False  # calls are told in the older field
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -120,7 +123,8 @@ class ChatShape:
         """What the message grows by: nothing, while the text may yet be part of a mark."""
         assert choice.reader is not None
         ended = delta.finish is not None
-        return deltas_of(choice.reader.read(delta.text, ended=ended, cut=choice.is_cut))
+        pieces = choice.reader.read(delta.text, ended=ended, cut=choice.is_cut)
+        return deltas_of(pieces, is_legacy=self.is_legacy)
 
     def _chunk(
         self, choice: Choice, message: dict[str, object], delta: OutputDelta | None = None
@@ -142,7 +146,7 @@ class ChatShape:
         whole = reader.whole("".join(output.text), cut=choice.is_cut)
         entry = {
             "index": choice.index,
-            "message": message_of(whole, thinks=reader.thinks),
+            "message": message_of(whole, thinks=reader.thinks, is_legacy=self.is_legacy),
             "logprobs": self._logprobs(output.logprobs),
             **self._ending(choice),
         }
@@ -174,5 +178,5 @@ class ChatShape:
         fields = finish_fields(choice)
         has_calls = choice.reader is not None and choice.reader.has_calls
         if has_calls and not self.is_named and fields["finish_reason"] == "stop":
-            fields["finish_reason"] = "tool_calls"
+            fields["finish_reason"] = "function_call" if self.is_legacy else "tool_calls"
         return fields

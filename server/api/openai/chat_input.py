@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import ContextLengthExceeded, Engine, InvalidRequest, ReplyFormat, ToolRules
 from server.api.openai.protocol import ChatCompletionRequest, ChatMessage
+from server.api.openai.protocol_tools import ToolCall
 from server.http.errors import invalid
 
 # What the templates of gpt-oss know; others take no word, or any.
@@ -74,6 +75,8 @@ def template_options(body: ChatCompletionRequest, form: ReplyFormat) -> dict[str
         has_levels = form.reasoning is not None and form.reasoning.has_channels
         options["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort) if has_levels else effort
         thinks = effort != "none" if thinks is None else thinks
+    if body.verbosity is not None:
+        options["verbosity"] = body.verbosity
     if thinks is not None:  # templates know either name
         options.update(enable_thinking=thinks, thinking=thinks)
     return options
@@ -86,14 +89,31 @@ def may_think(options: Mapping[str, object]) -> bool:
 
 def messages_for_template(messages: Sequence[ChatMessage], form: ReplyFormat) -> list[dict[str, object]]:
     """What the chat template sees of a conversation. Raises ApiError for what it could not be shown."""
-    return [_message(i, message, form) for i, message in enumerate(messages)]
+    shown = (_message(i, message, form) for i, message in enumerate(messages))
+    return _with_older_calls(messages, shown, form)
+
+
+def _with_older_calls(
+    messages: Sequence[ChatMessage], shown: Iterable[dict[str, object]], form: ReplyFormat
+) -> list[dict[str, object]]:
+    """The same with calls and results of the older kind as the newer one, with ids from their place."""
+    found, call_id = [], form.tools.shown_id("call_function_0")
+    for i, (message, entry) in enumerate(zip(messages, shown, strict=True)):
+        if message.function_call is not None and message.role == "assistant":
+            call_id = form.tools.shown_id(f"call_function_{i}")
+            call = ToolCall(function=message.function_call, id=call_id)
+            entry["tool_calls"] = [call.for_template()]
+        elif message.role == "function":
+            entry |= {"role": "tool", "tool_call_id": call_id}
+        found.append(entry)
+    return found
 
 
 def _message(index: int, message: ChatMessage, form: ReplyFormat) -> dict[str, object]:
     if message.tool_calls and message.role != "assistant":
         name = f"messages[{index}].tool_calls"
         raise invalid(f"'{name}' is out of place: only an assistant's message may have calls.", name)
-    if message.content is None and message.role not in ("assistant", "tool"):
+    if message.content is None and message.role not in ("assistant", "tool", "function"):
         name = f"messages[{index}].content"
         raise invalid(f"'{name}' is missing: only an assistant's or a tool's message may have none.", name)
     if message.role == "tool" and not message.tool_call_id:

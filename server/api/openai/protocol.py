@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from server.api.openai.protocol_structure import ResponseFormat, StructuredOutputs
-from server.api.openai.protocol_tools import Choice, ToolCalls, Tools
+from server.api.openai.protocol_tools import CalledFunction, Choice, FunctionCall, Functions, ToolCalls, Tools
 from server.api.openai.protocol_values import (
     BodyPart,
     Content,
@@ -38,6 +38,7 @@ from server.api.openai.protocol_values import (
     TopK,
     TopP,
     Truncation,
+    Verbosity,
     Words,
 )
 
@@ -49,6 +50,8 @@ _MAX_KEPT_CHARS = 128
 class StreamOptions(BodyPart):
     """What a stream carries beside text. OpenAI's `include_obfuscation` is accepted and has no effect."""
 
+    unread: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
     """Add a last chunk without choices that carries `usage` and `metrics`."""
     continuous_usage_stats: bool | None = None
@@ -57,8 +60,6 @@ class StreamOptions(BodyPart):
 
 class Speculation(BodyPart):
     """How a request is drafted for, within what the server has; it changes the speed, never the text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     method: Label | None = None
     """Who drafts: `auto`, or one of the methods that this server has."""
@@ -70,8 +71,6 @@ class Speculation(BodyPart):
 
 class Prediction(BodyPart):
     """OpenAI's predicted output: text that the reply will probably repeat, to draft from."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["content"]
     """Always `content`."""
@@ -270,8 +269,11 @@ class CompletionRequest(GenerationBody):
 class ChatMessage(BodyPart):
     """One message of a conversation; what clients send back of our own replies is accepted and not read."""
 
+    unread: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "audio", "parsed"})
+
     role: Role
-    """Who speaks. `developer` is another name for `system`; `tool` brings the result of a call."""
+    """Who speaks. `developer` is another name for `system`; `tool` brings the result of a call, `function`
+    that of the older kind."""
     content: Content = None
     """The text: a string, or text parts, which are joined by newlines. Only an assistant's may be missing."""
     name: str | None = None
@@ -280,6 +282,8 @@ class ChatMessage(BodyPart):
     """The id of the call that a message with role `tool` answers."""
     tool_calls: ToolCalls | None = None
     """The calls that an assistant's earlier message made."""
+    function_call: CalledFunction | None = None
+    """The same, of the older kind: one, without an id."""
     reasoning_content: str | None = None
     """What the assistant thought before its earlier message, for templates that show it."""
     reasoning: str | None = None
@@ -323,12 +327,16 @@ class ChatCompletionRequest(GenerationBody):
     thinking_token_budget: Count | None = None
     """Most tokens to think; then the reasoning is ended. Left out: no limit but that of the reply."""
     tool_choice: Choice | None = None
-    """Whether the model calls tools: `none`, `auto` (as it likes), `required` (at least one), or one function
-    by name. Left out: `auto` with tools."""
+    """Whether the model calls tools: `none`, `auto` (as it likes), `required` (at least one), one by name, or
+    some that alone may be called. Left out: `auto` with tools."""
     tools: Tools | None = None
-    """The functions that the model may call."""
-    verbosity: Any = None
-    """How much a model writes. Only `medium` is supported."""
+    """The functions, and the tools that take text, that the model may call."""
+    functions: Functions | None = None
+    """The older name of `tools`: functions alone."""
+    function_call: FunctionCall | None = None
+    """The older name of `tool_choice`: `none`, `auto`, or one of `functions` by name."""
+    verbosity: Verbosity | None = None
+    """How much a model writes, for templates that read `verbosity`."""
     web_search_options: Any = None
     """Options of OpenAI's web search. Not supported."""
 

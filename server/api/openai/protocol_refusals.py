@@ -47,8 +47,6 @@ ON_CHAT: Mapping[str, Refusal] = {
     **ON_BOTH,
     **dict(
         (
-            _never("functions", [], hint=": use 'tools'"),
-            _never("function_call", "none", hint=": use 'tool_choice'"),
             _never("add_generation_prompt", True),
             _never("audio"),
             _never("chat_template", hint=": the server's own template is used"),
@@ -57,7 +55,6 @@ ON_CHAT: Mapping[str, Refusal] = {
             _never("echo", False),
             _never("modalities", ["text"]),
             _never("moderation"),
-            _never("verbosity", "medium"),
             _never("web_search_options"),
         )
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, BodyPart, Label, check_num_values
 
@@ -26,8 +26,6 @@ SchemaOrText = Annotated[dict[str, Any] | str | None, AfterValidator(check_schem
 class JsonSchemaFormat(BodyPart):
     """OpenAI's named schema. It is kept to whatever `strict` says; the texts around it are not read."""
 
-    model_config = ConfigDict(extra="forbid")
-
     name: Label
     """A name for the schema. It is not read."""
     description: str | None = None
@@ -35,24 +33,25 @@ class JsonSchemaFormat(BodyPart):
     json_schema: Schema = Field(None, alias="schema")
     """The JSON schema that the reply follows."""
     strict: bool | None = None
-    """Accepted, without effect: the reply follows the schema either way."""
+    """Close the objects of the schema to keys that it does not name, unless it says what they may be. The
+    reply follows the schema either way."""
 
 
 class ResponseFormat(BodyPart):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["text", "json_object", "json_schema"]
     """`text` is any text, `json_object` any JSON object, `json_schema` JSON that follows a schema."""
     json_schema: JsonSchemaFormat | None = None
     """The schema, for `json_schema`."""
+    object_schema: Schema = Field(None, alias="schema")
+    """A schema for `json_object`, as some other servers take it."""
+    value: Schema = None
+    """Another name for `schema`."""
 
 
 class StructuredOutputs(BodyPart):
     """vLLM's `structured_outputs`: one of its fields says what the whole reply must be."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schema_or_text: SchemaOrText = Field(None, alias="json")
     """A JSON schema, as an object or as its text."""

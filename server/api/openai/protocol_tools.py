@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
 from pydantic_core import from_json
 
-from engine import NO_PARAMETERS, ToolChoice, ToolSpec
+from engine import INPUT_KEY, NO_PARAMETERS, StructuredOutput, StructureKind, ToolChoice, ToolSpec
 from server.api.openai.protocol_values import (
     MAX_SCHEMA_CHARS,
     BodyPart,
@@ -19,29 +20,63 @@ from server.api.openai.protocol_values import (
 )
 from server.http.json_body import find_too_many
 
+T = TypeVar("T")
+
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_SCHEMA_DEPTH = 64
 MAX_DESCRIPTION = 16_384
 
-_NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+_NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
 
 
 def check_tool_choice(value: object) -> ToolChoice:
-    """OpenAI's three words, or an object that names a function."""
+    """OpenAI's three words, or an object that names a tool, or several that alone may be called."""
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"))
+    name = _tool_name(value)
+    if name is None:
         refuse("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '...'}}")
+    return ToolChoice("required", name)
+
+
+def _tool_name(value: object) -> str | None:
+    """The name in `{"type": "function", "function": {"name": ...}}`, or in the same of a custom tool."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in ("function", "custom"):
+        return None
+    about = value.get(kind)
+    name = about.get("name") if isinstance(about, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _allowed_tools(value: object) -> ToolChoice:
+    mode = value.get("mode") if isinstance(value, dict) else None
+    tools = value.get("tools") if isinstance(value, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        refuse("must have 'allowed_tools' with a 'mode' of 'auto' or 'required' and a list of 'tools'")
+    names = [_tool_name(each) for each in tools]
+    if len(names) > MAX_TOOLS or None in names:
+        refuse(f"must allow at most {MAX_TOOLS} tools, each by its type and name")
+    return ToolChoice(mode, allowed=frozenset(name for name in names if name is not None))
+
+
+def check_function_call(value: object) -> ToolChoice:
+    """The older choice: a word, or an object that names a function."""
+    if value in ("none", "auto"):
+        return ToolChoice(value)
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        refuse("must be 'none', 'auto' or {'name': '...'}")
     return ToolChoice("required", name)
 
 
 def check_function_name(value: str) -> str:
     """A name that every model can write."""
     if re.fullmatch(_NAME_PATTERN, value) is None:
-        refuse("must have 1 to 64 letters, digits, '_' and '-' only")
+        refuse("must have 1 to 64 letters, digits, '_', '-' and '.' only")
     return value
 
 
@@ -63,13 +98,17 @@ def check_parameters(value: object) -> dict[str, Any]:
 
 
 def check_arguments(value: object) -> dict[str, Any]:
-    """The arguments of an earlier call: the text of a JSON object; none at all is an empty one."""
+    """The arguments of an earlier call: the text of a JSON object; none at all is an empty one.
+
+    Of a call that the end of its reply cut short they are as much as there is.
+    """
     if not isinstance(value, str):
         refuse("must be a string that holds a JSON object")
     if (too_many := find_too_many(value.encode("utf-8", "replace"))) is not None:
         refuse(f"holds {too_many}")
     try:
-        arguments = from_json(value, allow_inf_nan=False) if value.strip() else {}
+        text = value if value.strip() else "{}"
+        arguments = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:
         refuse("must be a string that holds a JSON object; it is not valid JSON")
     if not isinstance(arguments, dict):
@@ -77,21 +116,59 @@ def check_arguments(value: object) -> dict[str, Any]:
     return arguments
 
 
+def _named_schema(kind: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"const": kind, "description": f"Always `{kind}`."},
+            kind: {
+                "type": "object",
+                "description": "The tool that the reply must call.",
+                "properties": {"name": {"type": "string", "description": "One of `tools`."}},
+                "required": ["name"],
+            },
+        },
+        "required": ["type", kind],
+    }
+
+
+_NAMED_SCHEMAS = [_named_schema("function"), _named_schema("custom")]
+_ALLOWED_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "The tools that alone may be called.",
+    "properties": {
+        "mode": {"enum": ["auto", "required"], "description": "Whether one of them must be called."},
+        "tools": {
+            "type": "array",
+            "description": "Their types and names.",
+            "items": {"anyOf": _NAMED_SCHEMAS},
+            "minItems": 1,
+            "maxItems": MAX_TOOLS,
+        },
+    },
+    "required": ["mode", "tools"],
+}
 _CHOICE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
+        *_NAMED_SCHEMAS,
         {
             "type": "object",
             "properties": {
-                "type": {"const": "function", "description": "Always `function`."},
-                "function": {
-                    "type": "object",
-                    "description": "The function that the reply must call.",
-                    "properties": {"name": {"type": "string", "description": "One of `tools`."}},
-                    "required": ["name"],
-                },
+                "type": {"const": "allowed_tools", "description": "Always `allowed_tools`."},
+                "allowed_tools": _ALLOWED_SCHEMA,
             },
-            "required": ["type", "function"],
+            "required": ["type", "allowed_tools"],
+        },
+    ]
+}
+_FUNCTION_CALL_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto"]},
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "description": "One of `functions`."}},
+            "required": ["name"],
         },
     ]
 }
@@ -114,51 +191,133 @@ def _described(schema: dict[str, Any]) -> Any:
 
 FunctionName = Annotated[str, AfterValidator(check_function_name), _described({"pattern": _NAME_PATTERN})]
 Choice = Annotated[ToolChoice, PlainValidator(check_tool_choice, Any), _described(_CHOICE_SCHEMA)]
+FunctionCall = Annotated[
+    ToolChoice, PlainValidator(check_function_call, Any), _described(_FUNCTION_CALL_SCHEMA)
+]
 Parameters = Annotated[dict[str, Any], PlainValidator(check_parameters, Any), _described(_PARAMETERS_SCHEMA)]
 Arguments = Annotated[dict[str, Any], PlainValidator(check_arguments, Any), _described(_ARGUMENTS_SCHEMA)]
+
+
+def _needed_for(kind: str) -> AfterValidator:
+    """Refuse an object of this type that lacks the field."""
+
+    def check(value: T, info: ValidationInfo) -> T:
+        if value is None and info.data.get("type") == kind:
+            refuse(f"is missing: the type is '{kind}'")
+        return value
+
+    return AfterValidator(check)
 
 
 class FunctionDefinition(BodyPart):
     """A function that the model may call."""
 
     name: FunctionName
-    """The function's name: letters, digits, `_` and `-`."""
+    """The function's name: letters, digits, `_`, `-` and `.`."""
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
     """What the function does; the model reads it."""
     parameters: Parameters | None = None
     """The JSON schema of its arguments, an object. Left out: it takes none."""
     strict: bool | None = None
-    """Whether all calls match `parameters`, those that the model makes of its own accord, too."""
+    """Whether calls that the model makes of its own accord match `parameters` as forced ones do, and have no
+    keys that it does not name. Of a model that writes calls as JSON behind a mark; of others only forced
+    calls match."""
+
+    def spec(self) -> ToolSpec:
+        """The function in the engine's words."""
+        return ToolSpec(self.name, self.description, self.parameters, bool(self.strict))
+
+
+class InputGrammar(BodyPart):
+    """A grammar in one of two notations."""
+
+    syntax: Literal["lark", "regex"]
+    """Lark's notation, or a regular expression."""
+    definition: Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_CHARS)]
+    """The grammar itself."""
+
+
+class InputFormat(BodyPart):
+    """What the input of a custom tool is: any text, or text by a grammar."""
+
+    type: Literal["text", "grammar"]
+    """`text` is any text."""
+    grammar: Annotated[InputGrammar | None, _needed_for("grammar")] = Field(None, validate_default=True)
+    """The grammar, for `grammar`."""
+
+
+class CustomDefinition(BodyPart):
+    """A tool whose input is text."""
+
+    name: FunctionName
+    """The tool's name: letters, digits, `_`, `-` and `.`."""
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    """What the tool does; the model reads it."""
+    format: InputFormat | None = None
+    """What its input is. Left out: any text."""
+
+    def spec(self) -> ToolSpec:
+        """The tool in the engine's words."""
+        form, given = None, self.format
+        grammar = given.grammar if given is not None and given.type == "grammar" else None
+        if grammar is not None:
+            kind: StructureKind = "regex" if grammar.syntax == "regex" else "grammar"
+            form = StructuredOutput(kind, grammar.definition, param="tools")
+        return ToolSpec(self.name, self.description, is_custom=True, form=form)
 
 
 class Tool(BodyPart):
     """One entry of `tools`."""
 
-    type: Literal["function"]
-    """Always `function`."""
-    function: FunctionDefinition
-    """The function."""
+    type: Literal["function", "custom"]
+    """`function` takes arguments, `custom` takes text."""
+    function: Annotated[FunctionDefinition | None, _needed_for("function")] = Field(
+        None, validate_default=True
+    )
+    """The function, for `function`."""
+    custom: Annotated[CustomDefinition | None, _needed_for("custom")] = Field(None, validate_default=True)
+    """The tool, for `custom`."""
+
+    @property
+    def definition(self) -> FunctionDefinition | CustomDefinition:
+        """Whichever it is."""
+        found = self.function if self.type == "function" else self.custom
+        assert found is not None
+        return found
 
     def spec(self) -> ToolSpec:
         """The tool in the engine's words."""
-        function = self.function
-        return ToolSpec(function.name, function.description, function.parameters, bool(function.strict))
+        return self.definition.spec()
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Every name once."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        refuse(f"has more than one function named '{twice}'")
 
 
 def check_tools(tools: list[Tool]) -> list[Tool]:
     """Every name once."""
-    names = [tool.function.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        refuse(f"has more than one function named '{twice}'")
+    check_names([tool.definition.name for tool in tools])
     return tools
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools)]
+def check_functions(functions: list[FunctionDefinition]) -> list[FunctionDefinition]:
+    """Every name once."""
+    check_names([function.name for function in functions])
+    return functions
+
+
+_MANY = Field(max_length=MAX_TOOLS, fail_fast=True)
+Tools = Annotated[list[Tool], _MANY, AfterValidator(check_tools)]
+Functions = Annotated[list[FunctionDefinition], _MANY, AfterValidator(check_functions)]
 
 
 class CalledFunction(BodyPart):
     """What an earlier message called, with what."""
+
+    unread: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     """The function that was called."""
@@ -166,21 +325,38 @@ class CalledFunction(BodyPart):
     """The arguments it was called with: the text of a JSON object."""
 
 
+class CalledCustom(BodyPart):
+    """Which custom tool an earlier message called, with what."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """The tool that was called."""
+    input: str
+    """The text it was called with."""
+
+
 class ToolCall(BodyPart):
     """A call in an earlier message of the assistant."""
 
+    unread: ClassVar[frozenset[str]] = frozenset({"index"})
+
     id: str | None = None
     """The call's id, which a `tool` message answers."""
-    type: Literal["function"] = "function"
-    """Always `function`."""
-    function: CalledFunction
-    """What was called, with what."""
+    type: Literal["function", "custom"] = "function"
+    """The kind of tool that was called."""
+    function: Annotated[CalledFunction | None, _needed_for("function")] = Field(None, validate_default=True)
+    """What was called, with what, for `function`."""
+    custom: Annotated[CalledCustom | None, _needed_for("custom")] = Field(None, validate_default=True)
+    """What was called, with what, for `custom`."""
 
     def for_template(self) -> dict[str, object]:
-        """As chat templates expect it: with the arguments as an object, not as text."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
+        """As chat templates expect it: a function, with the arguments as an object, not as text."""
+        if self.type == "custom" and self.custom is not None:
+            called, arguments = self.custom.name, {INPUT_KEY: self.custom.input}
+        else:
+            assert self.function is not None
+            called, arguments = self.function.name, self.function.arguments
         own_id = {} if self.id is None else {"id": self.id}
-        return {**own_id, "type": "function", "function": function}
+        return {**own_id, "type": "function", "function": {"name": called, "arguments": arguments}}
 
 
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)]

@@ -6,7 +6,7 @@ A bool or a string is never a number, and no check reads more of a list than it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -35,6 +35,8 @@ class BodyPart(BaseModel):
     """An object in a request body: strictly typed. The docstring below a field is its public description."""
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+    unread: ClassVar[frozenset[str]] = frozenset()  # known fields that are accepted and not read
 
 
 def refuse(message: str) -> NoReturn:
@@ -271,4 +273,5 @@ Label = Annotated[
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_options)]
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Verbosity = Literal["low", "medium", "high"]

@@ -148,7 +148,7 @@ def choose(body: ResponsesRequest, tools: ToolSet) -> tuple[list[Tool], ChatChoi
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         names = {_choice_name(each, tools) for each in choice.tools}
-        allowed = [tool for tool in tools.functions if tool.function.name in names]
+        allowed = [tool for tool in tools.functions if tool.definition.name in names]
         return allowed, ChatChoice(choice.mode) if allowed else None
     if isinstance(choice, NamedTool):
         return tools.functions, ChatChoice("required", _choice_name(choice.model_dump(), tools))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine.text.grammar_compiler import GrammarCompiler
+from engine.text.token_bytes import TokenBytes
 from engine.text.tokenizer import Tokenizer
 
 BOS, EOS, IM_START, IM_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
@@ -142,3 +146,17 @@ def load(kind: str) -> Tokenizer:
     """The engine's tokenizer of one kind in `BACKENDS`; shared, since nothing writes to it."""
     with tempfile.TemporaryDirectory() as directory:
         return Tokenizer(save(BACKENDS[kind](), Path(directory)))
+
+
+class ByteTokens:
+    """A vocabulary of the 256 bytes, as a GrammarCompiler reads it."""
+
+    special_tokens: Mapping[str, int] = MappingProxyType({})
+
+    def table(self, skip_special_tokens: bool) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)]
+
+
+def byte_compiler() -> GrammarCompiler:
+    """Compiles for the 256 bytes."""
+    return GrammarCompiler(cast(TokenBytes, ByteTokens()), 256, frozenset())
