@@ -13,7 +13,11 @@ REASONING_PARSERS = (
     *("granite33", "hunyuan-a13b", "kimi-k2", "kimi-vl", "magistral", "minimax-m2", "nemotron", "olmo3"),
     *("qwen3", "seed-oss", "smollm3"),
 )
-TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral")
+TOOL_CALL_PARSERS = (
+    *("deepseek-v3", "deepseek-v31", "functiongemma", "gemma3", "gemma4", "glm45", "gpt-oss", "granite"),
+    *("hermes", "kimi-k2", "lfm2", "llama3", "llama4", "minimax-m2", "mistral", "mistral-named"),
+    *("nemotron", "phi4-mini", "qwen3-coder", "seed-oss"),
+)
 
 
 def _known_name(value: str, *allowed: str) -> str:

@@ -11,7 +11,12 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from engine.errors import InvalidRequest, StartRefused
 from engine.text.template_sandbox import TemplateSandbox
-from engine.text.tools.plain_template import mentions_tools, plain_messages, without_system
+from engine.text.tools.plain_template import (
+    mentions_tools,
+    plain_messages,
+    with_quoted_arguments,
+    without_system,
+)
 
 _MAX_REASON_CHARS = 100
 _PROBE = ({"role": "user", "content": "Hello"},)
@@ -72,7 +77,7 @@ class ChatTemplate:
         try:
             if self._tool_template is None and (tools or mentions_tools(messages)):
                 return self._apply_plain(plain_messages(messages, tools), options)
-            return self._apply(messages, tools, options)
+            return self._apply_any_arguments(messages, tools, options)
         except SecurityError as error:
             raise InvalidRequest("the chat template was stopped by its sandbox", param="messages") from error
         except TemplateError as error:
@@ -81,6 +86,20 @@ class ChatTemplate:
         except Exception as error:  # templates run any expression: whatever they raise is about this input
             reason = f"the chat template cannot render these messages ({type(error).__name__})"
             raise InvalidRequest(reason, param="messages") from error
+
+    def _apply_any_arguments(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+    ) -> str:
+        """With the arguments of calls as objects; as text for a template that joins them to other text."""
+        try:
+            return self._apply(messages, tools, options)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return self._apply([with_quoted_arguments(message) for message in messages], tools, options)
 
     def _apply_plain(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
         """Tools as text, for a template that knows none; some templates know no system message either."""

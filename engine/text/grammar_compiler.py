@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
@@ -148,8 +149,13 @@ class _Vocabulary:
 
 def _digest(structure: StructuredOutput) -> bytes:
     """Of what a refusal depends on."""
-    described = repr((structure.kind, structure.frame, structure.source))
+    described = repr(_without_param(structure))
     return sha256(described.encode("utf-8", "surrogatepass")).digest()
+
+
+def _without_param(structure: StructuredOutput) -> StructuredOutput:
+    other = structure.otherwise
+    return replace(structure, param=None, otherwise=None if other is None else _without_param(other))
 
 
 def _remember(cache: OrderedDict[K, V], key: K, value: V, size: int) -> None:

@@ -23,31 +23,48 @@ def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int])
 
     Raises ValueError, with a reason to show, for a source that is too large or not valid.
     """
-    check_size(structure.source)
-    match structure.kind:
+    if structure.kind == "grammar":
+        check_size(structure.source)
+        if structure.lead or structure.otherwise is not None:
+            raise ValueError("a grammar stands alone")
+        return _OPTIONS + _lark(structure.source)
+    forms = [structure] if structure.otherwise is None else [structure, structure.otherwise]
+    names = [f"form{index}" for index in range(len(forms))]
+    rules = [_rules(name, form, special_tokens) for name, form in zip(names, forms, strict=True)]
+    lead = _literal(structure.lead, special_tokens)
+    return "\n".join((f"{_OPTIONS}start: {lead} ({' | '.join(names)})", *rules))
+
+
+def _rules(name: str, form: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """The rules of one form; the first is `name`."""
+    check_size(form.source)
+    match form.kind:
         case "json_object":
-            return _json({"type": "object"}, structure.frame, special_tokens)
+            return _json(name, {"type": "object"}, form.frame, special_tokens)
         case "json_schema":
-            return _json(_schema(structure.source), structure.frame, special_tokens)
+            return _json(name, _schema(form.source), form.frame, special_tokens)
         case "regex":
-            return _regex(structure.source)
+            return _regex(name, form.source)
         case "choice":
-            return _choice(structure.source)
+            return _choice(name, form.source)
         case "grammar":
-            return _OPTIONS + _lark(structure.source)
+            raise ValueError("a grammar stands alone: no tool may be called beside it")
 
 
-def _json(schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]) -> str:
+def _json(
+    name: str, schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]
+) -> str:
     escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
     options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
     value = "%json " + json.dumps({**schema, "x-guidance": options})
     if frame is None:
-        return f"{_OPTIONS}start: {value}"
+        return f"{name}: {value}"
     before, after, between = (
         _literal(text, special_tokens) for text in (frame.before, frame.after, frame.between)
     )
-    more = f"({between} part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
-    return f"{_OPTIONS}start: part {more}\npart: {before} value {after}\nvalue: {value}"
+    more = f"({between} {name}_part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
+    part = f"{name}_part: {before} {name}_value {after}"
+    return f"{name}: {name}_part {more}\n{part}\n{name}_value: {value}"
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
@@ -74,17 +91,18 @@ def _schema(source: str) -> dict[str, object]:
     return schema
 
 
-def _regex(source: str) -> str:
+def _regex(name: str, source: str) -> str:
     from llguidance import LLMatcher
 
     check_pattern(source)
     grammar = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
-    return _OPTIONS + str(grammar)
+    return name + str(grammar).removeprefix("start")
 
 
-def _choice(source: str) -> str:
+def _choice(name: str, source: str) -> str:
     choices = json.loads(source)
-    return f"{_OPTIONS}start: CHOICE\nCHOICE: /{'|'.join(map(_escaped, choices))}/"
+    terminal = f"{name.upper()}_CHOICE"
+    return f"{name}: {terminal}\n{terminal}: /{'|'.join(map(_escaped, choices))}/"
 
 
 def _escaped(text: str) -> str:

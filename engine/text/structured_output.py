@@ -29,9 +29,14 @@ class StructuredOutput:
     `source` is empty for a `json_object` (any JSON object); the text of a JSON schema; a regular expression
     that the whole reply matches; a JSON list of strings, one of which it is; or a grammar, as Lark or as EBNF
     (`root ::= ...`). Only JSON may have a `frame`. `param` names the request's field in refusals.
+
+    `otherwise` is what it may be instead; a reply of either begins with the text `lead`. A grammar has
+    neither, and is none of two forms.
     """
 
     kind: StructureKind
     source: str = ""
     frame: Frame | None = None
     param: str | None = field(default=None, compare=False)
+    otherwise: StructuredOutput | None = None
+    lead: str = ""

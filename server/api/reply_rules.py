@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine import CompiledGrammar, Engine, ReplyReader, StructuredOutput, ToolRules
+from server.http.errors import invalid
+
+_UNKNOWN_CALLS = (
+    "The model's chat template has tool calls written in a way that is not known here: --tool-call-parser "
+    "names one, and 'tool_choice' can force a call."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,23 +19,34 @@ class ReplyRules:
     """What may be thought and called. `tools` None: no tool may be called, so nothing is read as a call.
 
     `thinking_budget` is the most tokens of reasoning; None for no limit. With `may_think` False there is
-    none, even where the chat template cannot be told so.
+    none, even where the chat template cannot be told so. `has_form`: a grammar holds for what is said.
     """
 
     tools: ToolRules | None = None
     thinking_budget: int | None = None
     may_think: bool = True
+    has_form: bool = False
 
     @property
     def budget(self) -> int | None:
         """Tokens of reasoning that are left to a reply; None for no limit."""
         return self.thinking_budget if self.may_think else 0
 
-    def structure(self, engine: Engine) -> StructuredOutput | None:
-        """The form of a reply that has to call something; None where it need not."""
-        if self.tools is None or not self.tools.choice.is_forced:
-            return None
-        return engine.reply_format.forced(self.tools)
+    def structure(self, engine: Engine, form: StructuredOutput | None) -> StructuredOutput | None:
+        """The form of a reply whose content has to have `form`, and that may or must call something.
+
+        None for a reply that may be anything. Raises ApiError where calls could not be told from text.
+        """
+        reply_format = engine.reply_format
+        if self.tools is None:
+            return None if form is None else reply_format.led(form)
+        if self.tools.choice.is_forced:
+            return reply_format.forced(self.tools)
+        if form is not None:
+            return reply_format.either(self.tools, form)
+        if not reply_format.knows_calls:
+            raise invalid(_UNKNOWN_CALLS, "tools")
+        return None
 
     def shown_special_ids(self, engine: Engine) -> frozenset[int]:
         """Special tokens that a reader of these replies has to see as text."""
@@ -44,4 +61,4 @@ class ReplyRules:
 
     def reader(self, engine: Engine, prompt_token_ids: Sequence[int]) -> ReplyReader:
         """For one reply to this prompt."""
-        return engine.reply_format.reader(prompt_token_ids, self.tools)
+        return engine.reply_format.reader(prompt_token_ids, self.tools, has_form=self.has_form)

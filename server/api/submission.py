@@ -82,6 +82,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
     structure = _structure(submission, engine)
+    rules = None if submission.rules is None else replace(submission.rules, has_form=structure is not None)
     num_requests = submission.num_prompts * body.num_choices
     _check_queueable(submission, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests):
@@ -98,7 +99,6 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
             size = reply_size(body, _reply_parts(requests, body.num_choices, engine.info.max_model_len))
             check_reply_size(size)
             lease.hold(lease.num_bytes + size.held_bytes)
-            rules = submission.rules
             readers = [
                 None if rules is None else rules.reader(engine, prompt.token_ids) for prompt, _ in requests
             ]
@@ -131,8 +131,8 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
 
 def _structure(submission: Submission, engine: Engine) -> StructuredOutput | None:
     """The form that every choice must have, for its calls or its content; None if there is none."""
-    calls = None if submission.rules is None else submission.rules.structure(engine)
-    return calls or read_structure(submission.body)
+    form = read_structure(submission.body)
+    return form if submission.rules is None else submission.rules.structure(engine, form)
 
 
 def _check_queueable(submission: Submission, num_requests: int, limit: int) -> None:

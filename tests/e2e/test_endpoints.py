@@ -177,7 +177,13 @@ async def test_unknown_fields_inside_of_known_ones_are_treated_alike(
 
 async def test_what_clients_send_back_of_a_reply_is_no_unknown_field() -> None:
     call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None}
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+    }
     messages = [{"role": "user", "content": "a"}, {**said, "function_call": None, "tool_calls": [call]}]
     async with server_url(FakeEngine()) as url:
         reply = await ask(url, "POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 1})

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine import StructuredOutput
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import ask, events_of
 from tests.support import tool_templates
@@ -415,6 +416,49 @@ async def test_the_older_fields_and_the_function_role() -> None:
     grammar = engine.requests[-1].grammar
     assert isinstance(grammar, FakeGrammar)
     assert set(json.loads(grammar.structure.source)["$defs"]) == {"weather"}
+
+
+async def test_a_template_in_an_unknown_format_is_refused_by_name_and_can_be_forced() -> None:
+    engine = FakeEngine(
+        tool_template="{{ tools }}<function_call>", reply=REPLIES["hermes"], max_model_len=4096
+    )
+    async with server_url(engine) as url:
+        refused = await ask(url, "POST", PATH, body_of())
+        forced = await ask(url, "POST", PATH, body_of(tool_choice="required"))
+        never = await ask(url, "POST", PATH, body_of(tool_choice="none"))
+    error = refused.json()["error"]
+    assert (refused.status, error["param"]) == (400, "tools") and "--tool-call-parser" in error["message"]
+    assert forced.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert never.status == 200
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [(REPLIES["hermes"], None, 1), ('{"city": "Rome"}', '{"city": "Rome"}', 0)],
+)
+async def test_a_form_and_tools_make_a_call_or_an_answer_of_the_form(
+    reply: str, content: str | None, calls: int
+) -> None:
+    engine = engine_of("hermes", reply)
+    async with (
+        server_url(engine) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        messages: Any = HELLO
+        form: Any = FORM
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=TOOLS, response_format=form
+        )
+    assert whole.choices[0].message.content == content
+    assert len(whole.choices[0].message.tool_calls or []) == calls
+    grammar = engine.requests[-1].grammar
+    assert isinstance(grammar, FakeGrammar)
+    structure = grammar.structure
+    assert structure.frame is not None and set(json.loads(structure.source)["$defs"]) == {"weather", "clock"}
+    assert structure.otherwise == StructuredOutput("json_schema", json.dumps(CITY))
 
 
 async def test_a_function_s_name_may_have_dots() -> None:

@@ -18,6 +18,7 @@ from engine import (
     Engine,
     FinishReason,
     GenerationRequest,
+    ReplyFormat,
     SamplingParams,
     SpeculationOptions,
     StructuredOutput,
@@ -50,6 +51,7 @@ FORMS: dict[str, StructuredOutput | ToolRules | None] = {
     "schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
     "choice": StructuredOutput("choice", '["yes", "no"]'),
     "call": ToolRules([ToolSpec("go", parameters=SCHEMA), ToolSpec("halt")], ToolChoice("required"), False),
+    "call or schema": ToolRules([ToolSpec("go", parameters=SCHEMA), ToolSpec("halt")], is_parallel=False),
     "named call": ToolRules([ToolSpec("go", parameters=SCHEMA)], ToolChoice("required", "go")),
     "free": None,
 }
@@ -122,17 +124,27 @@ def asks(*, are_tokens: bool) -> list[Ask]:
     return found
 
 
+def structure_of(form: ReplyFormat, asked: StructuredOutput | ToolRules | None) -> StructuredOutput | None:
+    """What the reply has to be: of a form, a call, or where a call is free, either."""
+    if not isinstance(asked, ToolRules):
+        return asked
+    if asked.choice.is_forced:
+        return form.forced(asked)
+    return form.either(asked, StructuredOutput("json_schema", json.dumps(SCHEMA)))
+
+
 async def reply_to(engine: Engine, ask: Ask, prediction: Sequence[int] = ()) -> tuple[Collected, ReplyReader]:
     """One request to its end, and what reads it."""
     form, rules = engine.reply_format, FORMS[ask.form]
     prompt = await engine.encode(PROMPTS[ask.prompt])
-    structure = form.forced(rules) if isinstance(rules, ToolRules) else rules
+    structure = structure_of(form, rules)
     grammar = None if structure is None else await engine.compile_grammar(structure)
     gate = form.gate(prompt, engine.info.vocab_size, grammar, ask.budget)
     speculation = SpeculationOptions(prediction=tuple(prediction))
     request = GenerationRequest(ask.name, prompt, ask.sampling, grammar=gate, speculation=speculation)
     reply = await collect(engine.submit(request))
-    return reply, form.reader(prompt, rules if isinstance(rules, ToolRules) else None)
+    has_form = structure is not None
+    return reply, form.reader(prompt, rules if isinstance(rules, ToolRules) else None, has_form=has_form)
 
 
 Replies = dict[str, tuple[Collected, ReplyReader]]
@@ -168,7 +180,7 @@ def read(found: tuple[Collected, ReplyReader]) -> CollectedReply:
 
 
 def test_what_follows_the_reasoning_has_its_form(plain: Replies) -> None:
-    num_thought = 0
+    num_thought = num_answers = 0
     for name, found in plain.items():
         prompt, form, budget = name.split(", ")
         whole, (reply, reader) = read(found), found
@@ -187,12 +199,16 @@ def test_what_follows_the_reasoning_has_its_form(plain: Replies) -> None:
             jsonschema.validate(json.loads(whole.content), SCHEMA)
         elif form == "choice":
             assert whole.content in ("yes", "no"), (name, reply.text)
+        elif form == "call or schema" and not whole.calls:
+            jsonschema.validate(json.loads(whole.content), SCHEMA)
+            num_answers += 1
         else:
             (call,) = whole.calls
             assert call.is_whole and not whole.content
             if call.name == "go":
                 jsonschema.validate(json.loads(call.arguments), SCHEMA)
     assert num_thought > 50
+    assert num_answers
 
 
 SLOWER = [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("ngram", "suffix")]

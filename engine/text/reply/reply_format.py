@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from engine.plan.grammar import CompiledGrammar
@@ -13,9 +13,10 @@ from engine.text.reply.reasoning_gate import ReasoningGate, ReasoningMarks
 from engine.text.reply.reasoning_place import Phase, Place, ReasoningTrack
 from engine.text.reply.reasoning_reader import read_reasoning
 from engine.text.reply.reply_reader import ReplyReader
-from engine.text.reply.text_feed import Parser, Stage, TextFeed, copy_until
+from engine.text.reply.text_feed import Parser, Stage, TextFeed, copy_until, tell_reasoning
 from engine.text.structured_output import StructuredOutput
 from engine.text.tools.call_teller import CallTeller
+from engine.text.tools.channel_calls import CHANNELS, ChannelReader
 from engine.text.tools.json_formats import HERMES
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.tools.tool_formats import TOOL_FORMATS, find_tools
@@ -44,12 +45,21 @@ class Spelling:
 class ReplyFormat:
     """Reads replies and gates grammars for one model. Never written after it is built; any thread.
 
-    `reasoning` None: the model does not think, or nobody is to see that it does.
+    `reasoning` None: the model does not think, or nobody is to see that it does. `knows_calls` is False where
+    the template has calls written in no known way: then a call can only be forced.
     """
 
-    def __init__(self, reasoning: ReasoningFormat | None, tools: ToolFormat, spelling: Spelling) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: ToolFormat,
+        spelling: Spelling,
+        *,
+        knows_calls: bool = True,
+    ) -> None:
         self.reasoning = reasoning
         self.tools = tools
+        self.knows_calls = knows_calls
         self._spelling = spelling
         self._track = None if reasoning is None else ReasoningTrack(reasoning, spelling.table)
 
@@ -65,7 +75,7 @@ class ReplyFormat:
     ) -> ReplyFormat:
         """The format that these templates ask for, or the ones of these names.
 
-        Calls of a model whose template knows no tools, or writes them in no known way, are hermes's.
+        Calls of a model whose template knows no tools are hermes's.
         """
         if reasoning == "auto":
             thinks = find_reasoning(template, spelling.added)
@@ -75,7 +85,8 @@ class ReplyFormat:
             calls = None if tool_template is None else find_tools(tool_template)
         else:
             calls = TOOL_FORMATS[tools]
-        return cls(thinks, calls or HERMES, spelling)
+        knows_calls = calls is not None or tool_template is None
+        return cls(thinks, calls or HERMES, spelling, knows_calls=knows_calls)
 
     def begin(self, prompt_token_ids: Sequence[int]) -> Place | None:
         """Where a reply to this prompt begins; None for a model that does not think."""
@@ -83,24 +94,53 @@ class ReplyFormat:
 
     def shown_special_ids(self, *, calls: bool) -> frozenset[int]:
         """Special tokens that a reader has to see as text, with those of `calls` or without."""
-        marks = (*(self.reasoning.marks if self.reasoning else ()), *(self.tools.marks if calls else ()))
+        reads_calls = calls or self._has_channels
+        marks = (
+            *(self.reasoning.marks if self.reasoning else ()),
+            *(self.tools.marks if reads_calls else ()),
+        )
         special = self._spelling.special.items()
         return frozenset(token_id for text, token_id in special if any(text in mark for mark in marks))
 
-    def reader(self, prompt_token_ids: Sequence[int], rules: ToolRules | None = None) -> ReplyReader:
-        """For one reply to this prompt, which may call tools by `rules`."""
+    def reader(
+        self, prompt_token_ids: Sequence[int], rules: ToolRules | None = None, *, has_form: bool = False
+    ) -> ReplyReader:
+        """For one reply to this prompt, which may call tools by `rules`; `has_form`: it follows a grammar."""
         place = self.begin(prompt_token_ids)
+        calls = self.tools.with_forced if has_form else self.tools
         stages = []
-        if self.reasoning is not None and place is not None:
-            openings = () if rules is None else self.tools.openings
+        if self._has_channels:
+            within = place is not None and place.phase is Phase.THINKING
+            told = None if has_form else rules
+            stages.append(Stage(partial(_read_channels, told, within, self.reasoning is not None)))
+        elif self.reasoning is not None and place is not None:
+            openings = () if rules is None else calls.openings
             stages.append(Stage(partial(_read_reasoning, self.reasoning, place.phase, openings)))
-        if rules is not None:
-            stages.append(Stage(partial(_read_calls, self.tools, rules)))
+        if rules is not None and (has_form or not self._has_channels):
+            stages.append(Stage(partial(_read_calls, calls, rules)))
         return ReplyReader(stages, self._track, place)
 
+    @property
+    def _has_channels(self) -> bool:
+        return self.tools is CHANNELS or (self.reasoning is not None and self.reasoning.has_channels)
+
     def forced(self, rules: ToolRules) -> StructuredOutput:
-        """The form of a reply that has to call tools, as this model writes calls."""
-        return rules.sole_form or self.tools.forced(rules)
+        """The form of a reply that has to call tools: as this model writes calls, if that is JSON."""
+        calls = self.tools.with_forced
+        assert calls.forced is not None
+        return rules.sole_form or self.led(calls.forced(rules))
+
+    def either(self, rules: ToolRules, form: StructuredOutput) -> StructuredOutput:
+        """The form of a reply that calls tools, or else has this form."""
+        calls = self.tools.with_forced
+        assert calls.forced is not None
+        return self.led(replace(calls.forced(rules), otherwise=form, param=form.param))
+
+    def led(self, form: StructuredOutput) -> StructuredOutput:
+        """The same behind what stands between the reasoning and an answer; a grammar stands alone."""
+        if self.reasoning is None or form.kind == "grammar":
+            return form
+        return replace(form, lead=self.reasoning.lead)
 
     def gate(
         self,
@@ -139,6 +179,14 @@ def _read_reasoning(
     tell: Callable[[Piece], None],
 ) -> Parser:
     return read_reasoning(form, phase, feed, tell, openings)
+
+
+def _read_channels(
+    rules: ToolRules | None, within: bool, thinks: bool, feed: TextFeed, tell: Callable[[Piece], None]
+) -> Parser:
+    teller = CallTeller(rules or ToolRules(()), tell)
+    think = tell_reasoning(tell) if thinks else teller.content
+    return ChannelReader(feed, teller, think).read(within_thought=within)
 
 
 def _read_calls(tools: ToolFormat, rules: ToolRules, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:

@@ -138,3 +138,21 @@ def tell_reasoning(tell: Callable[[Piece], None]) -> Callable[[str], None]:
 def tell_content(tell: Callable[[Piece], None]) -> Callable[[str], None]:
     """Tells text as content."""
     return lambda text: tell(ContentText(text)) if text else None
+
+
+def text_until(
+    feed: TextFeed, marks: Sequence[str], most: int | None = None
+) -> Generator[None, None, tuple[str, str] | None]:
+    """The text before the first mark, and the mark, both used up; None where the reply ends before one.
+
+    None, too, where it would be more than `most` characters; then nothing is used up.
+    """
+    while True:
+        at, mark = feed.find(marks)
+        if most is not None and at > most:
+            return None
+        if mark is not None:
+            return feed.take(at), feed.take(len(mark))
+        if feed.ended:
+            return None
+        yield

@@ -45,6 +45,27 @@ LLAMA3 = ToolFormat(
     read=partial(read_json_calls, JsonMarks(("<|python_tag|>",), bare=True)),
     forced=_llama_forced,
 )
+NEMOTRON = ToolFormat(
+    signs=(("<TOOLCALL>",),),
+    openings=("<TOOLCALL>",),
+    marks=("<TOOLCALL>", "</TOOLCALL>"),
+    read=partial(read_json_calls, JsonMarks(("<TOOLCALL>",), ("</TOOLCALL>",))),
+    forced=lambda rules: forced_list(rules, "arguments", Frame("<TOOLCALL>", "</TOOLCALL>")),
+)
+GRANITE = ToolFormat(
+    signs=(("<|tool_call|>",),),
+    openings=("<|tool_call|>", "<tool_call>"),
+    marks=("<|tool_call|>", "<tool_call>"),
+    read=partial(read_json_calls, JsonMarks(("<|tool_call|>", "<tool_call>"))),
+    forced=lambda rules: forced_list(rules, "arguments", Frame("<|tool_call|>")),
+)
+PHI4_MINI = ToolFormat(
+    signs=(("<|tool|>",),),
+    openings=("functools", "<|tool_call|>"),
+    marks=("functools", "<|tool_call|>", "<|/tool_call|>"),
+    read=partial(read_json_calls, JsonMarks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
+    forced=lambda rules: forced_list(rules, "arguments", Frame("functools")),
+)
 MISTRAL = ToolFormat(
     signs=(("[TOOL_CALLS]",),),
     openings=("[TOOL_CALLS]",),

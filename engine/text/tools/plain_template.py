@@ -44,6 +44,20 @@ def without_system(messages: Sequence[Mapping[str, object]]) -> list[dict[str, o
     return [{**rest[0], "content": content}, *map(dict, rest[1:])]
 
 
+def with_quoted_arguments(message: Mapping[str, Any]) -> Mapping[str, object]:
+    """The same message with the arguments of its calls as JSON text, which some templates take."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_quoted_arguments(call) for call in calls]}
+
+
+def _with_quoted_arguments(call: Mapping[str, Any]) -> dict[str, object]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _append(plain: list[dict[str, object]], message: Mapping[str, object], *, is_first: bool) -> None:
     role, content = message["role"], str(message.get("content") or "")
     if role == "system" and is_first and plain:

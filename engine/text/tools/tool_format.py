@@ -20,16 +20,23 @@ class ToolFormat:
     """One format. A template is of it that says all of the texts of one entry of `signs`.
 
     `marks` are the texts that a reader has to see; those in `openings` begin a call wherever they stand.
-    `read` parses the content of a reply. `forced` makes the form of a reply of calls and nothing else;
-    `shown_id` is how the templates want the id of a call.
+    `read` parses the content of a reply. `forced` makes the form of a reply of calls and nothing else, where
+    such a reply is JSON; else it is written and read as in `forced_as`. `shown_id` is how the templates want
+    the id of a call.
     """
 
     signs: tuple[tuple[str, ...], ...]
     openings: tuple[str, ...]
     marks: tuple[str, ...]
     read: Callable[[TextFeed, CallTeller], Parser]
-    forced: Callable[[ToolRules], StructuredOutput]
+    forced: Callable[[ToolRules], StructuredOutput] | None = None
+    forced_as: ToolFormat | None = None
     shown_id: Callable[[str], str] = str
+
+    @property
+    def with_forced(self) -> ToolFormat:
+        """The format of replies that have a form: this one or the one that stands in for it."""
+        return self if self.forced_as is None else self.forced_as
 
     def is_of(self, template: str) -> bool:
         """True for a template of this format."""

@@ -152,6 +152,17 @@ CALLED: list[dict[str, Any]] = [
 ]
 
 
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text(directory: Path) -> None:
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}{{ tools }}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Köln"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = Tokenizer(directory, template)
+    assert tokenizer.render_chat_text(messages) == 'f{"city": "Köln"}None'
+
+
 @pytest.mark.parametrize("template", [CHATML, tool_templates.NO_TOOLS, "tools {# tools #} {{ 'tools' }}"])
 def test_a_template_that_does_not_read_them_is_found_out(directory: Path, template: str) -> None:
     assert Tokenizer(directory, template).tool_template is None

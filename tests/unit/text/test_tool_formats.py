@@ -11,13 +11,20 @@ import pytest
 
 from engine.text.reply.pieces import CallArguments, CallEnd, CallStart, CollectedReply, ContentText, Piece
 from engine.text.reply.text_feed import Stage
+from engine.text.tools.braced_calls import FUNCTION_GEMMA, GEMMA4
 from engine.text.tools.call_teller import CallTeller
-from engine.text.tools.json_formats import HERMES, LLAMA3, MISTRAL
+from engine.text.tools.channel_calls import CHANNELS
+from engine.text.tools.headed_formats import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL_NAMED
+from engine.text.tools.json_formats import GRANITE, HERMES, LLAMA3, MISTRAL, PHI4_MINI
+from engine.text.tools.python_formats import GEMMA3, LFM2, LLAMA4
+from engine.text.tools.tagged_formats import GLM45, MINIMAX, QWEN3_CODER
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.tools.tool_formats import TOOL_FORMATS
 from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
-RULES = ToolRules([ToolSpec("add"), ToolSpec("get_weather")])
+TEXT = {"type": "object", "properties": {"city": {"type": "string"}, "note": {"type": "string"}}}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}
+RULES = ToolRules([ToolSpec("add", parameters=NUMBERS), ToolSpec("get_weather", parameters=TEXT)])
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"]"}]}}'
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Köln 🦀", "note": "</tool_call>[TOOL_CALLS];"}}'
 LLAMA_ADD = ADD.replace("arguments", "parameters")
@@ -25,6 +32,51 @@ LLAMA_ADD = ADD.replace("arguments", "parameters")
 Found = tuple[str, list[tuple[str, Any]]]
 ADDED = ("add", {"a": 1, "b": [2, {"c": '}"]'}]})
 WEATHERED = ("get_weather", {"city": "Köln 🦀", "note": "</tool_call>[TOOL_CALLS];"})
+
+ADD_ARGS, WEATHER_ARGS = (json.dumps(arguments, ensure_ascii=False) for _, arguments in (ADDED, WEATHERED))
+QWEN_ADD = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    '<parameter=b>\n[2, {"c": "}\\"]"}]\n</parameter>\n</function>\n</tool_call>'
+)
+QWEN_WEATHER = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln 🦀\n</parameter>\n"
+    "<parameter=note>\n</tool_call>[TOOL_CALLS];\n</parameter>\n</function>\n</tool_call>"
+)
+GLM_ADD = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    '<arg_key>b</arg_key>\n<arg_value>[2, {"c": "}\\"]"}]</arg_value>\n</tool_call>'
+)
+GLM_WEATHER = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Köln 🦀</arg_value>\n"
+    "<arg_key>note</arg_key>\n<arg_value></tool_call>[TOOL_CALLS];</arg_value>\n</tool_call>"
+)
+MINIMAX_BOTH = (
+    '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+    '<parameter name="b">[2, {"c": "}\\"]"}]</parameter>\n</invoke>\n<invoke name="get_weather">\n'
+    '<parameter name="city">Köln 🦀</parameter>\n'
+    '<parameter name="note"></tool_call>[TOOL_CALLS];</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_BOTH = (
+    _CALLS
+    + "\n".join(
+        f"{_CALL}function{_SEP}{name}\n```json\n{arguments}\n```{_END}"
+        for name, arguments in (("add", ADD_ARGS), ("get_weather", WEATHER_ARGS))
+    )
+    + _CALLS_END
+)
+DEEPSEEK31_BOTH = (
+    f"{_CALLS}{_CALL}add{_SEP}{ADD_ARGS}{_END}{_CALL}get_weather{_SEP}{WEATHER_ARGS}{_END}{_CALLS_END}"
+)
+_ARGS = "<|tool_call_argument_begin|>"
+KIMI_BOTH = (
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0{_ARGS}{ADD_ARGS}<|tool_call_end|>"
+    f"<|tool_call_begin|>functions.get_weather:1{_ARGS}{WEATHER_ARGS}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+PY_ADD = "add(a=1, b=[2, {'c': '}\"]'}])"
+PY_WEATHER = 'get_weather(city="Köln 🦀", note="</tool_call>[TOOL_CALLS];")'
 
 CASES: dict[str, tuple[Any, str, Found]] = {
     "one call": (HERMES, f"<tool_call>\n{ADD}\n</tool_call>", ("", [ADDED])),
@@ -83,6 +135,97 @@ CASES: dict[str, tuple[Any, str, Found]] = {
     "a list in other marks": (HERMES, f"<tool_call>[{ADD}, {WEATHER}]</tool_call>", ("", [ADDED, WEATHERED])),
     "an empty list": (MISTRAL, "[TOOL_CALLS][]", ("[TOOL_CALLS][]", [])),
     "a bad second": (MISTRAL, f"[TOOL_CALLS][{ADD}, x]", (", x]", [ADDED])),
+    "granite": (GRANITE, f"<|tool_call|>[{ADD}]", ("", [ADDED])),
+    "granite in tags": (GRANITE, f"Hm.\n<tool_call>{ADD}", ("Hm.", [ADDED])),
+    "phi": (PHI4_MINI, f"functools[{ADD}, {WEATHER}]", ("", [ADDED, WEATHERED])),
+    "phi with words": (PHI4_MINI, "use functools.partial", ("use functools.partial", [])),
+    "qwen3-coder": (QWEN3_CODER, f"Hm.\n\n{QWEN_ADD}\n{QWEN_WEATHER}", ("Hm.", [ADDED, WEATHERED])),
+    "qwen3-coder without its section": (
+        QWEN3_CODER,
+        QWEN_ADD.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"),
+        ("", [ADDED]),
+    ),
+    "qwen3-coder without arguments": (
+        QWEN3_CODER,
+        "<tool_call><function=add></function></tool_call> ok",
+        (" ok", [("add", {})]),
+    ),
+    "qwen3-coder and an unknown function": (
+        QWEN3_CODER,
+        "<tool_call>\n<function=rm>\n</function>",
+        ("<tool_call>\n<function=rm>\n</function>", []),
+    ),
+    "qwen3-coder and no function": (QWEN3_CODER, "<tool_call> no", ("<tool_call> no", [])),
+    "glm": (GLM45, f"Hm.\n{GLM_ADD}\n{GLM_WEATHER}", ("Hm.", [ADDED, WEATHERED])),
+    "glm in one line": (
+        GLM45,
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+        ("", [("add", {"a": 1})]),
+    ),
+    "glm without arguments": (GLM45, "<tool_call>add</tool_call>", ("", [("add", {})])),
+    "glm and an unknown function": (GLM45, "<tool_call>rm\n", ("<tool_call>rm\n", [])),
+    "minimax": (MINIMAX, f"{MINIMAX_BOTH}\nok", ("\nok", [ADDED, WEATHERED])),
+    "deepseek v3": (DEEPSEEK_V3, f"Hm.{DEEPSEEK_BOTH}", ("Hm.", [ADDED, WEATHERED])),
+    "deepseek v3.1": (DEEPSEEK_V31, f"Hm. {DEEPSEEK31_BOTH}", ("Hm.", [ADDED, WEATHERED])),
+    "kimi": (KIMI_K2, f"Hm. {KIMI_BOTH}", ("Hm.", [ADDED, WEATHERED])),
+    "kimi and an unknown function": (
+        KIMI_K2,
+        "<|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        ("<|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}", []),
+    ),
+    "mistral by name": (
+        MISTRAL_NAMED,
+        f"[TOOL_CALLS]add[ARGS]{ADD_ARGS}[TOOL_CALLS]get_weather{WEATHER_ARGS}",
+        ("", [ADDED, WEATHERED]),
+    ),
+    "gemma 4": (
+        GEMMA4,
+        'Hm. <|tool_call>call:add{a:1,b:[2,{c:<|"|>}"]<|"|>}]}<tool_call|><|tool_call>'
+        'call:get_weather{city:<|"|>Köln 🦀<|"|>,note:<|"|></tool_call>[TOOL_CALLS];<|"|>}<tool_call|>',
+        ("Hm.", [ADDED, WEATHERED]),
+    ),
+    "gemma 4 with words": (
+        GEMMA4,
+        "<|tool_call>call:add{a:true,b:[]}<tool_call|>",
+        ("", [("add", {"a": True, "b": []})]),
+    ),
+    "gemma 4 and no call": (GEMMA4, "<|tool_call>add(1)<tool_call|>", ("<|tool_call>add(1)<tool_call|>", [])),
+    "functiongemma": (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>}<end_function_call>",
+        ("", [("get_weather", {"city": "Rome"})]),
+    ),
+    "lfm2": (
+        LFM2,
+        f"<|tool_call_start|>[{PY_ADD}, {PY_WEATHER}]<|tool_call_end|>ok",
+        ("ok", [ADDED, WEATHERED]),
+    ),
+    "lfm2 with JSON": (LFM2, f"Hm. <|tool_call_start|>[{ADD}]<|tool_call_end|>", ("Hm.", [ADDED])),
+    "lfm2 and no call": (LFM2, "<|tool_call_start|>[add(1)]", ("<|tool_call_start|>[add(1)]", [])),
+    "llama 4": (LLAMA4, f"[{PY_ADD}, {PY_WEATHER}]", ("", [ADDED, WEATHERED])),
+    "llama 4 in marks": (LLAMA4, f"<|python_start|>[{PY_ADD}]<|python_end|>", ("", [ADDED])),
+    "llama 4 and JSON in marks": (LLAMA4, f"<|python_start|>{LLAMA_ADD}<|python_end|>", ("", [ADDED])),
+    "llama 4 and a list": (LLAMA4, "[1, 2] is a list", ("[1, 2] is a list", [])),
+    "gemma 3": (GEMMA3, f"Hm.\n```tool_code\n{PY_ADD}\n```", ("Hm.", [ADDED])),
+    "gemma 3 with code": (GEMMA3, "```tool_code\nprint(1)\n```", ("```tool_code\nprint(1)\n```", [])),
+    "channels": (
+        CHANNELS,
+        f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD_ARGS}<|call|>"
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{WEATHER_ARGS}",
+        ("", [ADDED, WEATHERED]),
+    ),
+    "channels with a preamble": (
+        CHANNELS,
+        "<|channel|>commentary<|message|>Hm. <|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        ("Hm. Yes.", []),
+    ),
+    "channels and an unknown function": (
+        CHANNELS,
+        "<|channel|>commentary to=functions.rm<|message|>{}<|call|>",
+        ("{}", []),
+    ),
+    "no channel": (CHANNELS, "Yes.", ("Yes.", [])),
     "two marks": (MISTRAL, f"[TOOL[TOOL_CALLS][{ADD}]", ("[TOOL", [ADDED])),
 }
 
@@ -165,7 +308,28 @@ WHOLE: dict[str, str] = {
     "hermes": f"Hm. <tool_call>\n{ADD}\n</tool_call>\n<tool_call>{WEATHER}</tool_call>",
     "llama3": f"<|python_tag|>{LLAMA_ADD}; {LLAMA_ADD}",
     "mistral": f"Hm.[TOOL_CALLS][{ADD}, {WEATHER}]",
+    "granite": f"Hm. <|tool_call|>[{ADD}, {WEATHER}]",
+    "phi4-mini": f"functools[{ADD}, {WEATHER}]",
+    "qwen3-coder": f"Hm.\n{QWEN_ADD}\n{QWEN_WEATHER}",
+    "seed-oss": f"Hm.\n{QWEN_ADD}".replace("tool_call>", "seed:tool_call>"),
+    "nemotron": f"Hm.<TOOLCALL>[{ADD}, {WEATHER}]</TOOLCALL>",
+    "glm45": f"Hm.\n{GLM_ADD}\n{GLM_WEATHER}",
+    "minimax-m2": f"Hm.\n{MINIMAX_BOTH}",
+    "deepseek-v3": f"Hm. {DEEPSEEK_BOTH}",
+    "deepseek-v31": f"Hm. {DEEPSEEK31_BOTH}",
+    "kimi-k2": f"Hm. {KIMI_BOTH}",
+    "mistral-named": f"Hm. [TOOL_CALLS]add[ARGS]{ADD_ARGS}[TOOL_CALLS]get_weather[ARGS]{WEATHER_ARGS}",
+    "gemma4": 'Hm. <|tool_call>call:get_weather{city:<|"|>Köln 🦀<|"|>}<tool_call|>',
+    "functiongemma": "Hm. <start_function_call>call:add{a:1}<end_function_call>",
+    "lfm2": f"Hm. <|tool_call_start|>[{PY_ADD}, {PY_WEATHER}]<|tool_call_end|>",
+    "llama4": f"<|python_start|>[{PY_ADD}]<|python_end|>",
+    "gemma3": f"Hm. ```tool_code\n{PY_ADD}\n```",
+    "gpt-oss": f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD_ARGS}<|call|>",
 }
+
+
+def test_every_format_is_cut_somewhere() -> None:
+    assert set(WHOLE) == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize("name", WHOLE)

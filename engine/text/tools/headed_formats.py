@@ -1,0 +1,58 @@
+"""The formats whose calls are a name behind a mark and then a JSON object."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from engine.text.tools.headed_calls import HeadMarks, read_headed_calls
+from engine.text.tools.json_formats import HERMES
+from engine.text.tools.tool_format import ToolFormat
+
+_ANY_NAME = re.compile(r"([\w.\-]+)")
+
+
+def _format(marks: HeadMarks, *signs: tuple[str, ...]) -> ToolFormat:
+    return ToolFormat(
+        signs=signs,
+        openings=marks.openings,
+        marks=marks.marks,
+        read=partial(read_headed_calls, marks),
+        forced_as=HERMES,
+    )
+
+
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALLS = "<｜tool▁calls▁begin｜>"
+DEEPSEEK_V3 = _format(
+    HeadMarks(
+        "<｜tool▁call▁begin｜>",
+        ("```json",),
+        re.compile(rf"(?:function)?{re.escape(_SEPARATOR)}([\w.\-]+)"),
+        (_CALLS, "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    (_CALLS, "```json"),
+)
+DEEPSEEK_V31 = _format(
+    HeadMarks(
+        "<｜tool▁call▁begin｜>",
+        (_SEPARATOR,),
+        _ANY_NAME,
+        (_CALLS, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    (_CALLS,),
+)
+KIMI_K2 = _format(
+    HeadMarks(
+        "<|tool_call_begin|>",
+        ("<|tool_call_argument_begin|>",),
+        re.compile(r"(?:functions\.)?([\w.\-]+?)(?::\d+)?"),
+        ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    ("<|tool_calls_section_begin|>",),
+    ("<|im_system|>tool_declare",),
+)
+MISTRAL_NAMED = _format(
+    HeadMarks("[TOOL_CALLS]", ("[ARGS]", "{"), re.compile(r"([\w.\-]+?)(?:\[CALL_ID\]\w*)?")),
+    ("[TOOL_CALLS]", "[ARGS]"),
+)

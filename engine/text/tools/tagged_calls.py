@@ -1,0 +1,167 @@
+"""Calls whose arguments stand one by one between tags, as text: qwen3-coder, glm, minimax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from engine.text.reply.text_feed import Parser, TextFeed, text_until
+from engine.text.tools.call_teller import CallTeller
+
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How calls stand in text: `section`, if any, around calls of `name`, then pairs of `key` and `value`.
+
+    Each of the three is an opening and a closing tag. The name may be followed by a key at once (glm).
+    """
+
+    section: tuple[str, str] | None
+    name: tuple[str, str]
+    call_end: str
+    key: tuple[str, str]
+    value: tuple[str, str]
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The texts that a call may begin with; models leave out the section's at times."""
+        return (self.name[0],) if self.section is None else (self.section[0], self.name[0])
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that a reader has to see."""
+        pairs = (*self.name, *self.key, *self.value, *(self.section or ()), self.call_end)
+        return tuple(mark for mark in dict.fromkeys(pairs) if mark.strip())
+
+
+def read_tagged_calls(tags: Tags, feed: TextFeed, teller: CallTeller) -> Parser:
+    """Parse a reply's content. An argument is told when its closing tag has come."""
+    while True:
+        mark = yield from teller.copy_until(feed, tags.openings)
+        if mark is None:
+            return
+        before: str | None = feed.space + mark
+        if tags.section is not None and mark == tags.section[0]:
+            before = yield from _enter_section(tags, feed.space + mark, feed, teller)
+        while before is not None:
+            before = yield from _read_call(tags, before, feed, teller)
+            if before is not None:
+                before = yield from _next_call(tags, feed)
+
+
+def _enter_section(tags: Tags, before: str, feed: TextFeed, teller: CallTeller) -> Parser:
+    """All text up to the first call, behind a section's opening tag; None where there is no call."""
+    before += yield from feed.skip_space()
+    if (yield from feed.starts((tags.name[0],))) is not None:
+        return before + feed.take(len(tags.name[0]))
+    if not (feed.ended and feed.cut):
+        teller.content(before)
+    elif tags.name[0].startswith(feed.text):
+        feed.text = ""
+    return None
+
+
+def _next_call(tags: Tags, feed: TextFeed) -> Parser:
+    """The text up to the next call, behind a call; None, with the section closed, where there is none."""
+    space = yield from feed.skip_space()
+    endings = (tags.name[0],) if tags.section is None else (tags.section[1], tags.name[0])
+    found = yield from feed.starts(endings)
+    if found is not None:
+        feed.take(len(found))
+        return space + found if found == tags.name[0] else None
+    if feed.ended and feed.cut and any(each.startswith(feed.text) for each in endings):
+        feed.text = ""
+    feed.text = space + feed.text if feed.text else ""
+    return None
+
+
+def _read_call(tags: Tags, before: str, feed: TextFeed, teller: CallTeller) -> Parser:
+    """One call behind its opening tag; None where there is none, and then `before` is content.
+
+    Else an empty text.
+    """
+    stops = tuple(dict.fromkeys((tags.name[1], tags.key[0], tags.call_end)))
+    head = yield from text_until(feed, stops, _MAX_NAME)
+    if head is None:
+        if not (feed.ended and feed.cut):
+            teller.content(before)
+        else:
+            feed.text = ""
+        return None
+    text, stop = head
+    name = text.strip()
+    if not teller.knows(name):
+        teller.content(before + text + stop)
+        return None
+    teller.start(name)
+    ends_at_name = stop == tags.name[1] and tags.name[1] not in (tags.key[0], tags.call_end)
+    stop = "" if ends_at_name else stop
+    separator = "{"
+    while stop != tags.call_end:
+        if not stop:
+            between = yield from text_until(feed, (tags.key[0], tags.call_end))
+            if between is None:
+                feed.text = ""
+                return None
+            stop = between[1]
+            continue
+        pair = yield from _read_pair(tags, feed)
+        if pair is None:  # the reply has ended within the call
+            feed.text = ""
+            return None
+        key, value = pair
+        told = argument_of(value, teller.schema_of(name, key))
+        teller.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {told}")
+        separator, stop = ", ", ""
+    teller.arguments("{}" if separator == "{" else "}")
+    teller.end()
+    return ""
+
+
+def _read_pair(tags: Tags, feed: TextFeed) -> Parser:
+    """A key and its value, behind the key's opening tag; None where the reply ends within them."""
+    key = yield from text_until(feed, (tags.key[1],))
+    if key is None:
+        return None
+    if tags.value[0]:
+        opening = yield from text_until(feed, (tags.value[0],))
+        if opening is None:
+            return None
+    value = yield from text_until(feed, (tags.value[1],))
+    return None if value is None else (key[0].strip(), value[0])
+
+
+def argument_of(text: str, schema: Mapping[str, Any]) -> str:
+    """An argument as JSON: text stays text where the schema takes it, and is JSON where it takes that.
+
+    One newline next to each tag belongs to the tag.
+    """
+    text = text.removeprefix("\n").removesuffix("\n")
+    if not takes_only_text(schema):
+        try:
+            value = from_json(text.strip(), allow_inf_nan=False)
+        except ValueError:
+            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        if not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        if _names_a_type(schema):
+            return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def takes_only_text(schema: Mapping[str, Any]) -> bool:
+    """True for a string, or one of several strings."""
+    kind, values = schema.get("type"), schema.get("enum")
+    if isinstance(values, list):
+        return all(isinstance(each, str) for each in values)
+    return kind == "string" or kind == ["string"]
+
+
+def _names_a_type(schema: Mapping[str, Any]) -> bool:
+    return "type" in schema or "anyOf" in schema
