@@ -28,11 +28,29 @@ def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int])
         if structure.lead or structure.otherwise is not None:
             raise ValueError("a grammar stands alone")
         return _OPTIONS + _lark(structure.source)
+    if structure.amid_text and structure.frame is not None:
+        return _amid_text(structure, structure.frame, special_tokens)
     forms = [structure] if structure.otherwise is None else [structure, structure.otherwise]
     names = [f"form{index}" for index in range(len(forms))]
     rules = [_rules(name, form, special_tokens) for name, form in zip(names, forms, strict=True)]
     lead = _literal(structure.lead, special_tokens)
     return "\n".join((f"{_OPTIONS}start: {lead} ({' | '.join(names)})", *rules))
+
+
+def _amid_text(form: StructuredOutput, frame: Frame, special_tokens: Mapping[str, int]) -> str:
+    """Free text in which the frame's opening is always followed by what the frame is about."""
+    check_size(form.source)
+    opening, closing = (_literal(text.strip(), special_tokens) for text in (frame.before, frame.after))
+    # A lazy lexeme ends with the opening's first appearance; a special token is never part of text.
+    if frame.before.strip() in special_tokens:
+        head = f"head: TEXT {opening}"
+    else:
+        head = f"head[lazy]: TEXT {opening}"
+    lead = _literal(form.lead, special_tokens)
+    part = f"part: head SPACE value SPACE {closing}" if closing else "part: head SPACE value"
+    value = _value(_schema(form.source))
+    text = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,2}/"
+    return f"{_OPTIONS}start: {lead} part* TEXT\n{part}\n{head}\nvalue: {value}\n{text}"
 
 
 def _rules(name: str, form: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -54,9 +72,7 @@ def _rules(name: str, form: StructuredOutput, special_tokens: Mapping[str, int])
 def _json(
     name: str, schema: dict[str, object], frame: Frame | None, special_tokens: Mapping[str, int]
 ) -> str:
-    escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
-    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
-    value = "%json " + json.dumps({**schema, "x-guidance": options})
+    value = _value(schema)
     if frame is None:
         return f"{name}: {value}"
     before, after, between = (
@@ -65,6 +81,13 @@ def _json(
     more = f"({between} {name}_part){{0,{frame.most - 1}}}" if frame.most > 1 else ""
     part = f"{name}_part: {before} {name}_value {after}"
     return f"{name}: {name}_part {more}\n{part}\n{name}_value: {value}"
+
+
+def _value(schema: dict[str, object]) -> str:
+    """The terminal of JSON of this schema."""
+    escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
+    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

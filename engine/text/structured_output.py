@@ -31,7 +31,8 @@ class StructuredOutput:
     (`root ::= ...`). Only JSON may have a `frame`. `param` names the request's field in refusals.
 
     `otherwise` is what it may be instead; a reply of either begins with the text `lead`. A grammar has
-    neither, and is none of two forms.
+    neither, and is none of two forms. `amid_text`: framed values stand anywhere in free text, as often as the
+    model likes, and the text that opens the frame stands nowhere else.
     """
 
     kind: StructureKind
@@ -40,3 +41,4 @@ class StructuredOutput:
     param: str | None = field(default=None, compare=False)
     otherwise: StructuredOutput | None = None
     lead: str = ""
+    amid_text: bool = False

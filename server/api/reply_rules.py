@@ -46,7 +46,7 @@ class ReplyRules:
             return reply_format.either(self.tools, form)
         if not reply_format.knows_calls:
             raise invalid(_UNKNOWN_CALLS, "tools")
-        return None
+        return reply_format.kept_strict(self.tools)
 
     def shown_special_ids(self, engine: Engine) -> frozenset[int]:
         """Special tokens that a reader of these replies has to see as text."""

@@ -469,3 +469,18 @@ async def test_a_function_s_name_may_have_dots() -> None:
             body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
             whole = (await ask(url, "POST", PATH, body)).json()["choices"][0]
             assert whole["message"]["tool_calls"][0]["function"]["name"] == "files.read"
+
+
+async def test_strict_tools_hold_calls_of_the_model_s_own_accord_to_their_schemas() -> None:
+    definition: Any = {**WEATHER["function"], "strict": True}  # type: ignore[dict-item]
+    strict = {"type": "function", "function": definition}
+    engine = engine_of("hermes")
+    async with server_url(engine) as url:
+        for tools, amid_text in (([WEATHER], None), ([strict, CLOCK], True)):
+            reply = await ask(url, "POST", PATH, {"messages": HELLO, "tools": tools})
+            assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+            grammar = engine.requests[-1].grammar
+            assert amid_text is None or isinstance(grammar, FakeGrammar)
+            assert (grammar and grammar.structure.amid_text) == amid_text  # type: ignore[attr-defined]
+    schema = json.loads(grammar.structure.source)["$defs"]["weather"]  # type: ignore[union-attr]
+    assert schema["additionalProperties"] is False

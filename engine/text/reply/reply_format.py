@@ -136,6 +136,16 @@ class ReplyFormat:
         assert calls.forced is not None
         return self.led(replace(calls.forced(rules), otherwise=form, param=form.param))
 
+    def kept_strict(self, rules: ToolRules) -> StructuredOutput | None:
+        """The form of a reply whose calls, if it makes any, match their schemas; None where none is strict.
+
+        None, too, where calls are no JSON, or nothing marks them: then only a forced call matches.
+        """
+        if self.tools.forced is None or not any(tool.is_strict for tool in rules.callable_tools):
+            return None
+        form = self.tools.forced(rules)
+        return None if form.frame is None else replace(self.led(form), amid_text=True)
+
     def led(self, form: StructuredOutput) -> StructuredOutput:
         """The same behind what stands between the reasoning and an answer; a grammar stands alone."""
         if self.reasoning is None or form.kind == "grammar":
