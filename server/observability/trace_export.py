@@ -26,7 +26,7 @@ def exported_traces(export: TraceExport, model: str) -> Iterator[Tracer | None]:
         try:
             from server.observability.tracing import RequestTracer
         except ImportError as error:
-            problem = f"{error.name} is not installed: pip install 'slipstream[otel]'"
+            problem = f"{error.name} is not installed: run pip install '.[otel]' in Slipstream's folder"
     if problem is not None:
         log.warning("traces are not exported: %s", problem)
         yield None

@@ -1,4 +1,4 @@
-"""`make serve` and `make test` begin with the right Python, say in one line when there is none, and leave nothing."""
+"""`make serve` and `make test` begin with the right Python; where there is none they say so and leave nothing."""
 
 import os
 import shutil
@@ -18,7 +18,8 @@ case "$*" in
     *"pip"*) echo "pip of {version}" ;;
 esac
 """
-MAKES = 'mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!/bin/sh" > "$3/bin/slipstream" && chmod +x "$3/bin/slipstream"'
+NAMED_EXTRA = "slipstream" + "["
+MAKES = 'mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp /bin/true "$3/bin/slipstream"'
 
 
 class Project:
@@ -54,6 +55,15 @@ class Project:
         return subprocess.run(
             ["make", *words], cwd=self.folder, env=env | {"PATH": path}, text=True, capture_output=True
         )
+
+
+def test_an_extra_is_never_fetched_from_an_index_by_our_name() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = [
+        ROOT / name for name in listed.stdout.split("\0") if name.endswith((".md", ".py", ".toml", ".yaml"))
+    ]
+    naming = [str(path) for path in texts if path.is_file() and NAMED_EXTRA in path.read_text()]
+    assert not naming  # there it may be a stranger's: `pip install '.[ray]'`, in the source folder
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def bench_parser() -> CommandParser:
     )
     results.add_argument("--json", metavar="FILE", help="write a report, every request in it; - is stdout")
     results.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw charts (png, svg or pdf); needs slipstream[plot]"
+        "--plot", type=Path, metavar="FILE", help="draw charts (png, svg or pdf); needs matplotlib"
     )
     return parser
 
@@ -197,7 +197,7 @@ def _check_outputs(plan: BenchPlan) -> None:
     """Refuse now what would fail after minutes of measuring."""
     if plan.plot is not None and find_spec("matplotlib") is None:
         raise SettingsError(
-            "bench: --plot needs matplotlib, which is not there; run python -m pip install 'slipstream[plot]'"
+            "bench: --plot needs matplotlib, which is not there; run python -m pip install matplotlib"
         )
     if plan.plot is not None and plan.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise SettingsError(f"bench: --plot {plan.plot}: expected a name that ends in .png, .svg or .pdf")
