@@ -273,7 +273,9 @@ class LogSettings(Section):
     """What is logged, and how; always to stderr."""
 
     log_level: LogLevel = Field("info", description="least severe level that is logged")
-    log_format: LogFormat = Field("auto", description="auto = text on a terminal, else JSON")
+    log_format: LogFormat = Field(
+        "auto", description="auto = short rows on a terminal, else JSON; text = a line of values"
+    )
 
 
 class Settings(BaseSettings):

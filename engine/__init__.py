@@ -26,6 +26,7 @@ from engine.loop.watchdog import thread_stacks
 from engine.plan.admission import check_token_ids
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.kv.prefix_cache import owned_salt
+from engine.plan.metrics.activity import Activity
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import (
@@ -111,6 +112,7 @@ __all__ = [
     "MAX_PRIORITY",
     "MIN_PRIORITY",
     "NO_PARAMETERS",
+    "Activity",
     "BatchMetrics",
     "CacheFacts",
     "CallArguments",

@@ -103,8 +103,6 @@ class Engine:
             await asyncio.wait([self._task, death], return_when=asyncio.FIRST_COMPLETED)
             death.cancel()
             await asyncio.wait([self._task], timeout=_LAST_MOMENT_S)
-        if self.metrics.busy_s:
-            log.info(self.metrics.format_report(self._clock()))
         self._text.close()
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 

@@ -356,7 +356,7 @@ class EngineLoop:
         self._next_report = now + REPORT_EVERY_S
         activity = self._metrics.last_minute(now)
         if activity.num_steps and log.isEnabledFor(logging.DEBUG):
-            log.debug(activity.format_report("the last minute"))
+            log.debug("the last minute", extra=activity.figures())
 
     def _carry_out_endings(self) -> None:
         endings, self._endings = self._endings, {}

@@ -43,6 +43,7 @@ class EngineInfo:
     max_draft_tokens: int = 0  # that a step verifies of one request; 0 without speculation
     num_host_blocks: int = 0  # room for preempted requests in host memory
     compute_threads: str = ""  # how many threads compute, and why so many
+    kernels: str = ""  # which compute the model
 
 
 @dataclass(frozen=True, slots=True)

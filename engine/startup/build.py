@@ -56,9 +56,9 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
         loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
     )
     threads = str(choose_threads(loaded, worthwhile_threads()))
-    log.info("compute threads: %s", threads)
+    log.debug("compute threads: %s", threads)
     parts = put_together(settings, loaded, tokenizer, sources, factories)
-    return replace(parts, info=replace(parts.info, compute_threads=threads))
+    return replace(parts, info=replace(parts.info, compute_threads=threads, kernels=loaded.kernels_used))
 
 
 def put_together(

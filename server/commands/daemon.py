@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,6 +19,7 @@ from server.app import build_app
 from server.http.http_server import GRACE_S, HttpServer
 from server.http.listener import is_public, url_of
 from server.observability.request_log import Tracer
+from server.observability.terminal_rows import report_rows, start_rows
 
 log = logging.getLogger("slipstream.server")
 
@@ -72,32 +74,50 @@ class Daemon:
             asked.cancel()
 
     def _announce(self) -> None:
-        server, url = self._settings.server, url_of(self._listener)
-        log.info("listening on %s while %s loads", url, self._settings.model.model)
+        server, url, model = self._settings.server, url_of(self._listener), self._settings.model.model
+        log.info("listening on %s while %s loads", url, model, extra={"rows": lambda: [f"loading {model}"]})
         if is_public(self._listener) and not server.api_key and server.api_key_file is None:
             log.warning("%s is open to other machines and asks for no key: see --api-key", url)
 
     async def _live(self) -> None:
         """Load, then last until the engine dies."""
+        began = time.monotonic()
         await self._engine.start()
         self._loaded = True
         freeze_heap()
         self._on_loaded()
         if self._engine.state is EngineState.READY:
-            info = self._engine.info
-            log.info(
-                "serving %s on %s",
-                self._settings.model.served_names[0],
-                url_of(self._listener),
-                extra={
-                    "device": info.device,
-                    "dtype": info.dtype,
-                    "max_model_len": info.max_model_len,
-                    "kv_blocks": f"{info.num_kv_blocks}x{info.kv_block_size}",
-                    "kv_mib": info.kv_bytes >> 20,
-                },
-            )
+            self._tell_ready(time.monotonic() - began)
         await self._engine.wait_dead()
+
+    def _tell_ready(self, seconds: float) -> None:
+        info, url = self._engine.info, url_of(self._listener)
+        name = self._settings.model.served_names[0]
+        log.info(
+            "serving %s on %s",
+            name,
+            url,
+            extra={
+                "device": info.device,
+                "dtype": info.dtype,
+                "kernels": info.kernels,
+                "compute_threads": info.compute_threads,
+                "max_model_len": info.max_model_len,
+                "kv_blocks": f"{info.num_kv_blocks}x{info.kv_block_size}",
+                "kv_mib": info.kv_bytes >> 20,
+                "rows": lambda: start_rows(name, url, info, seconds),
+            },
+        )
+
+    def _tell_of_work(self) -> None:
+        """What the engine did, unless it did nothing."""
+        metrics = self._engine.metrics
+        done = metrics.since_first_step(self._engine.now())
+        if metrics.busy_s:
+            drafts = metrics.speculation
+            figures = {"draft_tokens": drafts.num_proposed, "accepted_tokens": drafts.num_accepted}
+            rows = {"rows": lambda: report_rows(done, drafts)}
+            log.info("since the first request", extra={**done.figures(), **figures, **rows})
 
     def _tell_end_of(self, life: asyncio.Task[None]) -> None:
         """Log why a life ended by itself. Raises StartRefused."""
@@ -132,6 +152,7 @@ class Daemon:
         if self._loaded or life.done():  # a load in progress cannot be stopped
             await _wait(self._engine.stop())
         life.cancel()
+        self._tell_of_work()
 
 
 async def _wait(ending: Coroutine[Any, Any, None]) -> None:

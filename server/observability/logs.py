@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from typing import TextIO
 
 import structlog
@@ -19,17 +20,21 @@ from server.observability.log_writer import LogWriter
 
 OWN_LOGGERS = ("slipstream", "server", "engine", "config", "uvicorn")
 LIBRARY_LOGGERS = ("uvicorn", "uvicorn.error", "transformers", "huggingface_hub")
+_APART = frozenset({"event", "logger", "stack", "exception"})
 
 
 def configure_logging(log: LogSettings, stream: TextIO | None = None, *, never_waits: bool = False) -> None:
     """Send structlog's and the standard library's records to `stream`; None is stderr.
 
-    A later call replaces an earlier one. `auto` is text on a terminal and JSON otherwise. Libraries are
-    heard from warning upwards. With `never_waits` a stream that is a file is written by a LogWriter, which
+    A later call replaces an earlier one. `auto` is rows to read on a terminal and JSON otherwise; a record
+    whose extra `rows` makes some, called without arguments, is those there. Libraries are heard from warning
+    upwards. With `never_waits` a stream that is a file is written by a LogWriter, which
     `logging.shutdown` ends.
     """
     stream = sys.stderr if stream is None else stream
-    as_text = log.log_format == "text" or (log.log_format == "auto" and stream.isatty())
+    render = {"text": render_text, "json": render_json}.get(log.log_format)
+    if render is None:
+        render = render_rows if stream.isatty() else render_json
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -56,7 +61,7 @@ def configure_logging(log: LogSettings, stream: TextIO | None = None, *, never_w
                 structlog.processors.StackInfoRenderer(),
                 structlog.processors.format_exc_info,
                 drop_decoration,
-                render_text if as_text else render_json,
+                render,
             ],
         )
     )
@@ -97,17 +102,40 @@ def drop_decoration(_logger: WrappedLogger, _method: str, event: EventDict) -> E
 
 def render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """One JSON object in printable ASCII."""
+    event.pop("rows", None)
     return json.dumps(event, default=repr).replace("\x7f", "\\u007f")
 
 
 def render_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """`time level event key=value ...` on one line, then a traceback with each of its lines marked."""
-    happened = escape(str(event.pop("event", "")).strip())
-    head = f"{event.pop('timestamp', '')} {event.pop('level', ''):<7} {happened}"
-    event.pop("logger", None)
-    blocks = [str(event.pop(key)) for key in ("stack", "exception") if event.get(key)]
-    line = " ".join([head, *(f"{quote(key)}={quote(value)}" for key, value in event.items())])
-    return "\n".join([line, *(f"  | {escape(part)}" for block in blocks for part in block.splitlines())])
+    event.pop("rows", None)
+    head = f"{event.pop('timestamp', '')} {event.pop('level', ''):<7} "
+    return "\n".join([head + _words(event), *_marked(event)])
+
+
+def render_rows(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """For a person at a terminal: the local time, `warning:` or `error:` where it is one, and the words."""
+    make_rows = event.pop("rows", None)
+    level = str(event.pop("level", ""))
+    severity = "" if level in ("info", "debug") else f"{level}: "
+    event.pop("timestamp", None)
+    marked = _marked(event)
+    first, *others = [_words(event)] if make_rows is None else [escape(row) for row in make_rows()]
+    now = time.strftime("%H:%M:%S")
+    return "\n".join([f"{now}  {severity}{first}", *(f"{'':10}{row}" for row in others), *marked])
+
+
+def _words(event: EventDict) -> str:
+    """`event key=value ...`, without the name of the logger; tracebacks come apart."""
+    happened = escape(str(event.get("event", "")).strip())
+    values = ((key, value) for key, value in event.items() if key not in _APART)
+    return " ".join([happened, *(f"{quote(key)}={quote(value)}" for key, value in values)])
+
+
+def _marked(event: EventDict) -> list[str]:
+    """The lines of a stack and of a traceback, each marked so that none passes for a record."""
+    blocks = [str(event[key]) for key in ("stack", "exception") if event.get(key)]
+    return [f"  | {escape(line)}" for block in blocks for line in block.splitlines()]
 
 
 def quote(value: object) -> str:

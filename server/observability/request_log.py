@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from server.api.generation import Accepted, Choice
 from server.api.usage import num_cached_tokens, one_a_prompt, reply_metrics, reply_usage, spec_stats
 from server.observability.ended_request import EndedRequest
+from server.observability.terminal_rows import request_row
 
 log = logging.getLogger("slipstream.access")
 
@@ -49,15 +51,29 @@ class RequestLog:
         try:
             await accepted.generation.see_out()
         finally:
-            self._tell(ended)
+            self._tell(_at_the_end(ended))
 
     def _tell(self, ended: EndedRequest) -> None:
         if ended.route not in GENERATING_ROUTES:
             if ended.route not in QUIET_ROUTES:
-                log.log(logging.DEBUG if ended.status < 400 else logging.INFO, "access", extra=basics(ended))
+                level = logging.DEBUG if ended.status < 400 else logging.INFO
+                log.log(level, "access", extra=_told(basics(ended)))
             return
         trace_id = ended.caller_trace_id if self._tracer is None else self._tracer.record(ended)
-        log.info("request", extra={**basics(ended), **given("trace_id", trace_id), **generated(ended)})
+        facts = {**basics(ended), **given("trace_id", trace_id), **generated(ended)}
+        log.info("request", extra=_told(facts))
+
+
+def _told(facts: dict[str, object]) -> dict[str, object]:
+    """A record's extras: the facts, and the one row that a terminal shows of them."""
+    return {**facts, "rows": lambda: [request_row(facts)]}
+
+
+def _at_the_end(ended: EndedRequest) -> EndedRequest:
+    """`ended` as of now: a client that left did so before its request was over, and no part is longer."""
+    seconds = ended.exchange.age_s
+    later_ns = round((seconds - ended.seconds) * 1e9)
+    return replace(ended, seconds=seconds, ended_ns=ended.ended_ns + later_ns)
 
 
 def given(name: str, value: object) -> dict[str, object]:
@@ -72,7 +88,7 @@ def basics(ended: EndedRequest) -> dict[str, object]:
         "request_id": exchange.request_id,
         "route": ended.route,
         "code": ended.status,
-        "ms": round(ended.seconds * 1000, 1),
+        "ms": round(ended.seconds * 1000, 3),
         **given("tenant", exchange.tenant),
         **given("error", ended.fault),
     }

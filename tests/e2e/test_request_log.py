@@ -161,6 +161,25 @@ async def test_a_client_that_left_is_told_of_when_its_work_has_ended(stream: boo
     assert "error" not in line
 
 
+async def test_what_left_while_it_waited_did_not_wait_longer_than_it_lived() -> None:
+    shape = EngineShape(max_model_len=4096, num_blocks=2048, max_num_seqs=1)
+    with captured_log() as log:
+        async with running_engine(shape) as harness, server_url(harness.engine) as url:
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 4000, "temperature": 0}).encode()
+            running, waiting = await Wire.connect(url), await Wire.connect(url)
+            for number, wire in enumerate((running, waiting), 1):
+                await wire.send("POST", PATH, body)
+                async with asyncio.timeout(10):
+                    while harness.engine.metrics.requests_started < number:  # noqa: ASYNC110
+                        await asyncio.sleep(0.001)
+            await waiting.close()
+            (line,) = await log.requests()
+            await running.close()
+            await log.requests(2)
+    assert line["finish_reason"] == "abort"
+    assert 0 < line["queue_ms"] <= line["ms"]
+
+
 async def test_preemptions_are_counted() -> None:
     shape = EngineShape(num_blocks=12, max_num_seqs=4)
     with captured_log() as log:

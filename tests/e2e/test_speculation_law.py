@@ -129,7 +129,7 @@ async def law_p(
     async with engine_of(Path(target), *flags, executors=executors) as engine:
         found = await replies(engine, count, seed=1)
         stats, metrics = engine.metrics.speculation, engine.metrics
-    print(verification, schedule, stats.format_report())
+    print(verification, schedule, stats)
     print(metrics.preemptions, metrics.request_aborts)
     assert metrics.preemptions.total() > 0 < metrics.request_aborts.total()
     assert min(stats.num_accepted, stats.num_rejected) > count / (2 if schedule == "sync" else 8)

@@ -300,7 +300,7 @@ def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | 
     with pytest.raises(StartRefused) as caught:
         with_kernels("on", home, loaded)
     reason = str(caught.value).removeprefix("--compile on: ").removesuffix(". Leave it out to do without.")
-    with caplog.at_level(logging.INFO, "slipstream.model"):
+    with caplog.at_level(logging.DEBUG, "slipstream.model"):
         served = with_kernels("auto", home, loaded)
     assert served.kernels is None and counts(served.model) == (0, 0, 0, 0)
     assert f"compiled kernels are not used: {reason}" in caplog.messages

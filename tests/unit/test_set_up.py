@@ -1,4 +1,4 @@
-"""`make serve` and `make test` begin with the right Python; where there is none they say so and leave nothing."""
+"""`make serve` and `make test` begin with the right Python, or say so and leave nothing."""
 
 import os
 import shutil

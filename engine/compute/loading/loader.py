@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,8 @@ class LoadedModel:
     tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
     that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
     either may be empty. `kernels` attend for all layers where these were replaced to use them; `team` has the
-    threads of what else was replaced, too, None where nothing was.
+    threads of what else was replaced, too, None where nothing was. `kernels_used` says in words which
+    kernels compute the model, and why no others.
     """
 
     model: PreTrainedModel
@@ -62,6 +61,7 @@ class LoadedModel:
     states: tuple[LayerState, ...] = ()
     kernels: attention.RowAttention | None = None
     team: ComputeTeam | None = None
+    kernels_used: str = ""
 
     @property
     def rewindable(self) -> bool:
@@ -179,9 +179,8 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
 def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused."""
     attention.register()
-    quiet = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()
     try:
-        with quiet:
+        with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 directory,
                 # A copy: setting the attention changes the configuration, which a second model may share.

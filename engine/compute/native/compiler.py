@@ -7,6 +7,7 @@ nobody but this user can have put it there.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -27,6 +28,9 @@ _ALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,
 _FLAGS = (*_PLAIN_FLAGS, *(_ALONE if sys.platform == "linux" else ()))
 _TIME_LIMIT_S = 120
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+log = logging.getLogger("slipstream.model")
 
 
 def library(home: Path, build: KernelBuild, prefix: Path | None = None) -> Path:
@@ -82,6 +86,7 @@ def compile_into(target: Path, build: KernelBuild) -> None:
     Raises NativeUnavailable, also where the directory is another user's.
     """
     compiler = find_compiler()
+    log.info("compiling kernels for this CPU, once")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _close(target.parent)

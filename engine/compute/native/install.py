@@ -41,7 +41,7 @@ def with_kernels(
     out to be of no use. Raises StartRefused if what is insisted on cannot be had.
     """
     if settings.compile == "off":
-        return loaded
+        return replace(loaded, kernels_used="torch's (--compile off)")
     try:
         build = usable_build(loaded, settings.cpu_kernels)
         kernels = NativeKernels(library(home, build), build.dtype)
@@ -50,15 +50,16 @@ def with_kernels(
         if settings.quantization == "int8":
             quantize(loaded, kernels)
         join_layers(loaded, kernels)
-        return loaded
+        return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
         refuse_without(settings, reason)
-        log.info("compiled kernels are not used: %s", reason)
-        return loaded
+        log.debug("compiled kernels are not used: %s", reason)
+        used = "for CUDA" if loaded.device.type == "cuda" else f"torch's, since {reason}"
+        return replace(loaded, kernels_used=used)
     except LogitsChanged as reason:
         refuse_without(settings, f"the kernels change the logits {reason}")
         log.warning("compiled kernels are not used: they change the logits %s", reason)
-        return reload()
+        return replace(reload(), kernels_used="torch's, since compiled ones change the logits")
 
 
 def refuse_without(settings: ModelSettings, reason: object) -> None:
@@ -112,7 +113,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype)
     if difference is not None:
         raise LogitsChanged(difference)
-    log.info("compiled kernels compute %s", _listed(count))
+    log.debug("compiled kernels compute %s", _listed(count))
     return loaded
 
 
@@ -127,7 +128,7 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
     before = packed_sample(PackedForward(loaded))
     loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base))
     if torch.equal(packed_sample(PackedForward(loaded)), before):
-        log.info("all of them in one call")
+        log.debug("one call of a kernel computes all layers")
         return
     loaded.model.set_submodule(loaded.model.base_model_prefix, base)
     log.warning("one call for all layers changes the logits: they are computed one by one")
@@ -142,7 +143,7 @@ def _replace_all(loaded: LoadedModel, places: list[Place], kernels: NativeKernel
     for place in places:
         made = make_equal(loaded.model.get_submodule(place.name), place, observation, context, kernels)
         if made is None:
-            log.info("%s answers otherwise than compiled kernels: it stays as it is", place.name)
+            log.debug("%s answers otherwise than compiled kernels: the module stays", place.name)
             continue
         loaded.model.set_submodule(place.name, made)
         count[place.name_of_kind] += 1
@@ -154,4 +155,5 @@ def _nothing_to_do(loaded: LoadedModel) -> NativeUnavailable:
 
 
 def _listed(count: Counter[str]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in sorted(count.items()))
+    named = sorted(count.items())
+    return ", ".join(f"{number} {name if number > 1 else name.removesuffix('s')}" for name, number in named)

@@ -1,9 +1,8 @@
-"""Activity: what the engine did up to a time, or between two. Plain numbers, and the words for them."""
+"""Activity: what the engine did up to a time, or between two, in plain numbers."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from operator import sub
 from typing import NamedTuple
 
@@ -39,28 +38,10 @@ class Activity(NamedTuple):
         """Steps that computed something."""
         return self.step_tokens.count
 
-    def format_report(self, title: str) -> str:
-        """Several lines for a person to read, without a newline at the end."""
-        head = f"{title}, {self.seconds:.3g} s:"
-        return "\n".join([head, *(f"  {name:<12}{text}" for name, text in self._report_lines())])
-
-    def _report_lines(self) -> Iterator[tuple[str, str]]:
-        rate, busy_rate = (_ratio(self.generation_tokens, each) for each in (self.seconds, self.busy_s))
-        rates = f"{rate:,.1f}/s, {busy_rate:,.1f}/s while busy"
-        yield "requests", f"{self.num_ended:,} ended"
-        yield "tokens", f"{self.generation_tokens:,} generated ({rates}), {self.prompt_tokens:,} read"
-        if self.time_to_first_token.count:
-            yield "first token", f"after {_spread(self.time_to_first_token)}"
-        for phase in PHASES:
-            steps: Histogram = getattr(self, phase)
-            if steps.count:
-                yield phase, f"{_spread(steps)} a step, {steps.count:,} in all"
-        if self.num_steps:
-            size = self.num_sequences / self.num_steps
-            yield "batch", f"{size:.1f} sequences and {self.step_tokens.mean:.1f} tokens a step"
-            seats, kv = (_ratio(each, self.busy_s) for each in (self.seats_s, self.kv_s))
-            busy = f"while busy, which was {min(1.0, _ratio(self.busy_s, self.seconds)):.0%} of the time"
-            yield "in use", f"{seats:.0%} of the seats and {kv:.0%} of the K/V blocks {busy}"
+    def figures(self) -> dict[str, float]:
+        """All of it in numbers for a log, by name; of what was observed many times the mean."""
+        means = (value.mean if isinstance(value, Histogram) else value for value in self)
+        return {name: round(mean, 4) for name, mean in zip(self._fields, means, strict=True)}
 
 
 class RollingWindow:
@@ -91,14 +72,3 @@ class RollingWindow:
     def all(self, now: Activity) -> Activity:
         """What came since the first totals that were kept."""
         return now - (self._first or now)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _spread(seconds: Histogram) -> str:
-    mean, median, most = (
-        1000 * each for each in (seconds.mean, seconds.quantile(0.5), seconds.quantile(0.99))
-    )
-    return f"{mean:.3g} ms (p50 {median:.3g}, p99 {most:.3g})"

@@ -95,10 +95,9 @@ class BatchMetrics:
         """What the engine did of late, known to a few seconds."""
         return self._window.last_minute(self._totals(now))
 
-    def format_report(self, now: float) -> str:
-        """All since the first step, drafts included, for a person to read; no newline at the end."""
-        report = self._window.all(self._totals(now)).format_report("since the first request")
-        return f"{report}\n{self.speculation.format_report()}" if self.speculation.num_rounds else report
+    def since_first_step(self, now: float) -> Activity:
+        """All that the engine did."""
+        return self._window.all(self._totals(now))
 
     def _totals(self, now: float) -> Activity:
         return Activity(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 _RECENT = 0.5 ** (1 / 32)  # half of a round's weight in the recent acceptance is gone 32 rounds later
@@ -101,37 +100,6 @@ class SpecStats:
                 mine[: len(more)] = [a + b for a, b in zip(mine, more, strict=False)]
             else:
                 setattr(self, name, mine + more)
-
-    def format_report(self) -> str:
-        """Several lines for a person to read, without a newline at the end."""
-        head = (
-            f"speculation: {self.num_rounds:,} rounds, {self.tokens_per_round:.2f} tokens a round, "
-            f"{self.acceptance_rate:.1%} of drafts accepted ({self.ema_acceptance:.1%} recently)"
-        )
-        return "\n".join([head, *(f"  {name:<12}{text}" for name, text in self._report_lines() if text)])
-
-    def _report_lines(self) -> Iterator[tuple[str, str]]:
-        """Names and texts; empty texts are left out."""
-        drafts = f"{self.num_proposed:,} proposed, {self.num_accepted:,} accepted, "
-        yield "drafts", drafts + f"{self.num_rejected:,} rejected"
-        tokens = f"{self.num_committed:,} committed, of them {self.num_bonus:,} bonus and "
-        yield "tokens", tokens + f"{self.num_recovered:,} recovered"
-        for method in sorted(self.proposed):
-            rate = _ratio(self.accepted[method], self.proposed[method])
-            yield method, f"{self.proposed[method]:,} proposed, {rate:.1%} accepted"
-        shares = (f"{_ratio(count, self.num_rounds):.0%}" for count in self.accepted_per_position)
-        yield "by position", " ".join(shares) or "none accepted"
-        yield "a round", " ".join(f"{i}:{n:,}" for i, n in enumerate(self.acceptance_histogram))
-        if total := self.run_ahead.total():
-            hits, misses = self.run_ahead["hit"], self.run_ahead["miss"]
-            yield "run-ahead", f"{hits:,} hits, {misses:,} misses ({hits / total:.1%} hit)"
-        yield "dropped", ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.dropped.items()) if n)
-        if self.num_late or self.num_stale:
-            yield "answers", f"{self.num_late:,} late, {self.num_stale:,} stale"
-        if self.num_fallbacks:
-            yield "fallbacks", f"{self.num_fallbacks:,} steps of one token: the model cannot rewind"
-        if self.draft_s or self.verify_s:
-            yield "time", f"{self.draft_s:.2f} s drafting, {self.verify_s:.2f} s verifying"
 
 
 def _ratio(part: float, whole: float) -> float:

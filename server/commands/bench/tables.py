@@ -12,6 +12,7 @@ from rich.text import Text
 from server.commands.bench.distribution import Distribution
 from server.commands.bench.result import BenchResult, mode_of
 from server.commands.bench.summary import Summary
+from server.plain_words import counted
 
 
 def show_result(result: BenchResult, console: Console) -> None:
@@ -39,15 +40,11 @@ def _head(result: BenchResult) -> Iterator[str]:
     if summary.num_cut_off:
         parts.append(f"{summary.num_cut_off} cut off")
     if summary.num_retries:
-        parts.append(f"{_count(summary.num_retries, 'retry', 'retries')}")
+        parts.append(f"{counted(summary.num_retries, 'retry', 'retries')}")
     stopped = ", interrupted" if result.interrupted else ""
     yield (
-        f"{_count(summary.num_requests, 'request')} in {summary.seconds:.1f} s{stopped}: {', '.join(parts)}"
+        f"{counted(summary.num_requests, 'request')} in {summary.seconds:.1f} s{stopped}: {', '.join(parts)}"
     )
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _latencies(summary: Summary) -> Table:

@@ -12,6 +12,7 @@ from engine import Diagnosis, StartRefused, usable_cores
 from server.commands.machine import cpu_model, memory_bytes, versions
 from server.http.auth import read_keys
 from server.http.listener import bind, is_public, url_of
+from server.plain_words import size
 
 _PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "fastapi", "uvicorn")
 
@@ -138,11 +139,6 @@ def _weigh_memory(report: Report) -> None:
     available = device.free_bytes if is_cuda else report.machine.available_bytes
     if available is not None and needed > available:
         report.warnings.append(
-            f"Model and K/V take {format_gib(needed)}, {format_gib(available)} are available: lower "
+            f"Model and K/V take {size(needed)}, {size(available)} are available: lower "
             f"{'--gpu-memory-utilization' if is_cuda else '--kv-cache-memory'}, or free some."
         )
-
-
-def format_gib(num_bytes: int) -> str:
-    """A size as a person reads it."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1000 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

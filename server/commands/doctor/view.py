@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from engine import CacheFacts, DeviceFacts, DraftFacts, ModelFacts
-from server.commands.doctor.report import MachineFacts, Report, ServerFacts, format_gib, needed_bytes
+from server.commands.doctor.report import MachineFacts, Report, ServerFacts, needed_bytes
+from server.plain_words import size
 
 Row = tuple[str, str]
 
@@ -67,7 +68,7 @@ def _machine(machine: MachineFacts) -> Iterator[Row]:
     if machine.memory_bytes is not None and machine.available_bytes is not None:
         yield (
             "memory",
-            f"{format_gib(machine.memory_bytes)}, {format_gib(machine.available_bytes)} available",
+            f"{size(machine.memory_bytes)}, {size(machine.available_bytes)} available",
         )
     yield "system", machine.system
     yield "versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -76,7 +77,7 @@ def _machine(machine: MachineFacts) -> Iterator[Row]:
 def _device(device: DeviceFacts, model: ModelFacts | None) -> Iterator[Row]:
     yield "device", f"{device.device}{f' ({device.name})' if device.name else ''}: {device.why}"
     if device.memory_bytes is not None and device.free_bytes is not None:
-        yield "memory", f"{format_gib(device.memory_bytes)}, {format_gib(device.free_bytes)} free"
+        yield "memory", f"{size(device.memory_bytes)}, {size(device.free_bytes)} free"
     if model is not None and model.dtype is not None:
         yield "dtype", f"{model.dtype}: {model.dtype_why}"
     has = [name for name, there in device.features.items() if there]
@@ -117,15 +118,15 @@ def _count(number: int) -> str:
 
 
 def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Row]:
-    yield "weights", format_gib(model.weight_bytes or 0)
+    yield "weights", size(model.weight_bytes or 0)
     tokens = cache.num_kv_blocks * cache.kv_block_size
     yield (
         "K/V",
-        f"{format_gib(cache.kv_bytes)} by {cache.source}: {cache.num_kv_blocks:,} blocks of "
+        f"{size(cache.kv_bytes)} by {cache.source}: {cache.num_kv_blocks:,} blocks of "
         f"{cache.kv_block_size} tokens, {tokens:,} in all",
     )
     if cache.seats_bytes:
-        yield "states", f"{format_gib(cache.seats_bytes)} for {cache.max_num_seqs} sequences"
+        yield "states", f"{size(cache.seats_bytes)} for {cache.max_num_seqs} sequences"
     full = "sequence" if cache.num_full_seqs == 1 else "sequences"
     yield (
         "room for",
@@ -133,20 +134,20 @@ def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Ro
         "shorter ones (--max-num-seqs)",
     )
     if cache.num_host_blocks:
-        yield "swap", f"{format_gib(cache.host_bytes)} of host memory for preempted requests, taken as needed"
+        yield "swap", f"{size(cache.host_bytes)} of host memory for preempted requests, taken as needed"
     else:
         yield "swap", "none: a preempted request is computed anew"
     needed = needed_bytes(report.engine)
     if needed is not None:
-        yield "together", f"{format_gib(needed)}, and work space"
+        yield "together", f"{size(needed)}, and work space"
 
 
 def _drafts(drafts: DraftFacts) -> Iterator[Row]:
     yield "by", ", ".join(drafts.methods) or "nobody: no speculation"
     if drafts.model_how is not None:
-        size = "" if drafts.model_bytes is None else f", {format_gib(drafts.model_bytes)} of weights"
-        kv = "" if drafts.model_kv_bytes is None else f", {format_gib(drafts.model_kv_bytes)} of K/V"
-        yield "model", f"{drafts.model_how}{size}{kv}"
+        weights = "" if drafts.model_bytes is None else f", {size(drafts.model_bytes)} of weights"
+        kv = "" if drafts.model_kv_bytes is None else f", {size(drafts.model_kv_bytes)} of K/V"
+        yield "model", f"{drafts.model_how}{weights}{kv}"
 
 
 def _server(server: ServerFacts) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""What the engine counts about itself: totals, the last minute of them, and the words for both."""
+"""What the engine counts about itself: totals, and the last minute of them."""
 
 from __future__ import annotations
 
@@ -104,36 +104,31 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
     metrics = BatchMetrics()
     nothing = metrics.last_minute(5.0)
     assert (nothing.seconds, nothing.generation_tokens, nothing.num_steps, nothing.kv_s) == (0, 0, 0, 0)
-    assert metrics.format_report(5.0) == (
-        "since the first request, 0 s:\n"
-        "  requests    0 ended\n"
-        "  tokens      0 generated (0.0/s, 0.0/s while busy), 0 read"
-    )
+    assert metrics.since_first_step(5.0).figures()["num_ended"] == 0
 
 
-def test_the_report_reads_well() -> None:
+def test_the_figures_are_of_all_since_the_first_step() -> None:
     metrics = BatchMetrics()
     for second in range(10):
         step(metrics, 100.0 + second, decodes=4)
     step(metrics, 110.0, seconds=0.004, prefill_tokens=60)
     metrics.prompt_tokens += 60
     metrics.time_to_first_token.observe(0.01)
-    metrics.speculation.observe_round("ngram", 4, 3, 4)
-    lines = metrics.format_report(120.0).splitlines()
-    assert lines[:7] == [
-        "since the first request, 20 s:",
-        "  requests    0 ended",
-        "  tokens      40 generated (2.0/s, 8.0/s while busy), 60 read",
-        "  first token after 10 ms (p50 7.5, p99 9.95)",
-        "  prefill     4 ms (p50 3.5, p99 4.97) a step, 1 in all",
-        "  decode      500 ms (p50 400, p99 498) a step, 10 in all",
-        "  batch       3.7 sequences and 9.1 tokens a step",
-    ]
-    assert (
-        lines[7]
-        == "  in use      50% of the seats and 25% of the K/V blocks while busy, which was 25% of the time"
-    )
-    assert lines[8].startswith("speculation: 1 rounds")
+    assert metrics.since_first_step(120.0).figures() == {
+        "seconds": 20.0,
+        "num_ended": 0,
+        "prompt_tokens": 60,
+        "generation_tokens": 40,
+        "num_sequences": 41,
+        "busy_s": 5.004,
+        "seats_s": 2.502,
+        "kv_s": 1.251,
+        "step_tokens": 9.0909,
+        "time_to_first_token": 0.01,
+        "prefill": 0.004,
+        "decode": 0.5,
+        "mixed": 0.0,
+    }
 
 
 def test_a_step_costs_microseconds() -> None:
@@ -152,24 +147,17 @@ def test_a_step_costs_microseconds() -> None:
 # In the engine.
 
 
-async def test_the_engine_tells_of_its_work_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+async def test_the_engine_counts_its_work() -> None:
     async with running_engine() as harness:
         await collect(harness.submit([1, 2, 3], max_tokens=6))
-        found = harness.engine.metrics.last_minute(time.monotonic())
+        metrics = harness.engine.metrics
+        found = metrics.last_minute(time.monotonic())
         assert (found.generation_tokens, found.num_steps) == (6, 6)
         assert 0 < found.seats_s <= found.busy_s / 8
         assert 0 < found.kv_s < found.busy_s
         assert found.num_sequences == found.num_steps
-    (report,) = [record.message for record in caplog.records if "since the first request" in record.message]
-    assert "1 ended" in report and "6 generated" in report and "3 read" in report
-
-
-async def test_an_engine_without_work_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with running_engine():
-        pass
-    assert not [record for record in caplog.records if "ended" in record.message]
+    done = metrics.since_first_step(time.monotonic())
+    assert (done.num_ended, done.generation_tokens, done.prompt_tokens) == (1, 6, 3)
 
 
 async def test_every_minute_with_work_is_told_at_level_debug(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,6 +167,6 @@ async def test_every_minute_with_work_is_told_at_level_debug(caplog: pytest.LogC
         for minutes in (0.0, 0.4, 0.7, 0.1, 0.1, 100.0, 0.1):
             now += minutes * REPORT_EVERY_S
             await collect(harness.submit([1, 2, 3], max_tokens=6))
-        reports = [record.message for record in caplog.records if "the last minute" in record.message]
+        reports = [vars(record) for record in caplog.records if record.message == "the last minute"]
     # When the third comes, of the second: the first is older. The minute before the sixth was empty.
-    assert [report.splitlines()[1] for report in reports] == ["  requests    1 ended"]
+    assert [report["num_ended"] for report in reports] == [1]

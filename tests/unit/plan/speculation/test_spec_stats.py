@@ -68,27 +68,3 @@ def test_adding_is_as_if_both_had_been_counted_here() -> None:
     other.add(make_stats())
     assert other.num_accepted == total.num_accepted
     assert other.ema_acceptance == pytest.approx(total.ema_acceptance)
-
-
-def test_report() -> None:
-    stats = make_stats()
-    stats.dropped.update(stale=1200, late=3, error=0)
-    stats.run_ahead.update(hit=30, miss=10)
-    stats.num_late, stats.num_stale, stats.num_fallbacks = 2, 5, 7
-    stats.draft_s, stats.verify_s = 0.125, 12.5
-    assert (
-        stats.format_report()
-        == """\
-speculation: 4 rounds, 2.00 tokens a round, 54.5% of drafts accepted (54.4% recently)
-  drafts      11 proposed, 6 accepted, 5 rejected
-  tokens      8 committed, of them 1 bonus and 2 recovered
-  draft_model 2 proposed, 0.0% accepted
-  ngram       9 proposed, 66.7% accepted
-  by position 75% 50% 25%
-  a round     0:1 1:1 2:1 3:1
-  run-ahead   30 hits, 10 misses (75.0% hit)
-  dropped     3 late, 1,200 stale
-  answers     2 late, 5 stale
-  fallbacks   7 steps of one token: the model cannot rewind
-  time        0.12 s drafting, 12.50 s verifying"""
-    )

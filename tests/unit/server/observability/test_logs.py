@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -75,12 +76,43 @@ def test_text_is_one_printable_line_whatever_the_values_hold() -> None:
     assert line.endswith(' n=3 empty="" path=/a/b "k\\ney"=1')
 
 
-def test_auto_is_text_on_a_terminal_and_json_elsewhere() -> None:
+def test_auto_is_rows_on_a_terminal_and_json_elsewhere() -> None:
     terminal, pipe = Terminal(), io.StringIO()
-    logged_to(terminal, "auto").info("hello")
-    assert " info    hello\n" in terminal.getvalue()
+    log = logged_to(terminal, "auto")
+    log.info("hello", size=3)
+    log.warning("careful")
+    first, second = terminal.getvalue().splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  hello size=3", first)
+    assert second.endswith("  warning: careful")
     logged_to(pipe, "auto").info("hello")
     assert records(pipe)[0]["event"] == "hello"
+
+
+def test_a_record_with_rows_is_those_on_a_terminal_and_itself_elsewhere() -> None:
+    terminal, pipe, text = Terminal(), io.StringIO(), io.StringIO()
+    logged_to(terminal, "auto").info("done", n=1, rows=lambda: ["first " + HOSTILE, "second"])
+    logged_to(pipe, "auto").info("done", n=1, rows=lambda: ["first"])
+    logged_to(text, "text").info("done", n=1, rows=lambda: ["first"])
+    first, second = terminal.getvalue().split("\n")[:-1]
+    assert "first a\\n2026" in first and first.isprintable()
+    assert second == " " * 10 + "second"
+    (record,) = records(pipe)
+    assert (record["event"], record["n"]) == ("done", 1)
+    assert "rows" not in record
+    assert text.getvalue().endswith(" done n=1\n")
+
+
+def test_a_traceback_follows_its_row_and_none_of_it_passes_for_another() -> None:
+    terminal = Terminal()
+    log = logged_to(terminal, "auto")
+    try:
+        raise ValueError("bad\n12:00:00  forged")
+    except ValueError:
+        log.exception("it failed")
+    first, *others = terminal.getvalue().splitlines()
+    assert first.endswith("  error: it failed")
+    assert others
+    assert all(line.startswith("  | ") for line in others)
 
 
 def test_a_second_set_up_replaces_the_first() -> None:
