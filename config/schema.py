@@ -104,7 +104,7 @@ class ModelSettings(Section):
         description="Hugging Face repo id, directory, .gguf file or the built-in name",
     )
     served_model_name: Texts = Field(
-        (), description="name(s) in the API; repeatable; none = MODEL as it was given"
+        (), description="name(s) in the API; repeatable; none = MODEL, less ./ before it and .gguf behind"
     )
     dtype: Dtype = Field("auto", description="number format of weights and K/V")
     device: Device = Field("auto", description="where the model runs")
@@ -125,8 +125,13 @@ class ModelSettings(Section):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The names under which the API knows the model; the first one is shown in replies."""
-        return self.served_model_name or (self.model,)
+        """The names under which the API knows the model; the first one is shown in replies.
+
+        Unless they are given it is MODEL without what only a path needs: ./ before it, / or .gguf behind.
+        """
+        name = self.model.removeprefix("./").rstrip("/")
+        name = name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+        return self.served_model_name or (name or self.model,)
 
     @model_validator(mode="after")
     def _kernels_for_integers(self) -> Self:

@@ -39,3 +39,8 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= unit and num_bytes % unit == 0:
             return f"{num_bytes // unit}{name}"
     return str(num_bytes)
+
+
+def rough_size(num_bytes: int) -> str:
+    """A size as a person reads it: 512 MiB, 1.00 GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1000 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

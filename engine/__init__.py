@@ -42,6 +42,7 @@ from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
+from engine.startup.host_memory import memory_bytes
 from engine.startup.host_tuning import freeze_heap, prepare_process
 from engine.text.closed_schema import closed_schema
 from engine.text.reply.pieces import (
@@ -98,6 +99,13 @@ def train_medusa_heads(
     from engine.training.medusa_run import train_medusa_heads as train
 
     return train(settings, plan, progress)
+
+
+def check_start(settings: Settings) -> None:
+    """Raise StartRefused, in the doctor's words, for what stops a start and shows without the weights."""
+    from engine.startup.doctor import check_start as check
+
+    check(settings)
 
 
 def diagnose(settings: Settings) -> Diagnosis:
@@ -166,11 +174,13 @@ __all__ = [
     "TrainingProgress",
     "UnsupportedModel",
     "build_engine",
+    "check_start",
     "check_token_ids",
     "closed_schema",
     "diagnose",
     "frames_of",
     "freeze_heap",
+    "memory_bytes",
     "owned_salt",
     "prepare_process",
     "thread_stacks",

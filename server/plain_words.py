@@ -15,8 +15,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes: 512 MiB, 1.00 GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1000 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from config import Settings
+from config.units import format_size
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
@@ -93,8 +95,9 @@ def put_together(
         verification=settings.speculation.draft_verification,
         keeps_features=any(source.drafter.reads_features for source in sources),
     )
-    runner = make_runner(loaded, sampler, sizes, for_drafts)
-    runner.warm_up()
+    with refused_where_memory_ends(settings):
+        runner = make_runner(loaded, sampler, sizes, for_drafts)
+        runner.warm_up()
     info = EngineInfo(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
@@ -108,7 +111,8 @@ def put_together(
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=num_host_blocks,
     )
-    kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
+    with refused_where_memory_ends(settings):
+        kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
     batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
     if loaded.rewindable:
@@ -126,6 +130,21 @@ def put_together(
         reply_format,
         factories.detokenizer,
     )
+
+
+@contextmanager
+def refused_where_memory_ends(settings: Settings) -> Iterator[None]:
+    """Have memory that the system does not give refuse the start. Raises StartRefused."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        cache = settings.cache
+        given = f"--kv-cache-memory {format_size(cache.kv_cache_memory)}"
+        if cache.num_kv_blocks is not None:
+            given = f"--num-kv-blocks {cache.num_kv_blocks}"
+        raise StartRefused(f"{given}: the system does not give as much memory. Lower it.") from error
 
 
 def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:

@@ -90,6 +90,15 @@ class Diagnosis:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def needed_bytes(self) -> int | None:
+        """What weights, K/V, states and the draft model take of the device's memory; None if unknown."""
+        if self.model is None or self.model.weight_bytes is None or self.cache is None:
+            return None
+        drafts = self.drafts
+        draft_bytes = 0 if drafts is None else (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
+        return self.model.weight_bytes + self.cache.kv_bytes + self.cache.seats_bytes + draft_bytes
+
     def attempt(self, check: Callable[[], T]) -> T | None:
         """What `check` finds; None, with a problem noted, when it refuses the start."""
         try:

@@ -5,6 +5,7 @@ Every check is the one that the start itself makes, on the model's outline in pl
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -12,12 +13,17 @@ import torch
 
 from config import Settings
 from engine.compute.attention.kv_tensors import bytes_per_block
-from engine.compute.drafters.draft_loader import KV_SHARE, check_vocabulary, count_draft_blocks
+from engine.compute.drafters.draft_loader import (
+    KV_SHARE,
+    check_vocabulary,
+    count_draft_blocks,
+    named_as_draft,
+)
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import read_json
-from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
+from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
 from engine.compute.loading.support import Architecture
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, refuse_without
@@ -34,11 +40,17 @@ from engine.startup.build import (
 )
 from engine.startup.build_speculation import draft_methods, load_sources
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
+from engine.startup.host_memory import memory_bytes, weigh
 from engine.text.tokenizer import Tokenizer
 
+log = logging.getLogger("slipstream.engine")
 
-def diagnose(settings: Settings) -> Diagnosis:
-    """Look at everything a start would use. Takes a second or two, and no network."""
+
+def diagnose(settings: Settings, *, reads_tokenizer: bool = True) -> Diagnosis:
+    """Look at everything a start would use. Takes a second or two, and no network.
+
+    Without `reads_tokenizer` it is half as long: a start reads that itself, before the weights.
+    """
     found = Diagnosis()
     use_compute_threads()
     device = found.attempt(lambda: choose_device(settings.model.device))
@@ -46,8 +58,21 @@ def diagnose(settings: Settings) -> Diagnosis:
         found.device = _describe_device(device, settings.model.device)
     source = found.attempt(lambda: find_model(settings.model, settings.home))
     if source is not None:
-        _examine_model(found, settings, source)
+        _examine_model(found, settings, source, reads_tokenizer)
+    weigh(found, memory_bytes())
     return found
+
+
+def check_start(settings: Settings) -> None:
+    """Raise StartRefused for the first problem that the doctor finds; the log has what it warns of.
+
+    What is wrong with the tokenizer shows when a start reads it.
+    """
+    found = diagnose(settings, reads_tokenizer=False)
+    for problem in found.problems:
+        raise StartRefused(problem)
+    for warning in found.warnings:
+        log.warning("%s", warning)
 
 
 def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
@@ -82,7 +107,7 @@ def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
     return facts
 
 
-def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> None:
+def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, reads_tokenizer: bool) -> None:
     """Everything that follows from the model, as far as it is here."""
     directory = source.directory
     found.model = model = ModelFacts(
@@ -97,12 +122,14 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel) -> 
         return
     architecture, dtype = stored
     model.architecture = architecture.model_class.__name__
-    if directory is not None and source.pending is None:
+    if directory is not None and source.pending is None and reads_tokenizer:
         template = found.attempt(lambda: read_chat_template(settings))
         tokenizer = found.attempt(lambda: Tokenizer(directory, template))
         model.has_chat_template = None if tokenizer is None else tokenizer.has_chat_template
     outline = _outline(found, settings, architecture, dtype)
     if outline is not None:
+        if directory is not None and source.pending is None:
+            found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
         model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
         if settings.model.quantization == "int8" and model.compiled is not None:
@@ -222,8 +249,17 @@ def _examine_draft_model(
     found: Diagnosis, settings: Settings, target: LoadedModel, directory: Path | None
 ) -> None:
     """Raises StartRefused."""
-    facts, name = found.drafts, settings.speculation.draft_model
-    assert facts is not None and name is not None
+    name = settings.speculation.draft_model
+    assert name is not None
+    with named_as_draft(name):
+        _look_at_draft_model(name, found, settings, target, directory)
+
+
+def _look_at_draft_model(
+    name: str, found: Diagnosis, settings: Settings, target: LoadedModel, directory: Path | None
+) -> None:
+    facts = found.drafts
+    assert facts is not None
     asked = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
     source = find_model(asked, settings.home)
     facts.model_how = source.how

@@ -44,28 +44,3 @@ def cpu_model() -> str:
 def num_cpus() -> int:
     """How many cores this process may run on; a quota of their time not counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_bytes() -> tuple[int, int] | None:
-    """All memory that this process may use and what of it is free to take; None where that is not known.
-
-    A container's limit counts where it is lower than the machine's.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
-        total, available = fields["MemTotal"], fields["MemAvailable"]
-    except (OSError, ValueError, LookupError):
-        return None
-    limit, used = (_read_number(Path("/sys/fs/cgroup") / f"memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None and limit < total:
-        total, available = limit, min(available, max(0, limit - used))
-    return total, available
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a file of the kernel's; None without the file, or for the word max."""
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None

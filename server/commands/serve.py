@@ -18,9 +18,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from config import GivenFaults, PlannedFault, Settings, load_fault_plan, load_trace_export
-from engine import StartRefused, build_engine, prepare_process, thread_stacks
+from engine import StartRefused, build_engine, check_start, prepare_process, thread_stacks
 from server.commands.daemon import FAULT, Daemon
-from server.http.listener import bind
+from server.http.listener import bind, listen
+from server.observability.logs import adopt_library_loggers
 from server.observability.loop_guard import LoopGuard
 from server.observability.request_log import Tracer
 from server.observability.trace_export import exported_traces
@@ -45,8 +46,11 @@ def run(settings: Settings) -> int:
     prepare_process()
     threads = set(threading.enumerate())
     try:
-        listener = bind(settings.server.host, settings.server.port)
+        listener = bind(settings.server.host, settings.server.port, listens=False)
         with exported_traces(load_trace_export(), settings.model.served_names[0]) as tracer, listener:
+            check_start(settings)
+            adopt_library_loggers()  # of the libraries that this has imported
+            listen(listener)
             code = _run_loop(lambda: _serve(settings, given.faults, listener, tracer))
     except StartRefused as refusal:
         print(f"slipstream: {refusal}", file=sys.stderr)

@@ -14,8 +14,11 @@ _BACKLOG = 2048
 _MAX_UNSENT = 1 << 14
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on the first address of `host`; port 0 picks a free one. Raises StartRefused."""
+def bind(host: str, port: int, *, listens: bool = True) -> socket.socket:
+    """A listening socket on the first address of `host`; port 0 picks a free one. Raises StartRefused.
+
+    Without `listens` it only holds the port, until `listen`.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -29,12 +32,23 @@ def bind(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)
         listener.bind(address)
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise _refusal(host, port, error) from None
     listener.setblocking(False)
+    if listens:
+        listen(listener)
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Take connections from now on. Closed, with StartRefused raised, when another process has come first."""
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _refusal(host, port, error) from None
 
 
 def _refusal(host: str, port: int, error: OSError) -> StartRefused:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from config.units import rough_size
 from engine import Activity, EngineInfo, Histogram, SpecStats
-from server.plain_words import counted, duration, size
+from server.plain_words import counted, duration
 
 _SHORT_ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _ENDINGS = {"length": "cut at its limit", "abort": "given up", "deadline": "out of time", "error": "failed"}
@@ -45,7 +46,7 @@ def _speed(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def start_rows(name: str, url: str, info: EngineInfo, seconds: float) -> list[str]:
     """A server that is ready: what it serves, on what, how much room there is, and where."""
-    room = f"{info.num_kv_blocks * info.kv_block_size:,} tokens ({size(info.kv_bytes)})"
+    room = f"{info.num_kv_blocks * info.kv_block_size:,} tokens ({rough_size(info.kv_bytes)})"
     device = "CPU" if info.device == "cpu" else info.device
     threads = info.compute_threads.partition(":")[0]
     computed_by = f", {counted(int(threads), 'thread')}" if threads and info.device == "cpu" else ""

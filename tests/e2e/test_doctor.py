@@ -95,10 +95,12 @@ def test_a_server_open_to_all_is_a_warning(model: str, capsys: pytest.CaptureFix
     assert json.loads(out)["warnings"] == [] and "s3cret" not in out
 
 
-def test_more_memory_than_there_is_is_a_warning(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_memory_than_there_is_is_a_problem(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = doctor(capsys, model, *SMALL, "--kv-cache-memory", "900TiB")
-    assert code == 0
-    assert "are available: lower --kv-cache-memory, or free some." in " ".join(out.split())
+    assert code == 1
+    assert re.search(
+        r"this machine has [\d.]+ GiB of memory: lower --kv-cache-memory\.", " ".join(out.split())
+    )
 
 
 def test_load_starts_the_engine_for_a_moment(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -24,6 +26,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
+    LlamaForSequenceClassification,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
@@ -196,6 +199,17 @@ def save_tiny_model(family: str, directory: Path, seed: int = 0, dtype: torch.dt
     tiny_tokenizer().save_pretrained(directory)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID], "pad_token_id": BOS_ID}
     (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def save_foreign_model(kind: str, directory: Path) -> Path:
+    """A model that is none to serve, with a tokenizer: an encoder ("bert") or a classifier ("classifier")."""
+    if kind == "bert":
+        config: PreTrainedConfig = BertConfig(**{**_COMMON, "initializer_range": 0.02})
+        BertForMaskedLM(config).save_pretrained(directory)
+    else:
+        LlamaForSequenceClassification(tiny_config("llama")).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
     return directory
 
 

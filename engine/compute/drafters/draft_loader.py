@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -41,6 +43,22 @@ def load_draft_model(
     """
     name = settings.speculation.draft_model
     assert name is not None, "no draft model is asked for"
+    with named_as_draft(name):
+        return _load_drafter(name, settings, target, target_directory, target_kv_bytes)
+
+
+@contextmanager
+def named_as_draft(name: str) -> Iterator[None]:
+    """Have whatever refuses the draft model begin with its flag: the words may be those for a target."""
+    try:
+        yield
+    except StartRefused as refusal:
+        raise type(refusal)(f"--draft-model {name}: {refusal}") from refusal
+
+
+def _load_drafter(
+    name: str, settings: Settings, target: LoadedModel, target_directory: Path, target_kv_bytes: int
+) -> DraftModelDrafter:
     source = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
     directory = resolve_model(source, settings.home)
     check_vocabulary(target_directory, directory)

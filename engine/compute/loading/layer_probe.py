@@ -121,7 +121,8 @@ def _find_refusal(
     """Why this call is more than causal attention over the layer's own keys; None if it is not."""
     if getattr(module, "layer_idx", None) is None or module.layer_idx in seen.layers:
         return "its attention calls cannot be told apart by layer"
-    if key.shape[2] != _NUM_TOKENS or any(key.data_ptr() == other.data_ptr() for other in seen.keys):
+    shared = not key.is_meta and any(key.data_ptr() == other.data_ptr() for other in seen.keys)
+    if key.shape[2] != _NUM_TOKENS or shared:
         return "a layer attends to keys that are not its own"
     if attention_mask is not None:
         return "it builds an attention mask or position bias itself"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from engine.compute.loading.model_files import (
     read_json,
     weight_files,
 )
-from engine.compute.loading.progress_bars import no_progress_bars
+from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.support import check_num_layers, exact_context_limit, read_architecture
 from engine.compute.native.compiler import find_compiler
 from engine.compute.native.families import is_known_class
@@ -180,7 +181,7 @@ def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype)
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused."""
     attention.register()
     try:
-        with no_progress_bars():
+        with no_progress_bars(), no_remarks():
             model, report = AutoModelForCausalLM.from_pretrained(
                 directory,
                 # A copy: setting the attention changes the configuration, which a second model may share.
@@ -197,12 +198,15 @@ def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype)
     # transformers would go on with random numbers in place of what is missing.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if found := sorted(map(str, report.get(problem) or ())):
-            raise StartRefused(
-                f"{directory} does not fit its configuration: {problem} {', '.join(found[:3])}."
-            )
+            raise misfit(directory, problem, found)
     model.config.use_cache = False
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def misfit(directory: Path, problem: str, keys: Sequence[str]) -> StartRefused:
+    """What to raise where weights and configuration disagree, by transformers' word for it."""
+    return StartRefused(f"{directory} does not fit its configuration: {problem} {', '.join(keys[:3])}.")
 
 
 def leave_file(model: PreTrainedModel) -> None:

@@ -11,9 +11,9 @@ from huggingface_hub import constants, snapshot_download
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_convert import CONVERTER_VERSION
+from engine.compute.loading.missing_model import BUILT_IN
 from engine.compute.loading.model_files import check_configuration, check_model_files
 from engine.compute.loading.model_source import (
-    BUILT_IN,
     REPO_ID,
     find_bundled_gguf,
     installed_model,

@@ -80,11 +80,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 def count_tensors(directory: Path) -> int:
     """How many tensors the weights hold."""
-    num_tensors = 0
+    return len(tensor_names(directory))
+
+
+def tensor_names(directory: Path) -> list[str]:
+    """The names of the tensors that the weights hold."""
+    names: list[str] = []
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
-            num_tensors += len(file.keys())
-    return num_tensors
+            names += file.keys()
+    return names
 
 
 def read_json(path: Path) -> dict[str, Any]:

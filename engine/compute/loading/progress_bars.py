@@ -1,4 +1,4 @@
-"""Silence for transformers' own progress bars, which would tear up a log."""
+"""Silence for transformers: its progress bars would tear up a log, its remarks say what is checked anyway."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def no_remarks() -> Iterator[None]:
+    """Hush transformers' warnings inside the block, for calls whose outcome is judged by what they return."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

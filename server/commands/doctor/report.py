@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from config import Settings
-from engine import Diagnosis, StartRefused, usable_cores
-from server.commands.machine import cpu_model, memory_bytes, versions
+from engine import Diagnosis, StartRefused, memory_bytes, usable_cores
+from server.commands.machine import cpu_model, versions
 from server.http.auth import read_keys
 from server.http.listener import bind, is_public, url_of
-from server.plain_words import size
 
 _PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "fastapi", "uvicorn")
 
@@ -102,7 +101,6 @@ def make_report(settings: Settings, found: Diagnosis) -> Report:
     except StartRefused as refusal:
         report.problems.append(str(refusal))
     _try_port(report)
-    _weigh_memory(report)
     return report
 
 
@@ -120,25 +118,3 @@ def _try_port(report: Report) -> None:
             report.warnings.append(
                 f"--host {server.host} lets other machines in, and no --api-key keeps them out."
             )
-
-
-def needed_bytes(found: Diagnosis) -> int | None:
-    """What weights, K/V, states and the draft model take of the device's memory together; None if unknown."""
-    if found.model is None or found.model.weight_bytes is None or found.cache is None:
-        return None
-    drafts = found.drafts
-    draft_bytes = 0 if drafts is None else (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
-    return found.model.weight_bytes + found.cache.kv_bytes + found.cache.seats_bytes + draft_bytes
-
-
-def _weigh_memory(report: Report) -> None:
-    device, needed = report.engine.device, needed_bytes(report.engine)
-    if device is None or needed is None:
-        return
-    is_cuda = device.device.startswith("cuda")
-    available = device.free_bytes if is_cuda else report.machine.available_bytes
-    if available is not None and needed > available:
-        report.warnings.append(
-            f"Model and K/V take {size(needed)}, {size(available)} are available: lower "
-            f"{'--gpu-memory-utilization' if is_cuda else '--kv-cache-memory'}, or free some."
-        )

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from config.units import rough_size
 from engine import CacheFacts, DeviceFacts, DraftFacts, ModelFacts
-from server.commands.doctor.report import MachineFacts, Report, ServerFacts, needed_bytes
-from server.plain_words import size
+from server.commands.doctor.report import MachineFacts, Report, ServerFacts
 
 Row = tuple[str, str]
 
@@ -68,7 +68,7 @@ def _machine(machine: MachineFacts) -> Iterator[Row]:
     if machine.memory_bytes is not None and machine.available_bytes is not None:
         yield (
             "memory",
-            f"{size(machine.memory_bytes)}, {size(machine.available_bytes)} available",
+            f"{rough_size(machine.memory_bytes)}, {rough_size(machine.available_bytes)} available",
         )
     yield "system", machine.system
     yield "versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -77,7 +77,7 @@ def _machine(machine: MachineFacts) -> Iterator[Row]:
 def _device(device: DeviceFacts, model: ModelFacts | None) -> Iterator[Row]:
     yield "device", f"{device.device}{f' ({device.name})' if device.name else ''}: {device.why}"
     if device.memory_bytes is not None and device.free_bytes is not None:
-        yield "memory", f"{size(device.memory_bytes)}, {size(device.free_bytes)} free"
+        yield "memory", f"{rough_size(device.memory_bytes)}, {rough_size(device.free_bytes)} free"
     if model is not None and model.dtype is not None:
         yield "dtype", f"{model.dtype}: {model.dtype_why}"
     has = [name for name, there in device.features.items() if there]
@@ -118,15 +118,15 @@ def _count(number: int) -> str:
 
 
 def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Row]:
-    yield "weights", size(model.weight_bytes or 0)
+    yield "weights", rough_size(model.weight_bytes or 0)
     tokens = cache.num_kv_blocks * cache.kv_block_size
     yield (
         "K/V",
-        f"{size(cache.kv_bytes)} by {cache.source}: {cache.num_kv_blocks:,} blocks of "
+        f"{rough_size(cache.kv_bytes)} by {cache.source}: {cache.num_kv_blocks:,} blocks of "
         f"{cache.kv_block_size} tokens, {tokens:,} in all",
     )
     if cache.seats_bytes:
-        yield "states", f"{size(cache.seats_bytes)} for {cache.max_num_seqs} sequences"
+        yield "states", f"{rough_size(cache.seats_bytes)} for {cache.max_num_seqs} sequences"
     full = "sequence" if cache.num_full_seqs == 1 else "sequences"
     yield (
         "room for",
@@ -134,19 +134,19 @@ def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Ro
         "shorter ones (--max-num-seqs)",
     )
     if cache.num_host_blocks:
-        yield "swap", f"{size(cache.host_bytes)} of host memory for preempted requests, taken as needed"
+        yield "swap", f"{rough_size(cache.host_bytes)} of host memory for preempted requests, taken as needed"
     else:
         yield "swap", "none: a preempted request is computed anew"
-    needed = needed_bytes(report.engine)
+    needed = report.engine.needed_bytes
     if needed is not None:
-        yield "together", f"{size(needed)}, and work space"
+        yield "together", f"{rough_size(needed)}, and work space"
 
 
 def _drafts(drafts: DraftFacts) -> Iterator[Row]:
     yield "by", ", ".join(drafts.methods) or "nobody: no speculation"
     if drafts.model_how is not None:
-        weights = "" if drafts.model_bytes is None else f", {size(drafts.model_bytes)} of weights"
-        kv = "" if drafts.model_kv_bytes is None else f", {size(drafts.model_kv_bytes)} of K/V"
+        weights = "" if drafts.model_bytes is None else f", {rough_size(drafts.model_bytes)} of weights"
+        kv = "" if drafts.model_kv_bytes is None else f", {rough_size(drafts.model_kv_bytes)} of K/V"
         yield "model", f"{drafts.model_how}{weights}{kv}"
 
 

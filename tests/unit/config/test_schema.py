@@ -143,6 +143,22 @@ def test_served_names_default_to_the_model_as_given() -> None:
     assert named.model.served_names == ("x", "y")
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("./my-model", "my-model"),
+        ("./my-model/", "my-model"),
+        ("./my-model.gguf", "my-model"),
+        ("models/tiny.Q8_0.GGUF", "models/tiny.Q8_0"),
+        ("../my-model", "../my-model"),
+        (".gguf", ".gguf"),
+        ("./", "./"),
+    ],
+)
+def test_a_served_name_has_nothing_that_only_a_path_needs(model: str, name: str) -> None:
+    assert Settings.model_validate({"model": {"model": model}}).model.served_names == (name,)
+
+
 def test_keys_show_in_no_text_of_the_record() -> None:
     settings = Settings.model_validate({"server": {"api_key": ["s3cret-key"]}})
     dumped = settings.model_dump_json()

@@ -21,7 +21,13 @@ from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import EVERY_INSTRUCTION
 from tests.support.tiny_gguf import save_tiny_gguf
-from tests.support.tiny_models import FAMILIES, MAX_POSITIONS, RECURRENT_FAMILIES, save_tiny_model
+from tests.support.tiny_models import (
+    FAMILIES,
+    MAX_POSITIONS,
+    RECURRENT_FAMILIES,
+    save_foreign_model,
+    save_tiny_model,
+)
 
 # Instructions of another kind of CPU than this one.
 OTHERS = "v3" if platform.machine() in ("aarch64", "arm64") else "neon"
@@ -112,6 +118,14 @@ def test_a_damaged_model_is_a_problem_in_the_same_words(damage: object, model: P
     assert callable(damage)
     damage(directory)
     settings = settings_for(directory)
+    with pytest.raises(StartRefused) as refused:
+        load_parts(settings)
+    assert diagnose(settings).problems == [str(refused.value)]
+
+
+@pytest.mark.parametrize("kind", ["bert", "classifier"])
+def test_a_model_of_another_kind_is_a_problem_in_the_words_of_loading(kind: str, tmp_path: Path) -> None:
+    settings = settings_for(save_foreign_model(kind, tmp_path))
     with pytest.raises(StartRefused) as refused:
         load_parts(settings)
     assert diagnose(settings).problems == [str(refused.value)]

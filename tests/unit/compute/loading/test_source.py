@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,11 +92,56 @@ def test_the_revision_is_honoured(tmp_path: Path, hub: Path) -> None:
         resolve(tmp_path, "org/tiny", "v3")
 
 
-def test_an_unknown_repo_offline_is_one_line(tmp_path: Path, hub: Path) -> None:
-    with pytest.raises(
-        StartRefused, match=r"^org/none is neither a local directory nor .*\(HF_HUB_OFFLINE or no"
-    ):
-        resolve(tmp_path, "org/none")
+def refusal_of(tmp_path: Path, name: str) -> str:
+    with pytest.raises(StartRefused) as refused:
+        resolve(tmp_path, name)
+    return str(refused.value)
+
+
+def test_an_unknown_repo_says_what_is_offline_and_how_to_fetch_it_elsewhere(
+    tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = "org/none is neither a directory nor in the local cache."
+    elsewhere = (
+        "or run 'hf download org/none --local-dir none' on a machine that has one, copy none here and "
+        "serve ./none."
+    )
+    reason = "HF_HUB_OFFLINE is set, so nothing is fetched. Unset it,"
+    assert refusal_of(tmp_path, "org/none") == f"{nowhere} {reason} {elsewhere}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_source, "snapshot_download", unreachable)
+    reason = "https://huggingface.co cannot be reached. Connect to a network,"
+    assert refusal_of(tmp_path, "org/none") == f"{nowhere} {reason} {elsewhere}"
+
+
+def unreachable(*_: object, **__: object) -> str:
+    raise LocalEntryNotFoundError("no network")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smollm2", "smollm2-135m-instruct"),
+        ("SmolLM2-135M-Instrct", "smollm2-135m-instruct"),
+        ("org/tinny", "org/tiny"),
+        ("tiny", "org/tiny"),
+        ("{folder}/lama", "{folder}/llama"),
+        ("{folder}/smal.gguf", "{folder}/small.gguf"),
+        ("org/quite-another", None),
+    ],
+)
+def test_a_name_that_is_nearly_one_at_hand_is_told_so(
+    name: str, meant: str | None, tmp_path: Path, hub: Path
+) -> None:
+    cached_repo(hub, "org/tiny")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").touch()
+    (tmp_path / "small.gguf").touch()
+    said = refusal_of(tmp_path, name.format(folder=tmp_path))
+    if meant is None:
+        assert "did you mean" not in said
+    else:
+        assert f"; did you mean {meant.format(folder=tmp_path)}?" in said
 
 
 def test_a_repo_of_pickled_weights_is_refused(tmp_path: Path, hub: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine import Activity, BatchMetrics, EngineInfo, Histogram
 from engine.plan.step_records import BatchDecision, ScheduledRequest
 from server.observability.terminal_rows import report_rows, request_row, spread, start_rows
-from server.plain_words import counted, duration, size
+from server.plain_words import counted, duration
 
 CHAT: dict[str, Any] = {
     "route": "/v1/chat/completions",
@@ -43,7 +43,6 @@ def test_a_time_is_in_the_unit_that_suits_it(seconds: float, text: str) -> None:
 def test_a_noun_agrees_with_its_number() -> None:
     assert (counted(1, "request"), counted(1200, "request")) == ("1 request", "1,200 requests")
     assert (counted(0, "retry", "retries"), counted(1, "retry", "retries")) == ("0 retries", "1 retry")
-    assert (size(2**30), size(3 * 2**20)) == ("1.00 GiB", "3 MiB")
 
 
 def test_a_request_is_one_row() -> None:

@@ -1,0 +1,68 @@
+"""How much memory the process may have, and whether what a start needs can be had at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config.units import rough_size
+from engine.startup.diagnosis import Diagnosis
+
+_MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def memory_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> tuple[int, int] | None:
+    """All memory that this process may use and what of it is free to take; None where that is not known.
+
+    A container's limit counts where it is lower than the machine's.
+    """
+    fields = _read_fields(meminfo)
+    if fields is None:
+        return None
+    total, available = fields["MemTotal"], fields["MemAvailable"]
+    limit, used = (_read_number(group / f"memory.{name}") for name in ("max", "current"))
+    if limit is not None and used is not None and limit < total:
+        total, available = limit, min(available, max(0, limit - used))
+    return total, available
+
+
+def weigh(found: Diagnosis, memory: tuple[int, int] | None) -> None:
+    """Note in `found` what it needs more of than there is: a problem beyond all there is, else a warning.
+
+    `memory` is the host's, total and available; None is not known.
+    """
+    device, needed = found.device, found.needed_bytes
+    is_cuda = device is not None and device.device.startswith("cuda")
+    if is_cuda and device is not None and device.free_bytes is not None:
+        memory = device.free_bytes, device.free_bytes  # nothing takes more of a GPU than is free
+    if memory is None or needed is None or found.cache is None:
+        return
+    total, available = memory
+    place = "the GPU has free" if is_cuda else "this machine has"
+    flag = found.cache.source
+    if needed > total:
+        found.problems.append(
+            f"Model and K/V take {rough_size(needed)}, {place} {rough_size(total)} of memory: lower {flag}."
+        )
+    elif needed > available:
+        found.warnings.append(
+            f"Model and K/V take {rough_size(needed)}, {rough_size(available)} of memory are available: "
+            f"lower {flag}, or free some."
+        )
+
+
+def _read_fields(path: Path) -> dict[str, int] | None:
+    """The sizes that the kernel lists, in bytes; None unless those that count are there."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        fields = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
+    except (OSError, ValueError, LookupError):
+        return None
+    return fields if {"MemTotal", "MemAvailable"} <= fields.keys() else None
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file of the kernel's; None without the file, or for the word max."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,74 @@
+"""What cannot be had is a problem, what others have taken a warning; a container's limit counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config import load_settings
+from engine.errors import StartRefused
+from engine.startup.build import refused_where_memory_ends
+from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, ModelFacts
+from engine.startup.host_memory import memory_bytes, weigh
+
+GIB = 2**30
+
+
+def found(kv_bytes: int, free_bytes: int | None = None) -> Diagnosis:
+    """A model of 1 GiB with so much K/V; on a GPU if its free memory is given."""
+    name = "cpu" if free_bytes is None else "cuda:0"
+    flag = "--kv-cache-memory" if free_bytes is None else "--gpu-memory-utilization"
+    return Diagnosis(
+        device=DeviceFacts(name, "", "", {}, "", False, 1, free_bytes=free_bytes),
+        model=ModelFacts("m", "", None, None, weight_bytes=GIB),
+        cache=CacheFacts(1, 16, kv_bytes, flag, 1, 1, 0, 0, 0),
+    )
+
+
+def told(diagnosis: Diagnosis, memory: tuple[int, int] | None) -> tuple[list[str], list[str]]:
+    weigh(diagnosis, memory)
+    return diagnosis.problems, diagnosis.warnings
+
+
+def test_what_fits_is_said_nothing_of() -> None:
+    assert told(found(GIB), (4 * GIB, 2 * GIB)) == ([], [])
+    assert told(found(GIB), None) == ([], [])
+
+
+def test_more_than_is_free_is_a_warning_and_more_than_there_is_a_problem() -> None:
+    words = "Model and K/V take 4.00 GiB, 2.00 GiB of memory are available: "
+    words += "lower --kv-cache-memory, or free some."
+    assert told(found(3 * GIB), (4 * GIB, 2 * GIB)) == ([], [words])
+    words = "Model and K/V take 6.00 GiB, this machine has 4.00 GiB of memory: lower --kv-cache-memory."
+    assert told(found(5 * GIB), (4 * GIB, 2 * GIB)) == ([words], [])
+
+
+def test_a_gpu_has_no_more_than_is_free() -> None:
+    words = (
+        "Model and K/V take 6.00 GiB, the GPU has free 4.00 GiB of memory: lower --gpu-memory-utilization."
+    )
+    assert told(found(5 * GIB, 4 * GIB), (64 * GIB, 64 * GIB)) == ([words], [])
+    assert told(found(5 * GIB, 8 * GIB), (GIB, GIB)) == ([], [])
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nHugePages_Total: 0\n")
+    assert memory_bytes(meminfo, tmp_path) == (8_192_000, 6_144_000)
+    (tmp_path / "memory.max").write_text("1024000\n")
+    (tmp_path / "memory.current").write_text("24000\n")
+    assert memory_bytes(meminfo, tmp_path) == (1_024_000, 1_000_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_bytes(meminfo, tmp_path) == (8_192_000, 6_144_000)
+    assert memory_bytes(tmp_path / "nothing", tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried 5 bytes")])
+def test_memory_that_the_system_refuses_is_one_line(error: Exception) -> None:
+    settings = load_settings(["--kv-cache-memory", "500GiB"], {})
+    line = r"^--kv-cache-memory 500GiB: the system does not give as much memory"
+    with pytest.raises(StartRefused, match=line), refused_where_memory_ends(settings):
+        raise error
+    with pytest.raises(RuntimeError, match="other"), refused_where_memory_ends(settings):
+        raise RuntimeError("other")
