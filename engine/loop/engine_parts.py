@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -44,6 +44,7 @@ class EngineInfo:
     num_host_blocks: int = 0  # room for preempted requests in host memory
     compute_threads: str = ""  # how many threads compute, and why so many
     kernels: str = ""  # which compute the model
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # where a request says nothing
 
 
 @dataclass(frozen=True, slots=True)

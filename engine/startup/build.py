@@ -12,6 +12,7 @@ import torch
 from config import Settings
 from config.units import format_size
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import read_architecture
@@ -60,7 +61,13 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
     parts = put_together(settings, loaded, tokenizer, sources, factories)
-    return replace(parts, info=replace(parts.info, compute_threads=threads, kernels=loaded.kernels_used))
+    info = replace(
+        parts.info,
+        compute_threads=threads,
+        kernels=loaded.kernels_used,
+        default_sampling=read_default_sampling(directory, settings.model.model),
+    )
+    return replace(parts, info=info)
 
 
 def put_together(

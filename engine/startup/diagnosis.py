@@ -35,7 +35,7 @@ class ModelFacts:
     """What is served. `pending` is what a start does before it loads; None of the rest was not found out.
 
     `compiled` is what the compiled kernels will be used for, or why for nothing, `quantized` what becomes of
-    the weights that they read.
+    the weights that they read. `default_sampling` has what a request that says nothing gets.
     """
 
     name: str
@@ -52,6 +52,7 @@ class ModelFacts:
     has_chat_template: bool | None = None
     compiled: str | None = None
     quantized: str | None = None
+    default_sampling: dict[str, float] | None = None
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from engine.compute.drafters.draft_loader import (
     named_as_draft,
 )
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
+from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import read_json
@@ -126,6 +127,9 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         template = found.attempt(lambda: read_chat_template(settings))
         tokenizer = found.attempt(lambda: Tokenizer(directory, template))
         model.has_chat_template = None if tokenizer is None else tokenizer.has_chat_template
+    if directory is not None:
+        name = settings.model.model
+        model.default_sampling = found.attempt(lambda: read_default_sampling(directory, name))
     outline = _outline(found, settings, architecture, dtype)
     if outline is not None:
         if directory is not None and source.pending is None:

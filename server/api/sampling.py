@@ -68,17 +68,18 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
         check_token_ids("allowed_token_ids", allowed, info.vocab_size)
         if not allowed:
             raise invalid("'allowed_token_ids' is empty: nothing could be generated.", "allowed_token_ids")
-    temperature = _default(body.temperature, 1.0)
+    advised = info.default_sampling
+    temperature = _first(body.temperature, advised.get("temperature"), 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
-        top_k=min(max(0, body.top_k or 0), info.vocab_size),
-        top_p=_default(body.top_p, 1.0),
-        min_p=_default(body.min_p, 0.0),
-        repetition_penalty=_default(body.repetition_penalty, 1.0),
-        presence_penalty=_default(body.presence_penalty, 0.0),
-        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        top_k=min(max(0, int(_first(body.top_k, advised.get("top_k"), 0))), info.vocab_size),
+        top_p=_first(body.top_p, advised.get("top_p"), 1.0),
+        min_p=_first(body.min_p, advised.get("min_p"), 0.0),
+        repetition_penalty=_first(body.repetition_penalty, advised.get("repetition_penalty"), 1.0),
+        presence_penalty=_first(body.presence_penalty, None, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, None, 0.0),
         logit_bias=bias,
         allowed_token_ids=None if allowed is None else tuple(allowed),
         stop=body.stop or (),
@@ -91,7 +92,9 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
     )
 
 
-def _default(value: float | None, default: float) -> float:
+def _first(asked: float | None, advised: float | None, default: float) -> float:
+    """What the request asks for, else what the model's makers advise, else the API's default."""
+    value = advised if asked is None else asked
     return default if value is None else value
 
 

@@ -109,6 +109,9 @@ def _model(model: ModelFacts) -> Iterator[Row]:
         yield "context", f"{model.max_model_len:,} tokens; vocabulary of {model.vocab_size:,}"
     if model.has_chat_template is not None:
         yield "chat", "has a template" if model.has_chat_template else "no template: give --chat-template"
+    if model.default_sampling:
+        named = ", ".join(f"{name} {value:g}" for name, value in model.default_sampling.items())
+        yield "sampling", f"{named} where a request does not say"
 
 
 def _count(number: int) -> str:

@@ -56,7 +56,9 @@ def test_an_outline_has_the_shape_of_the_loaded_model(family: str, tmp_path: Pat
     assert all(weights.is_meta for weights in outline.model.parameters())
 
 
-def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
+def test_what_would_be_used_is_what_a_start_uses(model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"top_p": 0.9}')
     settings = settings_for(model, "--max-num-seqs", "8")
     found, parts = diagnose(settings), load_parts(settings)
     assert found.problems == [] and found.warnings == []
@@ -67,6 +69,7 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path) -> None:
     assert (found.cache.num_kv_blocks, found.cache.kv_bytes) == (info.num_kv_blocks, info.kv_bytes)
     assert found.cache.num_full_seqs == info.num_kv_blocks // (MAX_POSITIONS // 16)
     assert found.model.has_chat_template is info.has_chat_template is True
+    assert found.model.default_sampling == info.default_sampling == {"top_p": 0.9}
     assert found.drafts is not None and found.drafts.methods == info.draft_methods
     assert found.device.thread_counts[0] == found.device.num_threads
     assert info.compute_threads.split(":")[0] in map(str, found.device.thread_counts)

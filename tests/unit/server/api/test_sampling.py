@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,21 @@ def params(**fields: Any) -> SamplingParams:
 
 def test_nothing_asked_for_is_plain_sampling() -> None:
     assert params() == SamplingParams(max_tokens=16)
+
+
+def test_what_is_not_asked_for_is_as_the_models_makers_advise() -> None:
+    advice = {"temperature": 0.6, "top_p": 0.9, "top_k": 20.0, "min_p": 0.1, "repetition_penalty": 1.1}
+    info = replace(INFO, default_sampling=advice)
+
+    def of(**fields: Any) -> SamplingParams:
+        return sampling_params(CompletionRequest(prompt="a", **fields), info, max_tokens=16)  # type: ignore[arg-type]
+
+    assert of() == SamplingParams(
+        max_tokens=16, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1
+    )
+    asked = of(temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
+    assert asked == SamplingParams(max_tokens=16)
+    assert of(temperature=None).temperature == 0.6
 
 
 @pytest.mark.parametrize(("asked", "given_on"), [(0, 0.0), (1e-30, 0.0), (1e-6, 0.0), (0.01, 0.01), (2, 2.0)])

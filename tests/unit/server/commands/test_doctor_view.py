@@ -1,7 +1,7 @@
 """Rows of `slipstream doctor` that this machine may have no reason to show."""
 
-from engine import DeviceFacts
-from server.commands.doctor.view import _device
+from engine import DeviceFacts, ModelFacts
+from server.commands.doctor.view import _device, _model
 
 
 def facts(*thread_counts: int) -> DeviceFacts:
@@ -13,3 +13,10 @@ def test_threads_are_named_only_where_there_is_a_choice() -> None:
     assert (
         dict(_device(facts(16, 8, 15), None))["threads"] == "a start tries 16, 8, 15, and keeps the fastest"
     )
+
+
+def test_how_a_model_is_sampled_by_default_is_told_where_it_says_so() -> None:
+    model = ModelFacts("m", "built in", None, None)
+    assert "sampling" not in dict(_model(model))
+    model.default_sampling = {"temperature": 0.2, "top_p": 0.9}
+    assert dict(_model(model))["sampling"] == "temperature 0.2, top_p 0.9 where a request does not say"
