@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import subprocess
@@ -10,14 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from engine import Overloaded, SpecStats
 from server.commands.bench.command import measure
 from server.commands.bench.flags import read_plan
 from server.commands.bench.result import BenchResult
+from server.commands.bench.tables import show_result
 from tests.e2e.command_line import QUIET, SLIPSTREAM, command, fast_engine
 from tests.e2e.http_server import MODEL, server_url
+from tests.e2e.real_engine import real_engine
 from tests.e2e.scripted_server import DONE, chunk, event, json_reply, reply, scripted_server
+from tests.support.tiny_models import save_tiny_model
+
+CACHE = "of the prompts came from the server's prefix cache"
 
 
 async def bench(url: str, *flags: str) -> BenchResult:
@@ -69,6 +76,30 @@ async def test_equal_seeds_ask_equal_things() -> None:
     assert asked[0] == asked[1] != asked[2]
     prefixes = {" ".join(text.split()[:6]) for text in asked[0]}
     assert len(prefixes) == 1 and len(set(asked[0])) == 5
+
+
+async def test_a_second_run_measures_the_prefix_cache_only_where_it_is_asked_to(tmp_path: Path) -> None:
+    def told(result: BenchResult) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        show_result(result, console)
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    flags = (
+        *("--num-requests", "3", "--warmup", "0", "--concurrency", "1", "--endpoint", "completions"),
+        *("--input-tokens", "100", "--output-tokens", "2"),
+    )
+    async with real_engine(save_tiny_model("llama", tmp_path)) as engine, server_url(engine) as url:
+        first = await bench(url, *flags)
+        second = await bench(url, *flags)
+        third = await bench(url, *flags, "--seed", str(second.plan.workload.seed))
+    seeds = [result.plan.workload.seed for result in (first, second, third)]
+    assert seeds[0] != seeds[1] == seeds[2]
+    assert f"; --seed {seeds[1]} repeats it" in told(second)
+    assert "0% of them cached (0)" in told(second) and CACHE not in told(second)
+    share = (third.summary.cached_tokens or 0) / (third.summary.input_tokens or 1)
+    assert share > 0.8
+    assert f"{share:.0%} of them cached" in told(third)
+    assert f"Warning: {share:.0%} {CACHE}" in told(third)
 
 
 async def test_prompts_from_a_file_are_asked_in_turn(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,9 +129,8 @@ def _add_workload_flags(parser: CommandParser) -> None:
     lengths(
         "--seed",
         type=whole(0, 2**31 - 1),
-        default=0,
         metavar="N",
-        help="of prompts, arrival times and sampling (default: 0)",
+        help="repeat the prompts, arrival times and sampling of the run that had it (default: a new one)",
     )
 
 
@@ -138,6 +138,8 @@ def read_plan(argv: Sequence[str]) -> BenchPlan:
     """The plan that `argv` asks for. Raises SettingsError."""
     values = bench_parser().read(argv)
     _check_together(values)
+    if values["seed"] is None:  # prompts that were sent before would measure the server's prefix cache
+        values["seed"] = secrets.randbelow(2**31)
     prompt_file: Path | None = values["prompt_file"]
     plan = BenchPlan(
         address=read_address(values["url"], values["api_key"], values["api_key_file"]),

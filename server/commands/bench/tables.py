@@ -14,6 +14,8 @@ from server.commands.bench.result import BenchResult, mode_of
 from server.commands.bench.summary import Summary
 from server.plain_words import counted
 
+_CACHE_SHARE = 0.5
+
 
 def show_result(result: BenchResult, console: Console) -> None:
     """Print everything that a person asks for first."""
@@ -35,7 +37,7 @@ def show_result(result: BenchResult, console: Console) -> None:
 def _head(result: BenchResult) -> Iterator[str]:
     summary, plan = result.summary, result.plan
     yield f"{result.model} at {plan.address.url}"
-    yield f"{plan.workload.endpoint}, {mode_of(plan.load)}"
+    yield f"{plan.workload.endpoint}, {mode_of(plan.load)}; --seed {plan.workload.seed} repeats it"
     parts = [f"{summary.num_succeeded} succeeded", f"{summary.num_failed} failed"]
     if summary.num_cut_off:
         parts.append(f"{summary.num_cut_off} cut off")
@@ -79,8 +81,7 @@ def _figures(result: BenchResult) -> Iterator[str]:
         f"{counted[summary.counted_by]}"
     )
     if summary.input_tokens is not None:
-        cached = f", {summary.cached_tokens:,} of them cached" if summary.cached_tokens else ""
-        yield f"input       {summary.input_tokens:,} tokens{cached}"
+        yield f"input       {summary.input_tokens:,} tokens{_cached(summary)}"
     yield f"requests    {summary.requests_per_s:,.2f}/s"
     if summary.goodput is not None:
         goodput = summary.goodput
@@ -96,6 +97,13 @@ def _figures(result: BenchResult) -> Iterator[str]:
         )
     elif summary.drafts is not None:
         yield "drafts      none"
+
+
+def _cached(summary: Summary) -> str:
+    """How many prompt tokens the server did not compute, where it says so."""
+    if summary.cached_tokens is None or not summary.input_tokens:
+        return ""
+    return f", {summary.cached_tokens / summary.input_tokens:.0%} of them cached ({summary.cached_tokens:,})"
 
 
 def _errors(summary: Summary) -> Table:
@@ -118,9 +126,23 @@ def _warnings(result: BenchResult) -> Iterator[str]:
         )
     if not result.is_input_measured and result.plan.workload.prompt_file is None:
         yield "Note: the server has no /tokenize; prompts are only about as long as asked for."
+    if summary.cached_tokens and summary.input_tokens and _is_of_the_cache(result):
+        share = summary.cached_tokens / summary.input_tokens
+        yield (
+            f"Warning: {share:.0%} of the prompts came from the server's prefix cache: the times to first "
+            "token are not those of new prompts. Leave --seed out, or give prompts that were not sent before."
+        )
     if client.is_bottleneck:
         yield (
             f"Warning: this client ran {client.loop_lag_ms.p99:.0f} ms late at p99 and took "
             f"{client.cpu_share:.0%} of a core: the latencies are partly its own. "
             "Give it a less busy machine or a smaller load."
         )
+
+
+def _is_of_the_cache(result: BenchResult) -> bool:
+    """True where most of what prompts do not share on purpose was cached; a chat template is shared, too."""
+    summary = result.summary
+    shared = result.plan.workload.shared_prefix_tokens * summary.num_succeeded
+    own = (summary.input_tokens or 0) - shared
+    return own > 0 and ((summary.cached_tokens or 0) - shared) / own > _CACHE_SHARE
