@@ -42,6 +42,11 @@ def read_flags(argv: Sequence[str]) -> Flags:
     return flags
 
 
+def takes_value(name: str) -> bool:
+    """Whether the next word after the flag `name` is its value; False for a switch and an unknown flag."""
+    return name in _VALUED or name == CONFIG_FLAG
+
+
 def _read_flag(flags: Flags, word: str, rest: Iterator[str]) -> None:
     """Add the flag `word`, with its value taken from behind = or from `rest`."""
     name, equals, inline = word.partition("=")

@@ -131,6 +131,13 @@ def chat(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def run(argv: Sequence[str]) -> int:
+    """Talk with a model that this process loads. Raises SettingsError before anything is loaded."""
+    from server.commands.run import run as talk
+
+    return talk(argv)
+
+
 def doctor(argv: Sequence[str]) -> int:
     """Say what `serve` would use, and what would stop it. Raises SettingsError."""
     from server.commands.doctor.command import run
@@ -147,6 +154,7 @@ def _version() -> str:
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "serve": serve,
+    "run": run,
     "config": config_show,
     "train-medusa": train_medusa,
     "bench": bench,

@@ -16,6 +16,7 @@ Serves language models over OpenAI-style HTTP, and has tools for any server that
 
 commands:
   serve [MODEL] [options]           load a model and serve it until Ctrl-C
+  run [QUESTION] [options]          talk with a model in this process, without a server
   doctor [MODEL] [--load] [...]     say what serve would use, and what would stop it; takes serve's options
   config show [--origins] [...]     print the settings that serve would use; takes serve's options
   chat [MESSAGE] [--url URL]        talk with a server's model, on a terminal or in a pipe
@@ -27,6 +28,7 @@ options:
   --version                         show the version
 
 examples:
+  slipstream run "Why is the sky blue?"
   slipstream serve                  the built-in model on 127.0.0.1:8000
   slipstream chat                   in a second terminal
 """

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from typing import NoReturn
 
 from config import GivenFaults, PlannedFault, Settings, load_fault_plan, load_trace_export
 from engine import StartRefused, build_engine, check_start, prepare_process, thread_stacks
 from server.commands.daemon import FAULT, Daemon
+from server.commands.event_loop import loop_factory
+from server.commands.process_end import leave, leave_others
 from server.http.listener import bind, listen
 from server.observability.logs import adopt_library_loggers
 from server.observability.loop_guard import LoopGuard
@@ -55,24 +54,14 @@ def run(settings: Settings) -> int:
     except StartRefused as refusal:
         print(f"slipstream: {refusal}", file=sys.stderr)
         code = REFUSED
-    if set(threading.enumerate()) - threads:
-        _leave(code)
-    return code
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process although threads run; in native code they would crash an orderly end."""
-    logging.shutdown()
-    with suppress(OSError):  # its reader has gone
-        sys.stderr.flush()
-    os._exit(code)
+    return leave_others(code, threads)
 
 
 def _end_stuck() -> None:
     """The event loop is stuck: only the log can be reached."""
     faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True)  # what is stuck may hold the log as well
     log.critical("the event loop hangs; the process ends", extra={"stack": thread_stacks("")})
-    _leave(FAULT)
+    leave(FAULT)
 
 
 def _tell_of_faults(given: GivenFaults) -> None:
@@ -84,24 +73,13 @@ def _tell_of_faults(given: GivenFaults) -> None:
 
 
 def _run_loop(serve: Callable[[], Coroutine[None, None, int]]) -> int:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(serve())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def _serve(
     settings: Settings, faults: Sequence[PlannedFault], listener: socket.socket, tracer: Tracer | None
 ) -> int:
-    # Its own start and stop lines would say again what ours say.
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     engine = build_engine(settings, faults)
     loop = asyncio.get_running_loop()
     guard = LoopGuard(loop, settings.server.watchdog_timeout, _end_stuck)

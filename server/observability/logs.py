@@ -159,3 +159,5 @@ def _set_levels(level: int) -> None:
     logging.getLogger().setLevel(max(level, logging.WARNING))
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(level)
+    # Its own start and stop lines would say again what ours say.
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))

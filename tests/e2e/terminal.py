@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import fcntl
 import os
 import pty
@@ -12,83 +14,81 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from tests.e2e.command_line import QUIET, SLIPSTREAM
 
-_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_STEERING = re.compile(r"\x1b\[\?2004l\r|\x1b\[[?0-9;]*[a-zA-Z]|\r(?=\n)")  # colours, the cursor, pastes
 
 
 class Terminal:
-    """A process on a pseudo-terminal."""
+    """`slipstream` with `argv` in a terminal of its own, so many columns wide."""
 
-    def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
-        self.process = process
-        self._fd = fd
-        self._seen = b""
+    def __init__(self, *argv: str, env: Mapping[str, str] | None = None, width: int = 120) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        self.process = subprocess.Popen(
+            [*SLIPSTREAM, *argv],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**QUIET, "TERM": "xterm", "NO_COLOR": "1", **(env or {})},
+            start_new_session=True,
+            preexec_fn=lambda: _take_terminal(slave),
+        )
+        os.close(slave)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.raw = ""  # all of it
+        self.seen = ""  # what is not taken off yet, without what steers the terminal
 
-    @property
-    def raw(self) -> str:
-        """All it has written so far."""
-        return self._seen.decode(errors="replace")
+    def say(self, text: str) -> None:
+        """As if typed; \\x03 is Ctrl-C, \\x04 is Ctrl-D."""
+        os.write(self._master, text.encode())
 
-    @property
-    def lines(self) -> list[str]:
-        """The lines so far, without colours; what a carriage return wrote over is gone, as on a screen."""
-        text = _CODES.sub("", self.raw).replace("\r\n", "\n")
-        return [line.rpartition("\r")[2] for line in text.splitlines()]
-
-    def until(self, words: str, timeout_s: float = 90.0) -> None:
-        """Read until it has written `words`, after what was awaited before."""
+    async def expect(self, pattern: str, timeout_s: float = 60) -> str:
+        """All that was shown up to the first match of `pattern`, which is taken off."""
         deadline = time.monotonic() + timeout_s
-        while words not in self.raw:
-            assert self._read(deadline - time.monotonic()), f"it ended without {words!r}: {self.raw}"
+        while not (found := re.search(pattern, self.seen)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in {self.seen!r}")
+            await asyncio.sleep(0.01)
+            if select.select([self._master], [], [], 0)[0] and not self._read():
+                break
+        assert found is not None, self.seen
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
 
-    def press(self, keys: str) -> None:
-        """As if typed."""
-        os.write(self._fd, keys.encode())
-
-    def end(self, timeout_s: float = 30.0) -> int:
+    async def end(self) -> int:
         """Read to the end; the exit code."""
-        deadline = time.monotonic() + timeout_s
-        while self._read(deadline - time.monotonic()):
+        await asyncio.to_thread(self._read_all)
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    def _read_all(self) -> None:
+        while self._read():
             pass
-        return self.process.wait(timeout_s)
 
-    def interrupt(self) -> None:
-        """As Ctrl-C does."""
-        self.process.send_signal(signal.SIGINT)
-
-    def _read(self, timeout_s: float) -> bool:
-        """False once it has closed its side."""
-        ready, _, _ = select.select([self._fd], [], [], max(0.0, timeout_s))
-        assert ready, f"it wrote nothing more: {self.raw}"
+    def _read(self) -> bool:
+        """False when the other end has closed."""
         try:
-            data = os.read(self._fd, 65536)
-        except OSError:  # Linux's word for the other side having gone
+            data = os.read(self._master, 65536)
+        except OSError:
             return False
-        self._seen += data
+        text = self._decoder.decode(data)
+        self.raw += text
+        self.seen = _STEERING.sub("", self.seen + text)
         return bool(data)
 
+    def __enter__(self) -> Terminal:
+        return self
 
-@contextmanager
-def on_terminal(*argv: str, env: Mapping[str, str] | None = None, width: int = 100) -> Iterator[Terminal]:
-    """`slipstream` with `argv` on a terminal of that many columns; killed at the end if it still runs."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    process = subprocess.Popen(
-        [*SLIPSTREAM, *argv],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env={**QUIET, "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", **(env or {})},
-    )
-    os.close(theirs)
-    try:
-        yield Terminal(process, ours)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+def _take_terminal(slave: int) -> None:
+    """Make `slave` the new session's own terminal, so that Ctrl-C there is a signal here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf to it
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import io
 import json
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from engine import SpecStats
-from tests.e2e.command_line import QUIET, SLIPSTREAM, command, fast_engine
+from tests.e2e.command_line import command, fast_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.scripted_server import DONE, chunk, reply, scripted_server
+from tests.e2e.terminal import Terminal
 
 GOOD = reply(chunk("a") + chunk("b", "stop") + DONE, "200 OK", "content-type: text/event-stream")
 
@@ -88,72 +82,12 @@ async def test_nothing_asked_is_wrong_usage(
     assert capsys.readouterr().err == "slipstream: chat: nothing was asked\n"
 
 
-class ChatTerminal:
-    """`slipstream chat` in a terminal of its own."""
-
-    def __init__(self, *flags: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [*SLIPSTREAM, "chat", *flags],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**QUIET, "TERM": "xterm", "NO_COLOR": "1"},
-            start_new_session=True,
-            preexec_fn=lambda: _take_terminal(slave),
-        )
-        os.close(slave)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.seen = ""
-
-    def say(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    async def expect(self, pattern: str) -> str:
-        """All that was shown up to the first match of `pattern`, which is taken off."""
-        deadline = time.monotonic() + 30
-        while not (found := re.search(pattern, self.seen)):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no {pattern!r} in {self.seen!r}")
-            await asyncio.sleep(0.01)
-            if select.select([self._master], [], [], 0)[0]:
-                try:
-                    self.seen += self._decoder.decode(os.read(self._master, 65536))
-                except OSError:  # the other end has closed
-                    break
-            self.seen = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\r(?=\n)", "", self.seen)  # colours, cursor
-        assert found is not None, self.seen
-        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return before
-
-    async def end(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 30)
-
-    def __enter__(self) -> ChatTerminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._master)
-
-
-def _take_terminal(slave: int) -> None:
-    """Make `slave` the new session's own terminal, so that Ctrl-C there is a signal here."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf to it
-    import fcntl
-    import termios
-
-    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-
-
 async def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
     stats = SpecStats()
     stats.num_rounds, stats.proposed["ngram"], stats.accepted["ngram"] = 2, 8, 4
     engine = fast_engine(speculation=stats, gate=lambda _: asyncio.sleep(0.005))
     async with server_url(engine) as url:
-        with ChatTerminal("--url", url, "--max-tokens", "10", "--temperature", "0") as chat:
+        with Terminal("chat", "--url", url, "--max-tokens", "10", "--temperature", "0") as chat:
             await chat.expect(rf"{MODEL} at {url}/v1\. /help .*\n> ")
             chat.say("hello\n")
             shown = await chat.expect(r"\[10 tokens, .* tokens/s, first after .* s, .*\]\n.*> ")
@@ -187,7 +121,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
 async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends() -> None:
     engine = fast_engine(gate=lambda i: asyncio.sleep(0 if i < 3 else 60))
     async with server_url(engine) as url:
-        with ChatTerminal("--url", url, "--temperature", "0") as chat:
+        with Terminal("chat", "--url", url, "--temperature", "0") as chat:
             await chat.expect(r"> ")
             chat.say("hello\n")
             await chat.expect(r"<us")
@@ -230,11 +164,59 @@ async def test_an_answer_is_spelled_out_for_a_terminal_and_left_alone_for_a_pipe
 
 async def test_a_terminal_is_safe_from_the_model() -> None:
     async with scripted_server(EVIL) as script:
-        with ChatTerminal("--url", script.url, "--model", "m") as chat:
+        with Terminal("chat", "--url", script.url, "--model", "m") as chat:
             await chat.expect(r"> ")
             chat.say("hello\n")
-            shown = await chat.expect(r"\[1 tokens.*\]\n")
+            shown = await chat.expect(r"\[1 token.*\]\n")
             chat.say("/quit\n")
             assert await chat.end() == 0
     assert r"\x1b]0;owned\x07 a\x202eb" in shown
     assert "c\nd é 👩‍🚀\n" in shown
+
+
+async def test_a_paste_of_several_lines_is_one_question() -> None:
+    engine = fast_engine()
+    async with server_url(engine) as url:
+        with Terminal("chat", "--url", url, "--max-tokens", "3") as chat:
+            await chat.expect(r"> ")
+            assert "\x1b[?2004h" in chat.raw  # what asks a terminal to mark its pastes
+            chat.say("\x1b[200~What does\nthis do:\n  x = 1\x1b[201~\n")
+            await chat.expect(r"\[3 tokens.*\]\n")
+            chat.say("\x1b[200~/usr/bin\n/usr/lib\x1b[201~\n")  # no command, though it begins like one
+            await chat.expect(r"\[3 tokens.*\]\n")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    asked = [each["content"] for each in engine.messages if each["role"] == "user"]
+    assert asked == ["What does\nthis do:\n  x = 1", "/usr/bin\n/usr/lib"]
+
+
+async def test_an_answer_is_broken_between_words() -> None:
+    words = "Light is scattered by the air, the blue most of all."
+    pieces = b"".join(chunk(words[i : i + 3]) for i in range(0, len(words), 3))
+    async with scripted_server(reply(pieces + chunk("", "stop") + DONE)) as script:
+        with Terminal("chat", "--url", script.url, "--model", "m", width=20) as chat:
+            await chat.expect(r"> ")
+            chat.say("why\n")
+            await chat.expect(r"\[\d+ token")
+            chat.say("/quit\n")
+            assert await chat.end() == 0
+    screen = chat.raw.replace("\r\n", "\n")
+    while (cut := re.search(r"\x1b\[(\d+)D\x1b\[K", screen)) is not None:  # what a terminal does about these
+        screen = screen[: cut.start() - int(cut[1])] + screen[cut.end() :]
+    assert "Light is scattered\nby the air, the\nblue most of all.\n" in screen.replace(" \n", "\n")
+
+
+async def test_without_a_server_one_is_told_how_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await command("chat", "--url", "http://127.0.0.1:9", "--model", "m", "hello") == 1
+    assert capsys.readouterr().err == (
+        "slipstream: chat: cannot connect to 127.0.0.1:9: connection refused; start a server with "
+        "'slipstream serve', or use 'slipstream run', which needs none\n"
+    )
+
+
+async def test_a_missing_key_is_told_with_the_flag_that_gives_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async with server_url(fast_engine(), api_key=("secret",)) as url:
+        assert await command("chat", "--url", url, "hello") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slipstream: chat: HTTP 401: ")
+    assert line.endswith(" Give the key with --api-key-file FILE, or --api-key KEY")

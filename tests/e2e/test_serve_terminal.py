@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.e2e.terminal import on_terminal
+from tests.e2e.terminal import Terminal
 from tests.e2e.wire import ask
 from tests.support.tiny_models import save_tiny_model
 
@@ -27,23 +27,19 @@ def screen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             assert (await ask(url, "POST", COMPLETION, body)).status == 200
         assert (await ask(url, "POST", COMPLETION, {"prompt": "x", "model": "other"})).status == 404
 
-    with on_terminal(
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--served-model-name",
-        "tiny",
-        env={"SLIPSTREAM_HOME": str(folder)},
-    ) as terminal:
-        terminal.until("status page")
-        terminal.until("/\r\n")
-        (url,) = re.findall(r"status page +(http://\S+:\d+)/", terminal.raw)
-        asyncio.run(load(url))
-        terminal.interrupt()
-        assert terminal.end() == 0
-        assert "\x1b" not in terminal.raw
-        return terminal.lines
+    async def run() -> str:
+        env = {"SLIPSTREAM_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+        flags = ("--port", "0", "--served-model-name", "tiny")
+        with Terminal("serve", str(model), *flags, env=env) as terminal:
+            start = await terminal.expect(r"status page +http\S+/\n")
+            (url,) = re.findall(r"status page +(http://\S+:\d+)/", start)
+            await load(url)
+            terminal.say("\x03")
+            assert await terminal.end() == 0
+            assert "\x1b" not in terminal.raw
+            return start + terminal.seen
+
+    return asyncio.run(run()).replace("^C", "").splitlines()
 
 
 def rows(screen: list[str], word: str) -> list[str]:

@@ -74,5 +74,4 @@ def captured_log(
     with logging_put_back():
         log = CapturedLog()
         configure_logging(LogSettings(log_format=log_format, log_level=level), log.stream)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         yield log

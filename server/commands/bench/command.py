@@ -24,6 +24,7 @@ from server.commands.bench.result import BenchResult, make_report
 from server.commands.bench.summary import summarize
 from server.commands.bench.tables import show_result
 from server.commands.command_line import wants_help
+from server.commands.event_loop import loop_factory
 from server.commands.remote.address import Address
 from server.commands.remote.failures import RemoteError
 from server.commands.remote.http_client import HttpClient
@@ -47,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     lines = [] if file is None else read_prompts(file)
     allow_open_files(_SPARE_FILES + (plan.load.concurrency or 65536))
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             result = runner.run(measure(plan, lines))
     except RemoteError as error:
         print(f"slipstream: bench: {error}", file=sys.stderr)
@@ -170,13 +171,3 @@ def allow_open_files(wanted: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: half the cost of an event."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

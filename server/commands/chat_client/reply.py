@@ -10,6 +10,7 @@ from server.commands.remote.chunks import DONE, Chunk, Drafts, read_chunk, read_
 from server.commands.remote.event_splitter import EventSplitter
 from server.commands.remote.failures import BrokenReply, Refused
 from server.commands.remote.http_client import HttpClient
+from server.plain_words import counted
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class Reply:
 
 def describe(stats: ReplyStats) -> str:
     """An answer's speed in one short line."""
-    parts = [f"{stats.num_tokens} tokens"]
+    parts = [counted(stats.num_tokens, "token")]
     if stats.tokens_per_s is not None:
         parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
     if stats.ttft_s is not None:

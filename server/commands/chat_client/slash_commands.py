@@ -12,6 +12,7 @@ from server.commands.chat_client.conversation import Conversation, Sampling
 from server.commands.chat_client.reply import ReplyStats, describe
 from server.commands.chat_client.terminal import Terminal
 from server.commands.remote.chunks import Drafts
+from server.plain_words import counted
 
 
 @dataclass(slots=True)
@@ -45,8 +46,8 @@ def _help(session: Session, _argument: str) -> None:
     for word, command in COMMANDS.items():
         session.terminal.note(f"  {f'{word} {command.argument}':<26}{command.text}", style="none")
     session.terminal.note(
-        "Ctrl-C stops an answer, Ctrl-D ends. A line that ends in \\ goes on in the next one; "
-        "// begins a question that begins with a slash."
+        "Ctrl-C stops an answer, Ctrl-D ends. Lines that are pasted together are one question; a line that "
+        "ends in \\ goes on in the next one; // begins a question that begins with a slash."
     )
 
 
@@ -77,7 +78,7 @@ def _save(session: Session, argument: str) -> None:
             f"{argument} cannot be written: {getattr(error, 'strerror', None) or error}"
         )
     else:
-        session.terminal.note(f"Saved {len(session.conversation.messages)} messages.")
+        session.terminal.note(f"Saved {counted(len(session.conversation.messages), 'message')}.")
 
 
 def _stats(session: Session, _argument: str) -> None:
@@ -89,11 +90,11 @@ def _stats(session: Session, _argument: str) -> None:
     session.terminal.note(f"last answer: {describe(last)}")
     if last.num_prompt_tokens is not None:
         cached = f", {last.num_cached_tokens} of them cached" if last.num_cached_tokens else ""
-        session.terminal.note(f"its prompt: {last.num_prompt_tokens} tokens{cached}")
+        session.terminal.note(f"its prompt: {counted(last.num_prompt_tokens, 'token')}{cached}")
     drafts = sum((each.drafts for each in replies if each.drafts is not None), Drafts())
     accepted = f", {drafts.acceptance_rate:.0%} of drafts accepted" if drafts.num_proposed else ""
     num_tokens = sum(each.num_tokens for each in replies)
-    session.terminal.note(f"all {len(replies)}: {num_tokens} tokens{accepted}")
+    session.terminal.note(f"all {len(replies)}: {counted(num_tokens, 'token')}{accepted}")
 
 
 def _params(session: Session, argument: str) -> None:

@@ -170,9 +170,10 @@ def test_the_access_log_is_silent_and_the_rest_of_uvicorn_is_plain() -> None:
     stream = io.StringIO()
     logged_to(stream)
     logging.getLogger("uvicorn.access").info("GET / 200")
-    logging.getLogger("uvicorn.error").info("Started", extra={"color_message": "\x1b[1mStarted"})
+    logging.getLogger("uvicorn.error").info("Started")
+    logging.getLogger("uvicorn.error").warning("Careful", extra={"color_message": "\x1b[1mCareful"})
     (record,) = records(stream)
-    assert record["event"] == "Started"
+    assert record["event"] == "Careful"
     assert "color_message" not in record
 
 
