@@ -17,6 +17,7 @@ help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite, in two processes (WORKERS=n)"
 	@echo "make test-tools  the tests of the benchmarks and of the deploy files"
+	@echo "make test-readme  the README, followed block by block on a fresh clone (ARGS=\"--skip 'make test'\" is quicker)"
 	@echo "make test-all  all tests that need no GPU and no other tools, with all examples"
 	@echo "make test-browser  the status page in a headless Chromium (Debian: apt install chromium)"
 	@echo "make test-ray  several engines on a local Ray cluster (installs the extra 'ray')"
@@ -65,6 +66,10 @@ test: $(STAMP)
 
 test-tools: $(STAMP)
 	@$(BESIDE) tests/deploy tests/unit/bench $(ARGS)
+
+.PHONY: test-readme
+test-readme: $(STAMP)
+	@$(BIN)/python -m tests.readme $(ARGS)
 
 test-all: $(STAMP)
 	@$(PYTEST) -m 'not bench and not gpu' --hypothesis-profile all --override-ini 'norecursedirs=.*' $(ARGS)

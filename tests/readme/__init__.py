@@ -1,0 +1,1 @@
+"""Follows the README word for word on a fresh clone: `make test-readme`."""
