@@ -45,6 +45,7 @@ class EngineInfo:
     compute_threads: str = ""  # how many threads compute, and why so many
     kernels: str = ""  # which compute the model
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # where a request says nothing
+    scratch_bytes: int = 0  # the most that compiled kernels work in
 
 
 @dataclass(frozen=True, slots=True)

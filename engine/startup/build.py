@@ -18,6 +18,7 @@ from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import read_architecture
 from engine.compute.native.drawing import find_row_draw
 from engine.compute.native.install import with_kernels
+from engine.compute.native.scratch import scratch_bytes
 from engine.compute.recurrent.slot_states import state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.model_runner import ForDrafts
@@ -117,6 +118,7 @@ def put_together(
         draft_methods=draft_methods(sources),
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=num_host_blocks,
+        scratch_bytes=scratch_bytes(loaded, settings.scheduler.max_num_batched_tokens),
     )
     with refused_where_memory_ends(settings):
         kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)

@@ -35,7 +35,8 @@ class ModelFacts:
     """What is served. `pending` is what a start does before it loads; None of the rest was not found out.
 
     `compiled` is what the compiled kernels will be used for, or why for nothing, `quantized` what becomes of
-    the weights that they read. `default_sampling` has what a request that says nothing gets.
+    the weights that they read; `scratch_bytes` is the most memory that they work in. `default_sampling` has
+    what a request that says nothing gets.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelFacts:
     compiled: str | None = None
     quantized: str | None = None
     default_sampling: dict[str, float] | None = None
+    scratch_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -93,12 +95,13 @@ class Diagnosis:
 
     @property
     def needed_bytes(self) -> int | None:
-        """What weights, K/V, states and the draft model take of the device's memory; None if unknown."""
+        """What weights, scratch, K/V, states and the draft model take of the device's memory; None if unknown."""
         if self.model is None or self.model.weight_bytes is None or self.cache is None:
             return None
         drafts = self.drafts
         draft_bytes = 0 if drafts is None else (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
-        return self.model.weight_bytes + self.cache.kv_bytes + self.cache.seats_bytes + draft_bytes
+        model_bytes = self.model.weight_bytes + self.model.scratch_bytes
+        return model_bytes + self.cache.kv_bytes + self.cache.seats_bytes + draft_bytes
 
     def attempt(self, check: Callable[[], T]) -> T | None:
         """What `check` finds; None, with a problem noted, when it refuses the start."""

@@ -27,7 +27,7 @@ from engine.compute.loading.model_files import read_json
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
 from engine.compute.loading.support import Architecture
 from engine.compute.native.forms import NativeUnavailable
-from engine.compute.native.install import foresee, refuse_without
+from engine.compute.native.install import foresee, foresee_scratch, refuse_without
 from engine.compute.native.quantization import foresee_weights
 from engine.compute.recurrent.slot_states import state_bytes
 from engine.errors import StartRefused
@@ -135,7 +135,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         if directory is not None and source.pending is None:
             found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
-        model.compiled = found.attempt(lambda: _foresee_kernels(settings, outline))
+        model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline))
         if settings.model.quantization == "int8" and model.compiled is not None:
             model.quantized = foresee_weights(outline.model, outline.dtype)
         _warn_of_slow_dtype(found, settings, outline)
@@ -170,12 +170,15 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.vocab_size = outline.vocab_size
 
 
-def _foresee_kernels(settings: Settings, outline: LoadedModel) -> str:
-    """Raises StartRefused as loading would."""
+def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel) -> str:
+    """What they are used for; notes the memory they work in. Raises StartRefused as loading would."""
     if settings.model.compile == "off":
         return "not used: --compile off"
     try:
-        return foresee(outline, settings.home, settings.model.cpu_kernels)
+        used_for = foresee(outline, settings.home, settings.model.cpu_kernels)
+        num_tokens = settings.scheduler.max_num_batched_tokens
+        model.scratch_bytes = foresee_scratch(outline, max(worthwhile_threads()), num_tokens)
+        return used_for
     except NativeUnavailable as reason:
         refuse_without(settings.model, reason)
         return f"not used: {reason}"

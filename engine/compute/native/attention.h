@@ -14,13 +14,17 @@ namespace {
 
 constexpr Index ENOUGH_TILES = 4;  // tiles for each thread: where there are fewer, chunks are shared out
 
-// With chunks shared out as well: their records are folded in the order of positions.
-void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Desk& desk) {
-  const Index chunks = tiles.most_chunks(), size = desk.tile_records();
-  const auto part = [&](Index i) { return tiles.span(i / chunks).chunk(i % chunks); };
-  float* records = me.room(spans * chunks * size);
-  me.each(spans * chunks, [&](Index i) { desk.attend_chunk(part(i), part(i + 1), records + i * size); });
-  me.each(spans, [&](Index i) { desk.gather(tiles.span(i), records + i * chunks * size); });
+// With chunks shared out as well, `together` of each tile at a time. Their records are folded in the order of
+// positions into those of the whole tile, which lie before them.
+void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Index together, float* records, Desk& desk) {
+  const Index size = desk.tile_records(), stride = (together + 1) * size;
+  for (Index first = 0; first < tiles.most_chunks(); first += together) {
+    const auto part = [&](Index i) { return tiles.span(i / together).chunk(first + i % together); };
+    me.each(spans * together, [&](Index i) {
+      desk.attend_chunk(part(i), part(i + 1), records + i / together * stride + (1 + i % together) * size);
+    });
+    me.each(spans, [&](Index i) { desk.gather(tiles.span(i), first, together, records + i * stride); });
+  }
 }
 
 // softmax(q k^T * scale) v of every token, for every thread of a team, with a barrier behind it.
@@ -28,8 +32,10 @@ void attend_in_team(Worker& me, const Attention& a) {
   const Tiles tiles(a);
   const Index spans = tiles.count() * a.kv_heads, threads = me.team_size();
   Desk desk(a, tiles);
-  if (threads > 1 && spans < ENOUGH_TILES * threads && tiles.most_chunks() > 1)
-    return attend_chunks_in_team(me, tiles, spans, desk);
+  if (threads > 1 && spans < ENOUGH_TILES * threads && tiles.most_chunks() > 1) {
+    const Index together = std::min(tiles.most_chunks(), a.room / (spans * desk.tile_records()) - 1);
+    if (together > 0) return attend_chunks_in_team(me, tiles, spans, together, a.records, desk);
+  }
   me.each(spans, [&](Index i) { desk.attend(tiles.span(i), tiles.span(i + 1)); });
 }
 

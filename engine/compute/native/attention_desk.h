@@ -33,15 +33,17 @@ class Desk {
       attend_chunk(span.chunk(i), i < last ? span.chunk(i + 1) : next, part_);
       fold(whole_, part_, rows, a_.dim);
     }
-    write(span);
+    write(span, whole_);
   }
 
-  // The same from the `records` of the tile's chunks, which lie one after another.
-  void gather(const Span& span, const float* records) {
-    const Index rows = span.tile.count * group_;
-    clear(whole_, rows, a_.dim);
-    for (Index i = 0; i < span.tile.chunks(); i++) fold(whole_, records + i * tile_records_, rows, a_.dim);
-    write(span);
+  // The same from the records of the tile's chunks, `count` of them from `first` on; they lie one after another
+  // behind `whole`, where those of the chunks before are. Writes with the last.
+  void gather(const Span& span, Index first, Index count, float* whole) {
+    const Index rows = span.tile.count * group_, chunks = span.tile.chunks();
+    if (first == 0) clear(whole, rows, a_.dim);
+    for (Index i = 0; i < count && first + i < chunks; i++)
+      fold(whole, whole + (1 + i) * tile_records_, rows, a_.dim);
+    if (first < chunks && chunks <= first + count) write(span, whole);
   }
 
   // The `records` of a span that lies in one chunk.
@@ -95,10 +97,10 @@ class Desk {
     return count;
   }
 
-  void write(const Span& span) {
+  void write(const Span& span, const float* records) {
     for (Index i = 0; i < span.tile.count * group_; i++) {
       const Index row = (span.tile.row + i / group_) * a_.heads + span.head * group_ + i % group_;
-      finish(whole_ + i * record_size(a_.dim), a_.output + row * a_.dim, a_.dim);
+      finish(records + i * record_size(a_.dim), a_.output + row * a_.dim, a_.dim);
     }
   }
 

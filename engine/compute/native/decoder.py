@@ -12,11 +12,12 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, PagedRows
 from engine.compute.native.families import is_plain
-from engine.compute.native.kernels import NativeKernels, attention_record, head_norm_records, norm_record
+from engine.compute.native.kernels import NativeKernels, head_norm_records, norm_record
 from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeRmsNorm
 from engine.compute.native.places import is_unhooked
 from engine.compute.native.records import POINTER, Decoder, DecoderLayer, DecoderStep
 from engine.compute.native.rotation_table import RotationTable
+from engine.compute.native.scratch import kept_numbers
 
 _PARTS: dict[str, type[nn.Module]] = {
     "self_attn": NativeAttention,
@@ -80,7 +81,7 @@ class NativeDecoder(nn.Module):
         cos, sin = self._rotations.rows(positions)
         kv, slots, n = context.kv, context.slots, len(hidden)
         keys, values = _addresses(kv.keys), _addresses(kv.values)
-        attention = attention_record(rows, kv.keys[0].shape, self._decoder.heads)
+        attention = self._kernels.attention_record(rows, kv.keys[0].shape, self._decoder.heads)
         step = DecoderStep(
             *(tensor.data_ptr() for tensor in (hidden, cos, sin, slots)),
             *(keys, values, ctypes.pointer(attention), self._scratch_for(n).data_ptr(), n),
@@ -91,7 +92,7 @@ class NativeDecoder(nn.Module):
         """Memory for so many tokens; kept, since touching fresh pages costs more than a small step."""
         needed = num_tokens * self._kernels.decoder_scratch(self._decoder)
         if self._scratch.numel() < needed:
-            self._scratch = torch.empty(1 << (needed - 1).bit_length(), dtype=self._scratch.dtype)
+            self._scratch = torch.empty(kept_numbers(needed), dtype=self._scratch.dtype)
         return self._scratch
 
 

@@ -21,6 +21,7 @@ from engine.compute.native.observation import observe
 from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal
+from engine.compute.native.scratch import foreseen_bytes
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.errors import StartRefused
@@ -95,6 +96,14 @@ def foresee(outline: LoadedModel, home: Path, asked: str) -> str:
         raise _nothing_to_do(outline)
     later = "" if is_ready else "; the first start compiles them, in a few seconds"
     return f"{build.form.name}: {_listed(count)}{later}"
+
+
+def foresee_scratch(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
+    """The most bytes that the kernels would work in for steps of so many tokens, where they attend."""
+    attentions = sum(place.name_of_kind == Place.ATTENTION for place in find_places(outline.model))
+    if not attentions or attentions != len(outline.layers):
+        return 0
+    return foreseen_bytes(outline, num_threads, num_tokens)
 
 
 def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.compute.attention import LayerCall, PagedRows
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
     ELEMENTS,
@@ -24,6 +25,7 @@ from engine.compute.native.records import (
     Product,
     Rotation,
 )
+from engine.compute.native.scratch import record_numbers
 from engine.compute.native.team import ComputeTeam, library_function, load_library
 
 PANEL = 32  # columns of packed weights that lie together
@@ -52,6 +54,7 @@ class NativeKernels:
         loaded = load_library(library)
         self.dtype = dtype
         self.team = ComputeTeam(loaded, torch.get_num_threads())
+        self._records = torch.empty(0)
 
         def function(name: str, *arguments: Any) -> Any:
             return library_function(loaded, name, POINTER, *arguments)
@@ -152,12 +155,43 @@ class NativeKernels:
         keys, values = pages
         query = query.contiguous()
         output = torch.empty_like(query)
-        record = attention_record(rows, keys.shape, query.shape[1])
+        record = self.attention_record(rows, keys.shape, query.shape[1])
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         record.output = output.data_ptr()
         record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
         self._attend(self.team.handle, record)
         return output
+
+    def attention_record(self, rows: PagedRows, pages: Sequence[int], heads: int) -> Attention:
+        """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
+
+        Queries, keys, values and output, window, scale and soft cap are still to be filled in. Raises
+        NativeUnavailable where there is no memory to attend with.
+        """
+        _, kv_heads, block_size, dim = pages
+        given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
+        record = Attention(
+            *(None, None, None),
+            *(None if tensor is None else tensor.data_ptr() for tensor in given),
+            *(None, None),
+            *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
+        )
+        record.records, record.room = self._record_room(dim)
+        return record
+
+    def _record_room(self, dim: int) -> tuple[int | None, int]:
+        """Where records of chunks lie, and how many numbers fit there; kept, as large as it ever must be.
+
+        Only who has the team's threads uses it.
+        """
+        needed = record_numbers(dim, self.team.size)
+        if self._records.numel() < needed:
+            try:
+                self._records = torch.empty(needed)
+            except RuntimeError:
+                size = needed * self._records.itemsize
+                raise NativeUnavailable(f"there are no {size} bytes for the scratch of attention") from None
+        return (self._records.data_ptr(), needed) if needed else (None, 0)
 
     def decoder_scratch(self, decoder: Decoder) -> int:
         """How many numbers of scratch `decode` needs for each token."""
@@ -178,18 +212,3 @@ def head_norm_records(norms: HeadNorms | None) -> tuple[Norm, Norm]:
     if norms is None:
         return Norm(None, 0.0), Norm(None, 0.0)
     return norm_record(norms.query, norms.eps), norm_record(norms.key, norms.eps)
-
-
-def attention_record(rows: PagedRows, pages: Sequence[int], heads: int) -> Attention:
-    """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
-
-    Queries, keys, values and output, window, scale and soft cap are still to be filled in.
-    """
-    _, kv_heads, block_size, dim = pages
-    given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
-    return Attention(
-        *(None, None, None),
-        *(None if tensor is None else tensor.data_ptr() for tensor in given),
-        None,
-        *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
-    )

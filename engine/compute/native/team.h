@@ -5,7 +5,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -113,16 +112,12 @@ class Worker {
   template <class Work>
   void each(Index count, Work work);
 
-  // Memory for `count` numbers that all threads get, good until the next call.
-  inline float* room(Index count);
-
   uint64_t loop() const { return loop_; }
 
  private:
   Team* const team_;  // null for a thread that computes alone
   const Index me_;
   uint64_t loop_;  // the number of the next loop
-  std::unique_ptr<float, void (*)(void*)> own_room_{nullptr, std::free};
 };
 
 // A set of threads that one caller at a time has; who comes while another has it computes alone, which gives the
@@ -209,9 +204,6 @@ class Team {
   uint64_t regions_ = 0, next_loop_ = 1;
   void (*call_)(void*, Worker&) = nullptr;
   void* given_ = nullptr;
-  // Written by one thread in a loop:
-  std::unique_ptr<float, void (*)(void*)> room_{nullptr, std::free};
-  Index room_size_ = 0;
 };
 
 inline Index Worker::team_size() const { return team_ ? team_->size_ : 1; }
@@ -234,20 +226,6 @@ void Worker::each(Index count, Work work) {
     team_->bell_.ring();
   else
     team_->bell_.wait(SPIN_IN_LOOP, [&] { return team_->done_.is_complete(loop, count); });
-}
-
-inline float* Worker::room(Index count) {
-  const auto made = [&] { return (float*)std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64); };
-  if (!team_) {
-    own_room_.reset(made());
-    return own_room_.get();
-  }
-  each(1, [&](Index) {
-    if (team_->room_size_ >= count) return;
-    team_->room_.reset(made());
-    team_->room_size_ = count;
-  });
-  return team_->room_.get();
 }
 
 }  // namespace

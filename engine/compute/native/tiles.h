@@ -12,7 +12,9 @@ struct Attention {  // of slip_attend; records.py mirrors it
   const int32_t* tables;              // [sequences, max_blocks]
   const int32_t *trees, *gaps;        // as PagedRows has them; null where all sequences are chains
   Element* output;                       // [tokens, heads, dim]
+  float* records;                     // memory that no other call uses meanwhile; see attention.h
   Index sequences, max_blocks, heads, kv_heads, dim, block_size, window;  // window 0: all positions
+  Index room;                         // numbers that fit `records`; 0: chunks are not shared out
   float scale, softcap;               // softcap 0: none
 };
 
@@ -59,13 +61,14 @@ class Tiles {
       tiles += parts_of(a.counts[s], tokens_);
       row += a.counts[s];
       longest_ = std::max<Index>(longest_, a.lengths[s]);
+      widest_ = std::max(widest_, std::min<Index>(tokens_, a.counts[s]));
       positions_ += (Index)a.counts[s] * a.lengths[s];
     }
     begins_.push_back(tiles);
   }
 
   Index count() const { return begins_.back(); }
-  Index most_rows() const { return tokens_ * (a_.heads / a_.kv_heads); }
+  Index most_rows() const { return widest_ * (a_.heads / a_.kv_heads); }
   Index most_chunks() const { return parts_of(longest_, CHUNK); }
   Index positions() const { return positions_; }  // what all tokens see together, or some more
 
@@ -121,7 +124,7 @@ class Tiles {
   }
 
   const Attention& a_;
-  Index tokens_, longest_ = 0, positions_ = 0;
+  Index tokens_, widest_ = 0, longest_ = 0, positions_ = 0;
   std::vector<Index> begins_, rows_;  // of each sequence the first tile and the first row
 };
 

@@ -122,6 +122,8 @@ def _count(number: int) -> str:
 
 def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Row]:
     yield "weights", rough_size(model.weight_bytes or 0)
+    if model.scratch_bytes:
+        yield "scratch", f"{rough_size(model.scratch_bytes)} at most, in which the kernels work"
     tokens = cache.num_kv_blocks * cache.kv_block_size
     yield (
         "K/V",

@@ -19,7 +19,7 @@ from engine.compute.native.forms import forms_of
 from engine.errors import StartRefused
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
-from tests.support.native import EVERY_INSTRUCTION
+from tests.support.native import EVERY_INSTRUCTION, compiled_home
 from tests.support.tiny_gguf import save_tiny_gguf
 from tests.support.tiny_models import (
     FAMILIES,
@@ -27,6 +27,7 @@ from tests.support.tiny_models import (
     RECURRENT_FAMILIES,
     save_foreign_model,
     save_tiny_model,
+    tiny_model,
 )
 
 # Instructions of another kind of CPU than this one.
@@ -73,6 +74,19 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path, tmp_path: Path) ->
     assert found.drafts is not None and found.drafts.methods == info.draft_methods
     assert found.device.thread_counts[0] == found.device.num_threads
     assert info.compute_threads.split(":")[0] in map(str, found.device.thread_counts)
+
+
+def test_the_scratch_of_the_kernels_is_counted_as_a_start_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in ("build", "doctor"):
+        monkeypatch.setattr(f"engine.startup.{room}.worthwhile_threads", lambda: (2,))
+    model = save_tiny_model("llama", tmp_path)
+    tiny_model("llama", head_dim=32).save_pretrained(model)
+    settings = settings_for(model, "--dtype", "bfloat16", home=compiled_home())
+    found = diagnose(settings)
+    assert found.model is not None
+    assert found.model.scratch_bytes == load_parts(settings).info.scratch_bytes > 0
 
 
 @pytest.mark.parametrize(

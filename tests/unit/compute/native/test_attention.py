@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from engine.compute.attention import CpuAttention, LayerCall, PagedRows, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.native import kernels as kernels_module
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.scratch import record_numbers
 from engine.compute.runner.dummy_steps import Part, pack_step
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, tree
 from tests.support.examples import share_of
@@ -162,6 +165,45 @@ def test_the_same_bits_in_any_company(kernels: NativeKernels, call: LayerCall) -
         for (of, first, stop), found in zip(runs, stored.attend(*runs), strict=True):
             assert torch.equal(found, whole[of][first:stop])
     kernels.team.resize(1)
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 13, 14, 40, 10**4])
+def test_the_same_bits_however_few_records_of_chunks_fit(
+    kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch, num_records: int
+) -> None:
+    """Chunks of three sequences in rounds, down to one a round; and tiles as a whole where none fit."""
+    stored, runs = Stored(kernels, LayerCall(0, 0.3)), [(0, 1090, 1097), (1, 600, 601), (2, 80, 81)]
+    kernels.team.resize(1)
+    expected = stored.attend(*runs)
+    kernels.team.resize(3)
+    tile = 7 * 3 * (64 + 32)
+    monkeypatch.setattr(kernels_module, "record_numbers", lambda dim, threads: num_records * tile)
+    for _ in range(10):
+        assert all(map(torch.equal, stored.attend(*runs), expected))
+    kernels.team.resize(1)
+
+
+def test_the_room_for_records_does_not_grow_with_the_context(kernels: NativeKernels) -> None:
+    kernels.team.resize(2)
+    check(kernels, noise([Chunk(40_000)], LayerKv(1, 32, 32), heads_of_each=2))
+    fitting = record_numbers(32, 2)
+    record = kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2)
+    assert (record.room, kernels._records.data_ptr()) == (fitting, record.records)
+    kernels.team.resize(1)
+    assert kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2).room == 0
+
+
+def test_scratch_that_cannot_be_had_is_refused_by_name(
+    kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_module, "record_numbers", lambda dim, threads: 2**60)
+    with pytest.raises(NativeUnavailable, match="no 4611686018427387904 bytes for the scratch of attention"):
+        kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2)
+
+
+def rows_of(num_sequences: int) -> PagedRows:
+    ones = torch.ones(num_sequences, dtype=torch.int32)
+    return PagedRows(ones, ones, ones.view(-1, 1), None, None)
 
 
 def test_queries_in_any_layout(kernels: NativeKernels) -> None:

@@ -1,0 +1,62 @@
+"""How much memory the kernels work in beside weights, K/V and the tensors that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading.loader import LoadedModel
+
+TILE_ROWS = 96  # as tiles.h has it
+_FLOAT_BYTES = 4
+_KEYS = 64
+_RECORDS_EACH = (
+    16  # tiles' worth that may lie between a thread and those who wait for it: a round of long work
+)
+
+
+def record_numbers(dim: int, num_threads: int) -> int:
+    """Numbers for records of chunks, of heads of `dim`; none where one thread does it all.
+
+    However long a context is, a team works on so much of it at a time.
+    """
+    return 0 if num_threads == 1 else num_threads * _RECORDS_EACH * TILE_ROWS * _record(dim)
+
+
+def attention_bytes(layers: Sequence[LayerKv], num_threads: int) -> int:
+    """The most that attention takes: records, and for each thread what it attends with."""
+    dim = max((layer.key_dim for layer in layers), default=0)
+    each = 2 * TILE_ROWS * _record(dim) + (2 * _KEYS + TILE_ROWS) * dim
+    return _FLOAT_BYTES * (record_numbers(dim, num_threads) + num_threads * each)
+
+
+def layer_numbers(hidden: int, heads: tuple[int, int, int], width: int) -> int:
+    """Numbers for each token between the parts of a layer; `heads` are query heads, KV heads, their size."""
+    num_heads, num_kv_heads, dim = heads
+    return hidden + max((3 * num_heads + 2 * num_kv_heads) * dim, width)
+
+
+def kept_numbers(needed: int) -> int:
+    """How many are allocated where that many are needed: larger steps do not come one token at a time."""
+    return 1 << max(0, needed - 1).bit_length()
+
+
+def scratch_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """The most for steps of so many tokens; 0 for a model whose attention is not all the kernels'."""
+    if loaded.kernels is None or loaded.team is None:
+        return 0
+    return foreseen_bytes(loaded, loaded.team.size, num_tokens)
+
+
+def foreseen_bytes(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
+    """The same for a model of which only its shape is known, on so many threads."""
+    config, first = outline.config, outline.layers[0]
+    heads = config.num_attention_heads, first.num_kv_heads, first.key_dim
+    each = layer_numbers(config.hidden_size, heads, config.intermediate_size)
+    layer_bytes = outline.dtype.itemsize * kept_numbers(num_tokens * each)
+    return attention_bytes(outline.layers, num_threads) + layer_bytes
+
+
+def _record(dim: int) -> int:
+    """Sums, the total and the largest score of a row; see attention_tile.h."""
+    return dim + 32
