@@ -28,6 +28,7 @@ help:
 	@echo "make test-prometheus  rules, alerts and dashboards with Prometheus itself (Debian: apt install prometheus)"
 	@echo "make test-helm  the Helm chart, rendered by Helm's engine and held to Kubernetes' schemas"
 	@echo "make test-clients  well-known client packages, unmodified, against running servers (in an environment of its own)"
+	@echo "make test-sanitizers  the compiled kernels' tests under ThreadSanitizer, AddressSanitizer and UBSan (g++)"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
 	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/"
@@ -121,6 +122,9 @@ $(CLIENTS)/node/.installed: $(CASES)/node/package.json $(CLIENTS)/.installed
 
 test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/node/.installed
 	@$(BIN)/python -m tests.clients $(CLIENTS)/bin/python --node $(CURDIR)/$(CLIENTS)/node $(ARGS)
+
+test-sanitizers: $(STAMP)
+	@$(PYTEST) -m slow tests/security/test_sanitizers.py $(ARGS)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m deploy.grafana.build
