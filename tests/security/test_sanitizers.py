@@ -35,7 +35,8 @@ class Sanitizer:
         """The exit status of those tests, and all that they and the sanitizer say."""
         environment = {
             **os.environ,
-            "LD_PRELOAD": find_library(self.library),
+            # The library of C++ as well, which Python is not linked with: its exceptions are watched, too.
+            "LD_PRELOAD": f"{find_library(self.library)} {find_library('libstdc++.so.6')}",
             "PYTHONMALLOC": "malloc",  # each object by itself, so that what lies beside it is nobody's
             **self.options,
         }
