@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.plan.kv.kept_blocks import KeptBlocks
+
 
 class BlockPool:
     """Hands out block ids and takes them back; every operation is O(1) a block.
 
     A block is either referenced (count >= 1) or free. A free block whose contents are *kept* may be
     referenced again until it is taken. Blocks are taken in LRU order, kept ones only when there are no
-    others. The free lists are linked maps, so that a block leaves their middle in O(1).
+    others, and then those of the owner who has the most. The free lists are linked maps, so that a block
+    leaves their middle in O(1).
     """
 
     __slots__ = ("_free", "_free_kept", "_kept", "_ref_counts", "num_blocks")
@@ -23,8 +26,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._free_kept: OrderedDict[int, None] = OrderedDict()
-        self._kept: set[int] = set()
+        self._free_kept = KeptBlocks(num_blocks)
+        self._kept: dict[int, bytes] = {}  # and for whom
 
     @property
     def num_free(self) -> int:
@@ -43,8 +46,8 @@ class BlockPool:
             return None
         block_ids = [self._free.popitem(last=False)[0] for _ in range(min(count, plain))]
         for _ in range(count - plain):
-            block_ids.append(self._free_kept.popitem(last=False)[0])
-            self._kept.remove(block_ids[-1])
+            block_ids.append(self._free_kept.take())
+            del self._kept[block_ids[-1]]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -53,8 +56,8 @@ class BlockPool:
         """Add a reference to each of these blocks, all referenced already or kept."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                assert block_id in self._free_kept, f"block {block_id} is free and cannot be shared"
-                del self._free_kept[block_id]
+                assert block_id in self._kept, f"block {block_id} is free and cannot be shared"
+                self._free_kept.remove(block_id, self._kept[block_id])
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -63,19 +66,21 @@ class BlockPool:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released more often than taken"
             self._ref_counts[block_id] = count
-            if count == 0:
-                (self._free_kept if block_id in self._kept else self._free)[block_id] = None
+            if count == 0 and block_id in self._kept:
+                self._free_kept.add(block_id, self._kept[block_id])
+            elif count == 0:
+                self._free[block_id] = None
 
-    def keep(self, block_id: int) -> None:
-        """From now on keep the contents of this block, which is referenced."""
+    def keep(self, block_id: int, owner: bytes = b"") -> None:
+        """From now on keep the contents of this block, which is referenced, for `owner`."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free: what it holds may be gone"
-        self._kept.add(block_id)
+        self._kept[block_id] = owner
 
     def drop(self, block_id: int) -> None:
         """Keep the contents of this block no longer."""
-        self._kept.remove(block_id)
+        owner = self._kept.pop(block_id)
         if self._ref_counts[block_id] == 0:
-            del self._free_kept[block_id]
+            self._free_kept.remove(block_id, owner)
             self._free[block_id] = None
 
     def ref_count(self, block_id: int) -> int:
@@ -87,11 +92,11 @@ class BlockPool:
         return np.array(self._ref_counts, np.int64)
 
     def free_block_ids(self) -> tuple[int, ...]:
-        """The free blocks, next to be taken first. O(free): for tests and integrity checks."""
+        """The free blocks, those kept last. O(free): for tests and integrity checks."""
         return (*self._free, *self._free_kept)
 
     def free_kept_block_ids(self) -> tuple[int, ...]:
-        """The free blocks whose contents are kept, next to be taken first. O(free kept)."""
+        """The free blocks whose contents are kept, of each owner the next to be taken first. O(free kept)."""
         return tuple(self._free_kept)
 
     def kept_block_ids(self) -> frozenset[int]:
@@ -103,7 +108,7 @@ class BlockPool:
         is_free, is_kept = self.ref_counts() == 0, self._mask(self._kept)
         for listed, right in (
             (self._mask(self._free), is_free & ~is_kept),
-            (self._mask(self._free_kept), is_free & is_kept),
+            (self._mask(tuple(self._free_kept)), is_free & is_kept),
         ):
             wrong = np.flatnonzero(listed != right)
             assert not wrong.size, f"{wrong.size} blocks are on the wrong free list, {wrong[:8]} first"

@@ -10,7 +10,7 @@ from operator import eq
 from engine.plan.kv.block_pool import BlockPool
 
 _OWNER_END = "\0"
-_TAG_BYTES = 8
+_TAG_BYTES, _HASH_BYTES = 8, 32
 
 
 def owned_salt(owner: str | None, salt: str | None) -> str | None:
@@ -72,7 +72,7 @@ class PrefixCache:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
-            self._pool.keep(block_id)
+            self._pool.keep(block_id, block_hash[:-_HASH_BYTES])
 
     def withdraw(self, block_id: int) -> None:
         """Let this block be found no more, if it was."""
