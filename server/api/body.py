@@ -12,6 +12,7 @@ from server.api.extra_fields import ExtraFields
 from server.api.field_words import describe
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
+from server.api.openai.protocol_values import MAX_FIELDS
 from server.api.time_limit import deadline_header, soonest
 from server.api.unknown_fields import UnknownField, unknown_fields
 from server.http.body_room import lease_of, parsed_bytes
@@ -25,7 +26,6 @@ T = TypeVar("T", bound=GenerationBody | ExtraFields)
 M = TypeVar("M", bound=BaseModel)
 
 IGNORED_HEADER = b"x-slipstream-ignored"
-MAX_FIELDS = 1024  # far more than there are
 _MAX_IGNORED_SHOWN = 16
 _SMALL_BYTES = 16_384  # read within a few milliseconds, whatever it holds
 

@@ -9,12 +9,15 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.http.json_body import MAX_PARTS, MAX_VALUES
+from server.http.json_parts import count_marks
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -77,6 +80,19 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
     "digits": lambda size: b"9" * size,
 }
+
+
+@cache
+def _largest_read(shape: str) -> int:
+    """Bytes of the largest value of a shape whose parts and values are not too many to be read."""
+    sample = SHAPES[shape](SIZES[0])
+    counts = list(count_marks(sample))
+    num_parts, num_values = (
+        max(1, sum(parts for parts, _ in counts)),
+        max(1, sum(values for _, values in counts)),
+    )
+    return min(LARGEST, int(0.95 * len(sample) * min(MAX_PARTS / num_parts, MAX_VALUES / num_values)))
+
 
 _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", COMPLETIONS, CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -142,14 +158,20 @@ def hostile_bodies(seed: int) -> Iterator[HostileBody]:
         for name in (*names, "unknown"):
             around = json.dumps({**basis, name: _HOLE})
             for shape in SHAPES if name in _OFTEN else draw.sample(list(SHAPES), 2):
-                size = LARGEST if name in _OFTEN else draw.choice(SIZES)
-                yield _body(method, path, f"{name} of {shape}", around, (shape, size))
+                sizes = _sizes(shape) if name in _OFTEN else {draw.choice((*SIZES, _largest_read(shape)))}
+                for size in sorted(sizes):
+                    yield _body(method, path, f"{name} of {shape}", around, (shape, size))
     for name, (path, inner) in _INNER.items():
         for shape in SHAPES:
-            yield _body("POST", path, f"{name} of {shape}", json.dumps(inner), (shape, LARGEST))
+            for size in sorted(_sizes(shape)):
+                yield _body("POST", path, f"{name} of {shape}", json.dumps(inner), (shape, size))
     for number in range(NUM_MIXED):
         path, fields = _mixed(draw)
         yield HostileBody("POST", path, f"mixed {number}: {_told(fields)}", json.dumps(fields).encode)
+
+
+def _sizes(shape: str) -> set[int]:
+    return {LARGEST, _largest_read(shape)}
 
 
 def _body(method: str, path: str, name: str, around: str, filling: tuple[str, int]) -> HostileBody:

@@ -11,13 +11,13 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.soak.hostile_bodies import CONTEXT, HostileBody, hostile_bodies
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 SEED = 23
 HELD_S = 0.1
 EXTRA_BYTES = 300 * 10**6
+KEPT_BYTES = 100 * 10**6
 TRIES = 4
 REPLY_S = 300.0
 PROBE_S = 0.002
@@ -63,6 +64,10 @@ class Watched:
             status = self._send(body, data)
         took_s = time.monotonic() - began
         return Cost(max(waits), self._memory("VmHWM") - self._idle_bytes, status, took_s)
+
+    def kept_bytes(self) -> int:
+        """What it has beyond what it had when idle, and did not give back."""
+        return self._memory("VmRSS") - self._idle_bytes
 
     def _memory(self, name: str) -> int:
         lines = (self._proc / "status").read_text().splitlines()
@@ -109,16 +114,21 @@ class Watched:
             prober.join()
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
-    """A tiny model with a long context, limits as they are by default, after it has used all its cache."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny, with a long context."""
     model = save_tiny_model("llama", tmp_path_factory.mktemp("bodies") / "model")
     tiny_model("llama", max_position_embeddings=CONTEXT).save_pretrained(model)
+    return model
+
+
+@asynccontextmanager
+async def started(model: Path) -> AsyncIterator[Watched]:
+    """A server with limits as they are by default, after it has used all its cache."""
     async with server_process(model, "--kv-cache-memory", "32MiB") as server:
         await server.until_ready()
-        found = Watched(server)
-        await asyncio.to_thread(warm_up, found)
-        yield found
+        await asyncio.to_thread(warm_up, Watched(server))
+        yield Watched(server)
 
 
 def warm_up(watched: Watched) -> None:
@@ -130,21 +140,45 @@ def warm_up(watched: Watched) -> None:
         assert watched.cost(body).status == 200
 
 
+async def costs_of(model: Path, bodies: Iterable[HostileBody]) -> AsyncIterator[Cost]:
+    """Of each in turn; a server that has kept much of those before is replaced."""
+    left = deque(bodies)
+    while left:
+        async with started(model) as watched:
+            is_first = True
+            while left and (is_first or watched.kept_bytes() <= KEPT_BYTES):
+                cost = await asyncio.to_thread(least_cost, watched, left[0])
+                if cost.extra_bytes > EXTRA_BYTES and not is_first:
+                    break  # to be tried again by itself
+                yield cost
+                left.popleft()
+                is_first = False
+
+
+def least_cost(watched: Watched, body: HostileBody) -> Cost:
+    """What it costs at best. Blocks."""
+    cost = watched.cost(body)
+    for _ in range(TRIES - 1):
+        if cost.held_s <= HELD_S:
+            break
+        cost = min(cost, watched.cost(body))
+    return cost
+
+
+def is_beyond(cost: Cost) -> bool:
+    return cost.held_s > HELD_S or cost.extra_bytes > EXTRA_BYTES
+
+
 @pytest.mark.parametrize("part", range(NUM_SLICES))
-async def test_no_single_body_holds_the_loop_or_takes_much_memory(watched: Watched, part: int) -> None:
+async def test_no_single_body_holds_the_loop_or_takes_much_memory(model: Path, part: int) -> None:
+    bodies = list(hostile_bodies(SEED))[part::NUM_SLICES]
     costs: list[tuple[Cost, str]] = []
-    for number, body in enumerate(hostile_bodies(SEED)):
-        if number % NUM_SLICES != part:
-            continue
-        cost = await asyncio.to_thread(watched.cost, body)
-        for _ in range(TRIES - 1):
-            if cost.held_s <= HELD_S and cost.extra_bytes <= EXTRA_BYTES:
-                break
-            cost = min(cost, await asyncio.to_thread(watched.cost, body))
-        costs.append((cost, f"{body.path} {body.name}"))
-        assert cost.status < 500 or cost.status == 503, costs[-1]
+    async with aclosing(costs_of(model, bodies)) as found:
+        async for cost in found:
+            costs.append((cost, f"{bodies[len(costs)].path} {bodies[len(costs)].name}"))
+            assert cost.status < 500 or cost.status == 503, costs[-1]
     costs.sort(reverse=True)
     for cost, name in costs[:NUM_SHOWN]:
         print(f"{1000 * cost.held_s:6.0f} ms {cost.extra_bytes / 1e6:6.0f} MB {cost.status} {name}")
-    beyond = [each for each in costs if each[0].held_s > HELD_S or each[0].extra_bytes > EXTRA_BYTES]
+    beyond = [each for each in costs if is_beyond(each[0])]
     assert not beyond, beyond

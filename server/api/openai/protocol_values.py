@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_PRIORITY, MIN_PRIORITY
 
+MAX_FIELDS = 1024  # of an object: far more than there are
 MAX_WHOLE = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 MAX_STOPS = 16
@@ -37,6 +46,14 @@ class BodyPart(BaseModel):
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     unread: ClassVar[frozenset[str]] = frozenset()  # known fields that are accepted and not read
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, value: object) -> object:
+        """Each field that is not known costs a finding, and all of them are made in one run."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            refuse(f"has {len(value)} fields; the limit is {MAX_FIELDS}")
+        return value
 
 
 def refuse(message: str) -> NoReturn:
