@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,7 @@ def warm_up(watched: Watched) -> None:
         assert watched.cost(body).status == 200
 
 
-async def costs_of(model: Path, bodies: Iterable[HostileBody]) -> AsyncIterator[Cost]:
+async def costs_of(model: Path, bodies: Iterable[HostileBody]) -> AsyncGenerator[Cost, None]:
     """Of each in turn; a server that has kept much of those before is replaced."""
     left = deque(bodies)
     while left:

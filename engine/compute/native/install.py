@@ -100,7 +100,9 @@ def foresee(outline: LoadedModel, home: Path, asked: str) -> str:
 
 def foresee_scratch(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
     """The most bytes that the kernels would work in for steps of so many tokens, where they attend."""
-    attentions = sum(place.name_of_kind == Place.ATTENTION for place in find_places(outline.model))
+    attentions = sum(
+        place.name_of_kind == Place.ATTENTION for place in find_places(outline.model, outline.dtype)
+    )
     if not attentions or attentions != len(outline.layers):
         return 0
     return foreseen_bytes(outline, num_threads, num_tokens)

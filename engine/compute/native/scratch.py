@@ -10,9 +10,7 @@ from engine.compute.loading.loader import LoadedModel
 TILE_ROWS = 96  # as tiles.h has it
 _FLOAT_BYTES = 4
 _KEYS = 64
-_RECORDS_EACH = (
-    16  # tiles' worth that may lie between a thread and those who wait for it: a round of long work
-)
+_RECORDS_EACH = 16  # tiles' worth for each thread in a round: beside its work, the end of a round is nothing
 
 
 def record_numbers(dim: int, num_threads: int) -> int:
