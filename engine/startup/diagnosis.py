@@ -95,7 +95,7 @@ class Diagnosis:
 
     @property
     def needed_bytes(self) -> int | None:
-        """What weights, scratch, K/V, states and the draft model take of the device's memory; None if unknown."""
+        """What weights, scratch, K/V, states and the draft model take of the memory; None if unknown."""
         if self.model is None or self.model.weight_bytes is None or self.cache is None:
             return None
         drafts = self.drafts
