@@ -33,7 +33,8 @@ from server.observability.health import server_version
 from server.observability.http_metrics import HttpMetrics
 from server.observability.metrics import metrics_router
 from server.observability.request_log import RequestLog, Tracer
-from server.observability.status_page import status_router
+from server.pages.api_page import api_page_router
+from server.pages.status_page import status_router
 
 BODIES = (
     CompletionRequest,
@@ -61,6 +62,8 @@ def build_app(
     app = FastAPI(
         title="Slipstream",
         version=server_version(),
+        docs_url=None,  # theirs are drawn by scripts of another server
+        redoc_url=None,
         redirect_slashes=False,
         separate_input_output_schemas=False,
         # Requests are traced by `tracer`; FastAPI's own spans would say it twice, with the client's URLs.
@@ -71,10 +74,11 @@ def build_app(
         app.include_router(part.router)
     app.include_router(metrics_router(context))
     app.include_router(status_router())
+    app.include_router(api_page_router())
     for kind in (ApiError, EngineError, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_unrouted)
-    describe_bodies(app, *BODIES)
+    describe_bodies(app, *BODIES, asks_for_key=bool(keys))
     # The last added is the outermost: label and count, then sites, keys, body and leaving, HEAD.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -66,17 +67,25 @@ _IGNORED = {
         "schema": {"type": "string"},
     }
 }
+_KEY: dict[str, Any] = {
+    "key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key or --api-key-file."}
+}
 _READINESS = frozenset({"/health", "/health/live", "/ping", "/health/ready", "/ready"})
 
 
-def json_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body is `kind`."""
-    schema = {"$ref": _SCHEMAS + kind.__name__}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def json_body(kind: type[BaseModel], example: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body is `kind`, and `example` is one to try."""
+    content: dict[str, Any] = {"schema": {"$ref": _SCHEMAS + kind.__name__}}
+    if example is not None:
+        content["example"] = example
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
-    """Have the application's document define `kinds`, which `json_body` refers to, and what is answered."""
+def describe_bodies(app: FastAPI, *kinds: type[BaseModel], asks_for_key: bool = False) -> None:
+    """Have the application's document define `kinds`, which `json_body` refers to, and what is answered.
+
+    Where the server `asks_for_key`, the document says so, and how the key is sent.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -96,6 +105,9 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel]) -> None:
                 if method == "post" and "requestBody" in operation:  # a PATCH refuses what it does not know
                     operation["responses"]["200"]["headers"] = _IGNORED
         _drop_unused(document)
+        if asks_for_key:
+            document["components"]["securitySchemes"] = _KEY
+            document["security"] = [{name: [] for name in _KEY}]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

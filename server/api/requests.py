@@ -39,7 +39,7 @@ async def cancel_request(request: Request, request_id: RequestName) -> Response:
     return json_response({"id": reply.reply_id, "object": "request", "cancelled": True})
 
 
-@router.patch("/v1/requests/{request_id:path}", openapi_extra=json_body(RequestPatch))
+@router.patch("/v1/requests/{request_id:path}", openapi_extra=json_body(RequestPatch, {"priority": -5}))
 async def change_request(request: Request, request_id: RequestName) -> Response:
     """Give it another priority or deadline, from the next step on; then as GET."""
     patch = await read_body(request, RequestPatch.model_validate)

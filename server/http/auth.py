@@ -19,8 +19,9 @@ from server.http.context import exchange_of
 from server.http.errors import AUTHENTICATION, ErrorReply
 from server.http.installation import installation_secret
 from server.http.key_file import ApiKey, KeyFileError, read_key_file
+from server.pages.api_page import SHELL_PATHS
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping", "/ready"})
+OPEN_PATHS = SHELL_PATHS | {"/", "/health", "/health/live", "/health/ready", "/ping", "/ready"}
 METRICS_PATH = "/metrics"
 _SCHEME = b"bearer "
 _DIGEST_BYTES = 32

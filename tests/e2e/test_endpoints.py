@@ -215,7 +215,7 @@ async def test_keys_guard_all_but_the_open_paths(tmp_path_factory: pytest.TempPa
         for path in (
             "/v1/models",
             "/version",
-            "/docs",
+            "/redoc",
             "/openapi.json",
             "/nope",
             "//health",

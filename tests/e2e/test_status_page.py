@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import FinishReason
-from server.observability.status_page import load_page
+from server.pages.status_page import load_status_page
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask
 from tests.support.fake_engine import FakeEngine
@@ -58,7 +58,7 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def outline() -> Outline:
     parser = Outline()
-    parser.feed(load_page().html)
+    parser.feed(load_status_page().html)
     parser.close()
     assert parser.open == []
     return parser
@@ -76,7 +76,7 @@ async def test_the_page_is_served_to_anyone_and_nothing_else_is() -> None:
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert reply.headers["cache-control"] == "no-cache"
     assert reply.headers["x-content-type-options"] == "nosniff"
-    assert reply.body.decode() == load_page().html
+    assert reply.body.decode() == load_status_page().html
 
 
 async def test_head_is_get_without_a_body_and_nothing_else_is_taken() -> None:
@@ -97,7 +97,7 @@ async def test_head_is_get_without_a_body_and_nothing_else_is_taken() -> None:
 
 
 def test_the_policy_allows_exactly_what_the_page_holds(outline: Outline) -> None:
-    rules = dict(rule.split(" ", 1) for rule in load_page().policy.split("; "))
+    rules = dict(rule.split(" ", 1) for rule in load_status_page().policy.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert rules["frame-ancestors"] == rules["trusted-types"] == "'none'"
     assert (rules["connect-src"], rules["img-src"]) == ("'self'", "data:")
@@ -106,11 +106,13 @@ def test_the_policy_allows_exactly_what_the_page_holds(outline: Outline) -> None
         hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
         assert rules[f"{tag}-src"].split() == [f"'sha256-{each}'" for each in hashes]
     assert len(outline.inline["style"]) == 1
-    assert len(outline.inline["script"]) == sum(each.name.endswith(".js") for each in _parts())
+    assert len(outline.inline["script"]) == sum(
+        each.name.endswith(".js") and not each.name.startswith("api.") for each in _parts()
+    )
 
 
 def test_nothing_comes_from_outside(outline: Outline) -> None:
-    html = load_page().html
+    html = load_status_page().html
     assert not re.search(r"https?://|@import|url\(|srcset|<iframe|<object", html)
     assert "<!-- script" not in html
     links = {(tag, name, value) for tag, name, value in outline.attributes if name in ("src", "href")}
@@ -166,12 +168,12 @@ def _family(families: list[Any], name: str) -> Any:
 
 
 def _parts() -> list[Any]:
-    return [each for each in files("server.observability").joinpath("static").iterdir() if each.is_file()]
+    return [each for each in files("server.pages").joinpath("static").iterdir() if each.is_file()]
 
 
 def test_a_wheel_holds_the_page() -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
-    assert "observability/static/*" in project["tool"]["setuptools"]["package-data"]["server"]
+    assert "pages/static/*" in project["tool"]["setuptools"]["package-data"]["server"]
     assert {each.name.rsplit(".", 1)[1] for each in _parts()} == {"html", "css", "js"}
 
 
@@ -190,9 +192,7 @@ def test_the_scripts_parse_together(outline: Outline) -> None:
 
 def compute(expression: str) -> Any:
     """What an expression over the page's pure parts gives."""
-    sources = [
-        files("server.observability").joinpath("static", name).read_text(encoding="utf-8") for name in PURE
-    ]
+    sources = [files("server.pages").joinpath("static", name).read_text(encoding="utf-8") for name in PURE]
     return json.loads(run_node("\n".join((*sources, f"console.log(JSON.stringify({expression}))"))))
 
 

@@ -140,7 +140,7 @@ LONG = 10_000  # characters; in quadratic time, tenths of a second or more
 # The first reads a page of ours. The second is only ever matched at the beginning, and the third there or in
 # a run whose strings all end.
 NOT_SEARCHED = (
-    "server.observability.status_page._PART",
+    "server.pages.page._PART",
     "engine.text.tools.json_calls._HEAD",
     "server.http.json_parts._WHOLE_STRING",
 )

@@ -30,7 +30,14 @@ from server.http.errors import invalid
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
+_EXAMPLE = {
+    "messages": [{"role": "user", "content": "Name three rivers."}],
+    "temperature": 0.2,
+    "max_tokens": 60,
+}
+
+
+@router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest, _EXAMPLE))
 async def create_chat_completion(request: Request) -> Response:
     """Write the assistant's next message."""
     reply, generation = await open_chat(request)

@@ -33,7 +33,10 @@ from server.http.context import context_of, exchange_of
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
+_EXAMPLE = {"prompt": "The capital of France is", "temperature": 0.2, "max_tokens": 20}
+
+
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, _EXAMPLE))
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or several."""
     reply, generation = await open_completion(request)

@@ -29,7 +29,7 @@ _MANY_VALUES = 2_000  # more than these are encoded off the loop
 _CHARS_A_VALUE = 16
 
 
-@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest, {"prompt": "Name three rivers."}))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a conversation, as generating from it would read them."""
     context = context_of(request)
@@ -66,7 +66,7 @@ async def read_token_ids(body: TokenizeRequest, engine: Engine, tenant: str | No
     return await shown.render(engine, add_special_tokens=bool(body.add_special_tokens), tenant=tenant)
 
 
-@router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest, {"tokens": [72, 105]}))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens spelled out."""
     context, lease = context_of(request), lease_of(request.scope)

@@ -1,4 +1,4 @@
-"""GET /: the status page, one HTML file that holds its style and scripts, under a policy that admits no more.
+"""Page: one HTML document that holds its own style and scripts, under a policy that names them.
 
 The parts lie in static/ as files of their own, so that each can be read and checked; they are joined once.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 _PART = re.compile(r"[ ]*<!-- (style|script): ([a-z_]+\.(?:css|js)) -->")
 
 
 @dataclass(frozen=True, slots=True)
-class StatusPage:
-    """The whole document and the content security policy that allows exactly its own style and scripts."""
+class Page:
+    """The whole document and the content security policy that allows exactly what it holds."""
 
     html: str
     policy: str
 
     def response(self) -> Response:
-        """The reply; `no-cache` because a page of another version may not fit this server's figures."""
+        """The reply; `no-cache` because a page of another version may not fit this server's replies."""
         headers = {
             "content-security-policy": self.policy,
             "cache-control": "no-cache",
@@ -35,50 +35,40 @@ class StatusPage:
         return Response(self.html, media_type="text/html", headers=headers)
 
 
-def load_page() -> StatusPage:
-    """Put the parts that static/status.html names where it names them."""
+def load_page(name: str, more: Mapping[str, str]) -> Page:
+    """Put the parts that static/`name` names where it names them. `more` are rules of its policy.
+
+    A rule for `script` or `style` says what the page may load besides the parts.
+    """
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inline(match: re.Match[str]) -> str:
-        tag, name = match.groups()
-        text = f"\n{_read(name)}"
-        assert f"</{tag}" not in text, name
+        tag, part = match.groups()
+        text = f"\n{_read(part)}"
+        assert f"</{tag}" not in text, part
         hashes[tag].append(_source_of(text))
         return f"<{tag}>{text}</{tag}>"
 
-    html = _PART.sub(inline, _read("status.html"))
+    html = _PART.sub(inline, _read(name))
     rules = {
         "default-src": "'none'",
         "script-src": " ".join(hashes["script"]),
         "style-src": " ".join(hashes["style"]),
-        "img-src": "data:",  # the icon
+        "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
     }
-    return StatusPage(html, "; ".join(f"{name} {value}" for name, value in rules.items()))
+    for rule, value in more.items():
+        rules[rule] = f"{rules[rule]} {value}" if rule in ("script-src", "style-src") else value
+    return Page(html, "; ".join(f"{rule} {value}" for rule, value in rules.items()))
 
 
 def _read(name: str) -> str:
-    return files("server.observability").joinpath("static", name).read_text(encoding="utf-8")
+    return files("server.pages").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def _source_of(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
     return f"'sha256-{digest}'"
-
-
-def status_router() -> APIRouter:
-    """The route, with the page read once. Not part of the API's document: it is for people."""
-    page = load_page()
-    router = APIRouter(include_in_schema=False)
-
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def show_status() -> Response:
-        """The same bytes for every viewer; the page asks for what it shows with the viewer's key."""
-        return page.response()
-
-    return router
