@@ -29,6 +29,7 @@ from server.http.middleware import ExchangeMiddleware
 from server.http.site_guard import SiteGuard, allow_origins, rules_of
 from server.http.unrouted import answer_unrouted
 from server.observability import health, server_info
+from server.observability.figure_history import FigureHistory
 from server.observability.health import server_version
 from server.observability.http_metrics import HttpMetrics
 from server.observability.metrics import metrics_router
@@ -56,8 +57,15 @@ def build_app(
     `is_public` says that other machines may connect: it then answers to any name, unless --allowed-host gives
     some. Raises StartRefused for bad keys.
     """
-    stored = StoredResponses(settings.server.max_stored_responses)
-    context = ServerContext(settings, engine, HttpMetrics(), created=int(time.time()), responses=stored)
+    http = HttpMetrics()
+    context = ServerContext(
+        settings,
+        engine,
+        http,
+        created=int(time.time()),
+        history=FigureHistory(engine, http),
+        responses=StoredResponses(settings.server.max_stored_responses),
+    )
     keys = key_ring(settings)
     app = FastAPI(
         title="Slipstream",

@@ -6,6 +6,7 @@ Light, without a model. What belongs to all replicas (metrics, live requests by 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,10 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from config import ServerSettings
 from deploy.ray.affinity import prompt_keys
 from deploy.ray.exposition import merge_expositions
+from deploy.ray.figures import add_figures
 from deploy.ray.replica import WholeReply
 from server.http.client import ClientGone, ClientMiddleware
 from server.http.errors import OVERLOADED, SERVER, ErrorReply
+from server.http.json_reply import encode_json
 from server.http.sse import DONE, encode_event
+from server.pages.status_page import FIGURES_PATH
 
 log = logging.getLogger("slipstream.ray")
 
@@ -75,6 +79,8 @@ class Front:
         sent = {name: scope[name] for name in _SCOPE if name in scope}
         if request.url.path == "/metrics":
             reply = await self._metrics(sent)
+        elif request.url.path == FIGURES_PATH:
+            reply = await self._figures(sent)
         elif request.url.path.startswith("/v1/requests/") or request.url.path == "/reset_prefix_cache":
             reply = _first_found(await self._ask_all(sent, body))
         else:
@@ -108,11 +114,24 @@ class Front:
         """All replicas' metrics as one Prometheus text."""
         headers = [each for each in scope["headers"] if each[0] != b"accept"]
         replies = await self._ask_all({**scope, "headers": headers}, b"")
-        refused = [reply for reply in replies if reply.status != 200]
-        if refused or not replies:
-            return _first_found(refused)
+        if (refusal := _refusal(replies)) is not None:
+            return refusal
         text = merge_expositions({reply.replica: reply.body.decode() for reply in replies})
         return _response(replies[0], text.encode())
+
+    async def _figures(self, scope: Scope) -> Response:
+        """All replicas' present figures added up."""
+        replies = await self._ask_all({**scope, "query_string": b"after=inf"}, b"")
+        if (refusal := _refusal(replies)) is not None:
+            return refusal
+        added = add_figures([json.loads(reply.body) for reply in replies])
+        return _response(replies[0], encode_json(added).encode("ascii"))
+
+
+def _refusal(replies: list[WholeReply]) -> Response | None:
+    """What to answer where a replica refuses, or none answers; None where all have."""
+    refused = [reply for reply in replies if reply.status != 200]
+    return _first_found(refused) if refused or not replies else None
 
 
 async def _messages(response: Any) -> AsyncIterator[Message]:

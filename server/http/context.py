@@ -18,6 +18,7 @@ from server.api.live_replies import LiveReplies
 from server.api.responses.store import StoredResponses
 from server.http.peer import Peer
 from server.http.turns import Turns
+from server.observability.figure_history import FigureHistory
 from server.observability.http_metrics import HttpMetrics
 
 EXCHANGE_KEY = "slipstream.exchange"
@@ -34,6 +35,7 @@ class ServerContext:
     engine: Engine
     http: HttpMetrics
     created: int
+    history: FigureHistory
     live: LiveReplies = field(default_factory=LiveReplies)
     responses: StoredResponses = field(default_factory=StoredResponses)
     large_bodies: Turns = field(default_factory=Turns)

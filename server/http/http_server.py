@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         context: ServerContext = app.state.slipstream
+        self._history = context.history
         house = _house_for(context)
         super().__init__(
             uvicorn.Config(
@@ -41,6 +43,16 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE_S,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and keep figures for the status page meanwhile."""
+        await super().startup(sockets)
+        self._history.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop both."""
+        self._history.stop()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

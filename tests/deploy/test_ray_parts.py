@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from config import SettingsError
 from deploy.ray.affinity import FIRST_CUT, MAX_HOLDERS, Affinity, ReplicaLoad, prompt_keys
 from deploy.ray.exposition import merge_expositions
+from deploy.ray.figures import add_figures
 from deploy.ray.options import RayOptions, read_options
 from deploy.ray.scaling import QUEUE_DEPTH, QueueDepthPolicy
+from engine import Engine, FinishReason
+from server.observability.figure_history import FigureHistory
+from server.observability.http_metrics import HttpMetrics
+from tests.support.fake_engine import FakeEngine
 
 SYSTEM = "You are a patient assistant who explains how a river finds its way to the sea. " * 8
 
@@ -218,6 +223,29 @@ class TestMergedMetrics:
 
     def test_none_is_nothing(self) -> None:
         assert merge_expositions({}) == ""
+
+
+class TestFigures:
+    def test_the_page_adds_up_what_the_replicas_count(self) -> None:
+        history = FigureHistory(
+            cast(Engine, FakeEngine()), HttpMetrics(), iter([0.0, 5.0, 9.0, 9.0]).__next__
+        )
+        history.keep()
+        engine = FakeEngine(draft_gauges=(4.0, 0.5, 3.0))
+        engine.metrics.generation_tokens += 7
+        engine.metrics.requests_finished[FinishReason.STOP] += 2
+        engine.metrics.time_to_first_token.observe(0.2)
+        other = FigureHistory(cast(Engine, engine), HttpMetrics(), iter([0.0, 4.0]).__next__)
+        replies: list[dict[str, Any]] = [
+            {"model": "m", "started": started, "samples": [json.loads(each) for each in kept.since(-1)]}
+            for started, kept in ((50, history), (60, other))
+        ]
+        added = add_figures(replies)
+        (sample,) = added["samples"]
+        assert (added["model"], added["started"], sample["at"]) == ("m", 60, 4.0)
+        assert (sample["generated"], sample["speedup"], sample["kv"]) == (7, 1.5, [0, 0, 128])
+        assert (sample["counts"]["completed"], sample["ttft"][-1]) == (2, 1)
+        assert sample.keys() == replies[0]["samples"][-1].keys()
 
 
 class TestScaling:

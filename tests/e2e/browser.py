@@ -156,6 +156,14 @@ class Tab:
         )
         await self.call("Input.insertText", text=text)
 
+    async def press(self, key: str, *, shift: bool = False) -> None:
+        """Press and release a key that writes a new line or nothing, where the focus is."""
+        fields: dict[str, Any] = {"key": key, "code": key, "modifiers": 8 if shift else 0}
+        if key == "Enter":
+            fields |= {"windowsVirtualKeyCode": 13, "text": "\r"}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **fields)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
+
     async def resize(self, width: int, height: int, *, mobile: bool = False) -> None:
         """The size of the window in CSS pixels, as a phone has it when `mobile`."""
         await self.call(

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from engine import FinishReason
+from server.observability.health import server_version
 from server.pages.status_page import load_status_page
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask
 from tests.support.fake_engine import FakeEngine
 
 VOID = {"meta", "link", "input", "path", "br"}
-PURE = ("words.js", "exposition.js", "history.js", "event_stream.js")
+PURE = ("words.js", "history.js", "figures.js", "event_stream.js")
 
 
 class Outline(HTMLParser):
@@ -71,7 +70,7 @@ def script_of(outline: Outline) -> str:
 async def test_the_page_is_served_to_anyone_and_nothing_else_is() -> None:
     async with server_url(FakeEngine(), api_key=("k",), protect_metrics=True) as url:
         reply = await ask(url, "GET", "/")
-        for path in ("/metrics", "/static/status.html", "/status.html", "//"):
+        for path in ("/metrics", "/status/figures", "/static/status.html", "/status.html", "//"):
             assert (await ask(url, "GET", path)).status == 401, path
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert reply.headers["cache-control"] == "no-cache"
@@ -139,32 +138,45 @@ def test_every_element_the_scripts_look_for_is_there_once(outline: Outline) -> N
     assert labels <= ids.keys()
     charts = {value for _, name, value in outline.attributes if name == "data-chart"}
     assert charts == set(re.findall(r"^  \"?([\w-]+)\"?: \{ name:", script, re.MULTILINE))
-    counts = {key.removeprefix("count-") for key in ids if key.startswith("count-")}
-    block = re.search(r"counts: \{(.*?)\n    \}", script, re.DOTALL)
-    assert block is not None
-    assert counts == set(re.findall(r"^      (\w+):", block.group(1), re.MULTILINE))
 
 
-async def test_every_metric_the_page_reads_exists(outline: Outline) -> None:
+async def test_the_figures_the_page_reads_exist(outline: Outline) -> None:
     script = script_of(outline)
-    asked = set(re.findall(r"\"(slipstream_\w+[a-z]|process_\w+)\"", script))
-    assert len(asked) > 15
     async with server_url(FakeEngine()) as url:
-        await ask(url, "GET", "/version")
-        text = (await ask(url, "GET", "/metrics")).body.decode()
-    families = list(text_string_to_metric_families(text))
-    samples = {sample.name: sample for family in families for sample in family.samples}
-    assert asked <= samples.keys() | {family.name for family in families if family.type == "histogram"}
-    assert samples["slipstream_num_requests_running"].labels["model_name"] == MODEL
-    assert samples["slipstream_build_info"].labels["version"]
-    states = set(re.findall(r"blocks\(\"(\w+)\"\)", script))
-    assert states == {sample.labels["state"] for sample in _family(families, "kv_cache_blocks").samples}
-    reasons = set(re.findall(r"\"(\w+)\"", "".join(re.findall(r"finished\((\".*?)\)", script))))
-    assert reasons | {"deadline"} == {reason.value for reason in FinishReason}
+        reply = await ask(url, "GET", "/status/figures")
+    assert reply.headers["cache-control"] == "no-store"
+    found = reply.json()
+    assert (found["model"], found["version"]) == (MODEL, server_version())
+    sample = found["samples"][-1]
+    asked = set(re.findall(r"(?:\beach|\bnow|latest|sample|snapshot)\.(\w+)", script))
+    kept = {"add", "at", "charted", "started", "values", "age", "push", "shift", "length", "find", "counts"}
+    assert asked - kept <= sample.keys()
+    assert sample.keys() - {"swapped", "counts"} <= asked
+    for name, bounds in found["bounds"].items():
+        assert len(sample[name]) == len(bounds) + 1
+    html = load_status_page().html
+    assert {f'id="count-{name}"' for name in sample["counts"]} <= set(re.findall(r'id="count-\w+"', html))
+    assert len(sample["counts"]) == html.count('id="count-')
 
 
-def _family(families: list[Any], name: str) -> Any:
-    return next(family for family in families if family.name == f"slipstream_{name}")
+async def test_with_keys_the_figures_need_one() -> None:
+    async with server_url(FakeEngine(), api_key=("k",)) as url:
+        assert (await ask(url, "GET", "/status/figures")).status == 401
+        keyed = await ask(url, "GET", "/status/figures", headers={"authorization": "Bearer k"})
+        document = (await ask(url, "GET", "/openapi.json", headers={"authorization": "Bearer k"})).json()
+    assert keyed.status == 200
+    assert "/status/figures" not in document["paths"]
+
+
+async def test_a_page_gets_what_it_has_not_yet() -> None:
+    async with server_url(FakeEngine()) as url:
+        first = (await ask(url, "GET", "/status/figures")).json()["samples"]
+        later = (await ask(url, "GET", f"/status/figures?after={first[-1]['at']}")).json()["samples"]
+        assert (await ask(url, "GET", "/status/figures?after=nan")).status == 200
+        assert (await ask(url, "GET", "/status/figures?after=x")).status == 400
+    assert len(first) == 2  # kept as the server began, and now
+    assert len(later) == 1
+    assert first[0]["at"] < first[1]["at"] < later[0]["at"]
 
 
 def _parts() -> list[Any]:
@@ -196,21 +208,13 @@ def compute(expression: str) -> Any:
     return json.loads(run_node("\n".join((*sources, f"console.log(JSON.stringify({expression}))"))))
 
 
-def test_metrics_are_read_as_they_are_written() -> None:
-    text = r"""# HELP a A.
-a{model_name="x",path="C:\\d \"q\" {1}\n",b=""} 1.5
-a{model_name="x"} 2e+01 1700000000
-a_bucket{le="0.5",phase="x"} 3.0
-a_bucket{le="+Inf",phase="x"} 4.0
-a_bucket{le="0.5",phase="y"} 1.0
-a_bucket{le="+Inf",phase="y"} 1.0
-plain 7
-broken{
-"""
-    found = compute(f"""(m => [m.sum("a"), m.sum("a", l => l.b === ""), m.sum("none"), m.label("a", "path"),
-        m.label("a", "none"), m.histogram("a").map(([b, t]) => [String(b), t]), m.sum("plain")])
-        (new Exposition({json.dumps(text)}))""")
-    assert found == [21.5, 1.5, 0, 'C:\\d "q" {1}\n', "", [["0.5", 4], ["Infinity", 5]], 7]
+def test_a_sample_is_read_with_the_bounds_of_its_histograms() -> None:
+    sample = {"at": 3, "ttft": [1, 4, 5], "itl": [0, 2], "kv": [1, 2, 3], "generated": 7}
+    facts = {"started": 9, "bounds": {"ttft": [0.5, 1], "itl": [0.1]}}
+    given = f"{json.dumps(sample)}, {json.dumps(facts)}"
+    found = compute(f"""(s => [s.at, s.started, s.generated, s.kv.free,
+        s.ttft.map(([b, n]) => [String(b), n]), s.itl.length])(readSnapshot({given}))""")
+    assert found == [3, 9, 7, 3, [["0.5", 1], ["1", 4], ["Infinity", 5]], 2]
 
 
 def test_percentiles_and_rates_are_of_the_window_alone() -> None:
@@ -227,9 +231,9 @@ def test_percentiles_and_rates_are_of_the_window_alone() -> None:
         at(4, 20, [[1, 110], [2, 120], [Infinity, 120]]),
         at(100, 20, [[1, 110], [2, 120], [Infinity, 120]]),
         at(101, 30, [[1, 110], [2, 120], [Infinity, 124]]),
-        at(302, 30, [[1, 110], [2, 120], [Infinity, 124]]),
-        at(303, 3, [[1, 1], [2, 1], [Infinity, 1]]),
-        at(304, 4, [[1, 2], [2, 2], [Infinity, 2]], 2),
+        at(602, 30, [[1, 110], [2, 120], [Infinity, 124]]),
+        at(603, 3, [[1, 1], [2, 1], [Infinity, 1]]),
+        at(604, 4, [[1, 2], [2, 2], [Infinity, 2]], 2),
       ];
     })()""")
     nothing = [None, None, None]

@@ -22,7 +22,7 @@ pytestmark = [
 
 READY = "document.getElementById('state').dataset.state === 'ready'"
 IDLE = "document.getElementById('stop').hidden"
-SCRAPES = "performance.getEntriesByType('resource').filter(e => e.name.endsWith('/metrics')).length"
+SCRAPES = "performance.getEntriesByType('resource').filter(e => e.name.includes('/status/figures')).length"
 HIDE = """(hidden => {
   Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true });
   document.dispatchEvent(new Event('visibilitychange'));
@@ -182,7 +182,7 @@ async def test_what_goes_wrong_is_said(tab: Tab) -> None:
 
 
 async def test_a_key_is_asked_for_and_kept_for_the_tab_alone(tab: Tab) -> None:
-    async with server_url(roomy(), api_key=("secret",), protect_metrics=True) as url:
+    async with server_url(roomy(), api_key=("secret",)) as url:
         await tab.open(url)
         await tab.until("document.getElementById('access').open")
         assert "need an API key" in await tab.text("#banner")
@@ -205,6 +205,58 @@ async def test_a_key_is_asked_for_and_kept_for_the_tab_alone(tab: Tab) -> None:
         await tab.click("#forget")
         await tab.until("!document.getElementById('banner').hidden")
         assert await tab.evaluate("Object.values(sessionStorage).join()") == ""
+
+
+async def test_enter_sends_and_shift_enter_does_not(tab: Tab) -> None:
+    engine = roomy()
+    async with server_url(engine) as url:
+        await open_page(tab, url)
+        await tab.fill("#prompt", "ab")
+        await tab.press("Enter", shift=True)
+        await tab.call("Input.insertText", text="c")
+        assert await tab.evaluate("document.getElementById('prompt').value") == "ab\nc"
+        assert engine.requests == []
+        await tab.press("Enter")
+        await tab.until("document.getElementById('reply').textContent.startsWith('<user>ab')")
+        assert await tab.evaluate("document.getElementById('prompt').value") == "ab\nc"
+        await tab.until(IDLE)
+        assert len(engine.requests) == 1
+
+
+async def test_a_reload_keeps_the_past(tab: Tab) -> None:
+    label = "document.querySelector('[data-chart=tokens-per-second] svg').getAttribute('aria-label')"
+    length = "document.querySelector('[data-chart=requests] .first').getTotalLength()"
+    engine = roomy()
+    async with server_url(engine) as url:
+        await open_page(tab, url)
+        await tab.until(f"{SCRAPES} >= 4")
+        engine.metrics.generation_tokens += 4321
+        await tab.until(f"!{label}.endsWith('now 0')")
+        await tab.evaluate("new Promise(resolve => setTimeout(resolve, 2100))")
+        await tab.open(url + "/?again")
+        await tab.until(f"{SCRAPES} >= 1 && document.getElementById('model').textContent")
+        assert await tab.evaluate(f"{SCRAPES} < 3")
+        assert await tab.evaluate(length) > 10  # seconds of the past, where a page of its own would begin
+        assert not (await tab.evaluate(label)).endswith(("now 0", "no data"))
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 800), (1280, 800), (1920, 1200)])
+async def test_charts_fill_their_cards(tab: Tab, width: int, height: int) -> None:
+    gaps = """[...document.querySelectorAll('.card figure')].map(figure => {
+      const card = figure.parentElement, box = card.getBoundingClientRect();
+      const svg = figure.querySelector('svg').getBoundingClientRect();
+      const above = figure.previousElementSibling.getBoundingClientRect();
+      return [svg.top - above.bottom, box.bottom - svg.bottom, svg.height];
+    })"""
+    async with server_url(roomy()) as url:
+        await tab.resize(width, height, mobile=width < 500)
+        await open_page(tab, url)
+        found = await tab.evaluate(gaps)
+    assert len(found) == 7
+    for above, below, chart in found:
+        assert above <= 10  # between the words and the chart
+        assert below <= 32  # the time axis and the edge
+        assert chart >= 50
 
 
 async def test_a_hidden_page_asks_nothing(tab: Tab) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine
 from server.http.context import ServerContext
+from server.observability.figure_history import FigureHistory
 from server.observability.http_metrics import HttpMetrics
 from server.observability.metrics import PREFIX, MetricsPage
 from tests.e2e.http_server import make_settings
@@ -23,7 +24,8 @@ HEAD = "# family, type, labels and a histogram's bounds; renewed by python -m te
 
 def make_context(engine: FakeEngine | None = None) -> ServerContext:
     """An application's, with nothing counted yet."""
-    return ServerContext(make_settings(), cast(Engine, engine or FakeEngine()), HttpMetrics(), created=0)
+    served, http = cast(Engine, engine or FakeEngine()), HttpMetrics()
+    return ServerContext(make_settings(), served, http, created=0, history=FigureHistory(served, http))
 
 
 def make_page(engine: FakeEngine | None = None) -> MetricsPage:

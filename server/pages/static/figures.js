@@ -1,51 +1,19 @@
 "use strict";
-// From a scrape to the cards: which metrics the page reads, and how each is shown.
+// From what the server counts to the cards: how each figure is shown.
 
-const RATE_S = LONGEST_STEP_S; // smooths the line, and is there however slowly scrapes come
+const RATE_S = LONGEST_STEP_S; // smooths the line, and is there however slowly samples come
 const RECENT_S = 60;
 const DRAFTS_S = 10;
 const LATENCY_SHARES = [0.5, 0.95];
-const CHART_SPANS_S = [60, 120, HISTORY_S]; // the first that holds all there is
+const CHART_SPANS_S = [60, 120, 300, HISTORY_S]; // the first that holds all there is
+const SPAN_WORDS = sayDuration(HISTORY_S);
 
-// What one scrape says, at `at` seconds of the browser's clock.
-function readSnapshot(metrics, at) {
-  const finished = (...reasons) =>
-    metrics.sum("slipstream_requests_total", (labels) => reasons.includes(labels.finish_reason));
-  const blocks = (state) => metrics.sum("slipstream_kv_cache_blocks", (labels) => labels.state === state);
-  return {
-    at,
-    model: metrics.label("slipstream_num_requests_running", "model_name"),
-    version: metrics.label("slipstream_build_info", "version"),
-    started: metrics.sum("process_start_time_seconds"),
-    generated: metrics.sum("slipstream_generation_tokens_total"),
-    running: metrics.sum("slipstream_num_requests_running"),
-    waiting: metrics.sum("slipstream_num_requests_waiting"),
-    swapped: metrics.sum("slipstream_num_requests_swapped"),
-    ttft: metrics.histogram("slipstream_time_to_first_token_seconds"),
-    itl: metrics.histogram("slipstream_inter_token_latency_seconds"),
-    drafted: metrics.sum("slipstream_spec_decode_num_draft_tokens_total"),
-    accepted: metrics.sum("slipstream_spec_decode_num_accepted_tokens_total"),
-    rounds: metrics.sum("slipstream_spec_decode_num_drafts_total"),
-    speedup: metrics.sum("slipstream_speculation_speedup_ratio"),
-    kv: { used: blocks("used"), cached: blocks("cached"), free: blocks("free") },
-    prefixQueries: metrics.sum("slipstream_prefix_cache_queries_total"),
-    prefixHits: metrics.sum("slipstream_prefix_cache_hits_total"),
-    counts: {
-      completed: finished("stop", "length"),
-      failed: finished("error"),
-      aborted: finished("abort"),
-      late: metrics.sum("slipstream_deadline_missed_total"),
-      refused: metrics.sum("slipstream_requests_rejected_total"),
-      http: metrics.sum("slipstream_http_requests_total", isServerError),
-      preempted: metrics.sum("slipstream_preemptions_total"),
-      faults: metrics.sum("slipstream_engine_errors_total"),
-    },
-  };
-}
-
-// A probe that is told "not ready" is no error of the server.
-function isServerError({ code, route }) {
-  return code.startsWith("5") && route.startsWith("/v1");
+// A sample of the server's with its histograms as [bound, observations at or below it], rising. `facts` are
+// those that the reply gives once for all its samples.
+function readSnapshot(sample, { started, bounds }) {
+  const histogram = (name) => sample[name].map((total, i) => [bounds[name][i] ?? Infinity, total]);
+  const [used, cached, free] = sample.kv;
+  return { ...sample, started, ttft: histogram("ttft"), itl: histogram("itl"), kv: { used, cached, free } };
 }
 
 // What the charts draw for the latest snapshot; null where nothing is known.
@@ -74,7 +42,7 @@ const CHARTS = {
   kv: { name: "Share of the cache used and cached", format: sayShare, floor: 1 },
 };
 
-// The cards. `show` redraws them all from the timeline, whose latest snapshot must be new.
+// The cards, all of them redrawn from the timeline with each new snapshot.
 class Figures {
   constructor() {
     this.timeline = new Timeline();
@@ -86,9 +54,16 @@ class Figures {
     this.drawCharts();
   }
 
-  add(snapshot) {
-    this.timeline.add(snapshot);
-    snapshot.charted = chartValues(this.timeline);
+  // `snapshots` in order of time; the last is shown.
+  add(snapshots) {
+    for (const snapshot of snapshots) {
+      this.timeline.add(snapshot);
+      snapshot.charted = chartValues(this.timeline);
+    }
+    this.show(this.timeline.latest);
+  }
+
+  show(snapshot) {
     this.drawCharts();
     this.showSpeed(snapshot);
     this.showDrafts(snapshot);
@@ -129,17 +104,17 @@ class Figures {
     setText("acceptance", drafted > 0 ? sayShare(accepted / drafted) : "–");
     setText(
       "acceptance-note",
-      drafted > 0 ? `${sayNumber(accepted)} of ${sayNumber(drafted)} in 5 min` : "nothing drafted in 5 min",
+      drafted > 0 ? `${sayNumber(accepted)} of ${sayNumber(drafted)} in ${SPAN_WORDS}` : `nothing drafted in ${SPAN_WORDS}`,
     );
     setText("speedup", rounds > 0 ? sayTimes(this.timeline.latest.speedup) : "–");
     const perRound = `${(1 + accepted / rounds).toFixed(1)} tokens a step with drafts`;
-    setText("speedup-note", rounds > 0 ? perRound : "no step verified drafts in 5 min");
+    setText("speedup-note", rounds > 0 ? perRound : `no step verified drafts in ${SPAN_WORDS}`);
   }
 
   showCache({ kv, charted }) {
     const blocks = kv.used + kv.cached + kv.free;
     const [used, cached] = charted.kv;
-    const hits = this.timeline.ratio((each) => each.prefixHits, (each) => each.prefixQueries, HISTORY_S);
+    const hits = this.timeline.ratio((each) => each.prefix[1], (each) => each.prefix[0], HISTORY_S);
     setText("kv-used", say(used, sayShare));
     setText("kv-cached", say(cached, sayShare));
     const prefix = hits === null ? "" : ` · ${sayShare(hits)} prefix hits`;
@@ -151,7 +126,7 @@ class Figures {
     const recent = this.timeline.growth((each) => each.counts[name], HISTORY_S) ?? 0;
     const cell = document.getElementById(`count-${name}`);
     cell.textContent = recent > 0 ? `${sayNumber(count)} (+${sayNumber(recent)})` : sayNumber(count);
-    cell.title = recent > 0 ? `${sayNumber(recent)} in the last 5 minutes` : "";
+    cell.title = recent > 0 ? `${sayNumber(recent)} in the last ${SPAN_WORDS}` : "";
     cell.classList.toggle("risen", recent > 0);
   }
 }

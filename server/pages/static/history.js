@@ -1,8 +1,8 @@
 "use strict";
-// The last minutes of what was scraped, and what can be told from the difference of two scrapes.
+// The last minutes of what the server counted, and what can be told from the difference of two samples.
 
-const HISTORY_S = 300;
-const LONGEST_STEP_S = 5; // further apart, two scrapes are a gap and no rate is told across it
+const HISTORY_S = 600; // as long as the server keeps it
+const LONGEST_STEP_S = 5; // further apart, two samples are a gap and no rate is told across it
 
 // Snapshots in order of time, of one run of the server.
 class Timeline {
@@ -14,12 +14,11 @@ class Timeline {
     return this.snapshots.at(-1) ?? null;
   }
 
-  // Counters that fell are those of another process: nothing before them can be compared.
+  // Counters or a clock that fell are those of another process: nothing before them can be compared.
   add(snapshot) {
     const last = this.latest;
-    if (last !== null && (snapshot.started !== last.started || snapshot.generated < last.generated)) {
-      this.snapshots = [];
-    }
+    const fell = last !== null && (snapshot.at < last.at || snapshot.generated < last.generated);
+    if (fell || snapshot.started !== last?.started) this.snapshots = [];
     this.snapshots.push(snapshot);
     const oldest = snapshot.at - HISTORY_S;
     while (this.snapshots[0].at < oldest) this.snapshots.shift();

@@ -18,18 +18,18 @@ class Page {
     this.access = new Access(() => this.start());
     this.prompts = new PromptBox(this.access);
     this.timer = null;
-    this.controller = null; // of the scrape that runs
+    this.controller = null; // of the look that runs
     document.getElementById("theme").addEventListener("click", toggleTheme);
     document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
     setText("base-url", `${location.origin}/v1`);
     if (!document.hidden) this.start();
   }
 
-  // Scrape now, and from then on after each period.
+  // Look now, and from then on after each period.
   start() {
     this.stop();
     const controller = (this.controller = new AbortController());
-    this.scrape(controller.signal).finally(() => {
+    this.look(controller.signal).finally(() => {
       if (this.controller === controller) this.timer = setTimeout(() => this.start(), PERIOD_MS);
     });
   }
@@ -40,7 +40,7 @@ class Page {
     clearTimeout(this.timer);
   }
 
-  async scrape(signal) {
+  async look(signal) {
     const timed = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
     const [state, problem] = await Promise.all([this.readState(timed), this.readFigures(timed)]);
     if (signal.aborted) return;
@@ -62,13 +62,16 @@ class Page {
     }
   }
 
-  // Shows a scrape; what stood in its way, "" for nothing.
+  // Shows what came since the last time, at first all that the server has kept; what stood in the way, "" for
+  // nothing.
   async readFigures(signal) {
     try {
-      const response = await this.access.fetch("/metrics", { signal });
-      const snapshot = readSnapshot(new Exposition(await response.text()), performance.now() / 1000);
-      this.showFacts(snapshot, Date.parse(response.headers.get("date")) || Date.now());
-      this.figures.add(snapshot);
+      const after = this.figures.timeline.latest?.at ?? -1;
+      const response = await this.access.fetch(`/status/figures?after=${after}`, { signal });
+      const { samples, ...facts } = await response.json();
+      if (signal.aborted) return "";
+      this.figures.add(samples.map((sample) => readSnapshot(sample, facts)));
+      this.showFacts(facts, samples.at(-1).at);
       return "";
     } catch (error) {
       if (error.status === 401) return "The figures need an API key on this server: give one under “API key”.";
@@ -76,11 +79,11 @@ class Page {
     }
   }
 
-  // `serverMs` is the server's own clock, which its start was read from too.
-  showFacts({ model, version, started }, serverMs) {
+  // `age` is in seconds since the server's start.
+  showFacts({ model, version }, age) {
     setText("model", model);
     setText("version", version ? `v${version}` : "");
-    setText("uptime", started > 0 ? `up ${sayDuration(serverMs / 1000 - started)}` : "");
+    setText("uptime", `up ${sayDuration(age)}`);
     document.title = model ? `${model} · Slipstream` : "Slipstream";
   }
 

@@ -20,7 +20,10 @@ class PromptBox {
 
   onKey(event) {
     if (event.key === "Escape") this.stop();
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.form.requestSubmit();
+    const sends = event.key === "Enter" && !event.shiftKey && !event.isComposing; // else it ends a word's input
+    if (!sends || event.target.id !== "prompt") return;
+    event.preventDefault();
+    this.form.requestSubmit();
   }
 
   // Leaving is how a client cancels: the server ends the request within a step.
