@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ NAMED = {"green": "#37872d", "orange": "#e0752d", "red": "#c4162a", "blue": "#38
 INK, FAINT = "#24292e", "#8a929c"
 MAX_NAMES = 12
 NAME_CHARACTERS = 28  # beside a bar
+REASON_CHARACTERS = {"stat": 22, "timeseries": 52, "heatmap": 52, "bargauge": 40}  # in a line
 LEGEND_CHARACTERS = 62  # in a line under a panel of eight units
 
 
@@ -39,7 +41,15 @@ def draw(axes: Any, panel: Json, data: Data) -> None:
     """Draw `panel` into `axes`."""
     if not data.curves:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, "no data", ha="center", va="center", color=FAINT, transform=axes.transAxes)
+        reason = textwrap.fill(panel["fieldConfig"]["defaults"]["noValue"], REASON_CHARACTERS[panel["type"]])
+        axes.text(
+            *(0.5, 0.5, reason),
+            ha="center",
+            va="center",
+            color=FAINT,
+            fontsize=8,
+            transform=axes.transAxes,
+        )
         return
     {"timeseries": _lines, "stat": _number, "heatmap": _heat, "bargauge": _bars}[panel["type"]](
         axes, panel, data

@@ -5,8 +5,9 @@ A record says what is particular to a panel; everything alike in all of them sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Json = dict[str, Any]
@@ -16,6 +17,7 @@ Steps = tuple[tuple[str, float | None], ...]
 SOURCE: Json = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 NEUTRAL: Steps = (("blue", None),)
 GRID_WIDTH = 24
+_MAY_BE_NONE = re.compile(r" / |histogram_quantile|job_model:")  # a quotient, also one that a rule recorded
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,19 @@ class Panel:
     lines: bool = False
     top: float | None = None  # of the axis
     show_names: bool = False  # of a stat: the legend instead of the value
+    empty: str = ""  # why there may be nothing to show; "" for the row's reason
 
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under a heading, from left to right and on to the next line when the width is used up."""
+    """Panels under a heading, from left to right and on to the next line when the width is used up.
+
+    `empty` is what a panel of it says when there is nothing to show.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    empty: str
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,8 @@ def _laid_out(rows: Iterable[Row]) -> Iterator[Json]:
             if x + panel.width > GRID_WIDTH:
                 x, y, height = 0, y + height, 0
             place = {"x": x, "y": y, "w": panel.width, "h": panel.height}
-            yield {"id": number, "gridPos": place, **_panel_json(panel)}
+            reasoned = panel if panel.empty else replace(panel, empty=row.empty)
+            yield {"id": number, "gridPos": place, **_panel_json(reasoned)}
             number, x, height = number + 1, x + panel.width, max(height, panel.height)
         y += height
 
@@ -190,7 +198,7 @@ def _target(panel: Panel, place: int, query: Query) -> Json:
         "refId": chr(ord("A") + place),
         "datasource": SOURCE,
         "editorMode": "code",
-        "expr": query.expr,
+        "expr": query.expr if panel.kind == "heatmap" else _known(query.expr),
         "legendFormat": query.legend,
         "format": "heatmap" if panel.kind == "heatmap" else "time_series",
         "instant": query.instant,
@@ -198,16 +206,23 @@ def _target(panel: Panel, place: int, query: Query) -> Json:
     }
 
 
+def _known(expr: str) -> str:
+    """`expr` without what is no number, as 0 / 0: a panel that has nothing else then says why it is empty."""
+    return f"{expr} > -Inf" if _MAY_BE_NONE.search(expr) else expr
+
+
 def _defaults(panel: Panel) -> Json:
     """How values look. A heatmap has its own options for that."""
     if panel.kind == "heatmap":
-        return {"custom": {"hideFrom": {"legend": False, "tooltip": False, "viz": False}}}
+        hidden = {"legend": False, "tooltip": False, "viz": False}
+        return {"noValue": panel.empty, "custom": {"hideFrom": hidden}}
     steps = [{"color": color, "value": value} for color, value in panel.steps]
     common: Json = {
         "unit": panel.unit,
         "min": 0,
         "color": {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"},
         "mappings": [],
+        "noValue": panel.empty,
         "thresholds": {"mode": "absolute", "steps": steps},
         **({} if panel.top is None else {"max": panel.top}),
     }

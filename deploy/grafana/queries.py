@@ -34,6 +34,11 @@ def ratio(part: str, whole: str, by: str = "") -> str:
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
+def share(part: str, whole: str) -> str:
+    """The same of a part that is counted a moment before its whole: never above 1."""
+    return f"clamp_max({ratio(part, whole)}, 1)"
+
+
 def mean(histogram: str, by: str = "") -> str:
     """The mean of a histogram's observations."""
     return ratio(f"{histogram}_sum", f"{histogram}_count", by)
@@ -43,6 +48,11 @@ def quantile(share: float, histogram: str, by: str = "") -> str:
     """The value that so large a share of the observations stays under."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share:g}, {rate(histogram + '_bucket', labels)})"
+
+
+def within_one(shares: str, whole: str) -> str:
+    """Layers of `shares` over `whole`, or over their own sum where that is more: up to 1 together."""
+    return f"{shares} / on () group_left () clamp_min(sum({shares}), scalar({whole}))"
 
 
 def buckets(histogram: str) -> str:

@@ -25,7 +25,7 @@ NUM_POINTS = 240
 WIDTH_IN, UNIT_IN, HEAD_IN = 15.0, 0.27, 0.62
 DPI = 85
 _MARGINS = {  # inches from a card's edges to what is drawn: left, right, top, bottom
-    "timeseries": (0.64, 0.12, 0.32, 0.55),
+    "timeseries": (0.64, 0.12, 0.32, 0.66),
     "heatmap": (0.64, 0.12, 0.32, 0.28),
     "bargauge": (1.6, 0.1, 0.32, 0.1),
     "stat": (0.1, 0.1, 0.3, 0.05),

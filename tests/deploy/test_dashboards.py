@@ -94,6 +94,21 @@ def test_every_panel_says_what_it_shows_and_lies_alone(name: str) -> None:
         assert apart_x or apart_y
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_panel_that_can_be_empty_says_why(name: str) -> None:
+    for panel in panels(load(name)):
+        assert panel["fieldConfig"]["defaults"]["noValue"], panel["title"]
+        for target in panel["targets"]:
+            # 0 / 0 would be drawn as an empty chart without a word.
+            divides = " / " in target["expr"] or "histogram_quantile" in target["expr"]
+            assert panel["type"] == "heatmap" or not divides or target["expr"].endswith("> -Inf")
+
+
+def test_no_two_panels_of_a_board_ask_the_same_but_for_the_window() -> None:
+    titles = [panel["title"] for panel in panels(load("errors"))]
+    assert [title for title in titles if title.startswith("Burn rate")] == ["Burn rate"]
+
+
 def test_dashboards_have_addresses_that_stay() -> None:
     assert [load(name)["uid"] for name in NAMES] == [
         "slipstream-serving",

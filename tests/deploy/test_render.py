@@ -31,7 +31,9 @@ BOARD = Board(
                 heatmap("Heat", "d", "s", "heat[$__rate_interval]"),
                 bars("Bars", "d", "percentunit", Query("bars", "{{who}}", instant=True)),
                 lines("Nothing", "d", "short", Query("nothing")),
+                lines("Never", "d", "short", Query("never"), empty="Nobody asked for it."),
             ),
+            "No request came.",
         ),
     ),
 )
@@ -93,8 +95,17 @@ def test_every_unit_of_the_dashboards_can_be_written() -> None:
 def test_every_kind_of_panel_is_drawn(tmp_path: Path) -> None:
     api = FakePrometheus()
     draw_dashboard(dashboard_json(BOARD), api, SPAN, tmp_path / "board.png")
-    assert api.asked == ["number", "lines", "lines", "heat[20s]", "bars", "nothing"]
+    assert api.asked == ["number", "lines", "lines", "heat[20s]", "bars", "nothing", "never"]
     assert _size(tmp_path / "board.png")[0] == 1275
+
+
+def test_an_empty_panel_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from matplotlib.axes import Axes
+
+    written_out: list[str] = []
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **_: written_out.append(s))
+    draw_dashboard(dashboard_json(BOARD), FakePrometheus(), SPAN, tmp_path / "board.png")
+    assert written_out[-2:] == ["No request came.", "Nobody asked for it."]
 
 
 @pytest.mark.parametrize("name", NAMES)

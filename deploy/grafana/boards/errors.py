@@ -9,6 +9,7 @@ RARE = (("green", None), ("orange", 0.005), ("red", 0.01))
 REFUSED = (("green", None), ("orange", 0.01), ("red", 0.05))
 JOB = 'job="slipstream", instance=~"$instance"'
 BUDGET = "slo_burn"
+NO_RULES = "or Prometheus has not loaded deploy/prometheus/rules."
 
 
 def _at_a_glance() -> tuple[Panel, ...]:
@@ -51,28 +52,23 @@ def _at_a_glance() -> tuple[Panel, ...]:
 def _promises() -> tuple[Panel, ...]:
     return (
         lines(
-            "Burn rate, 1 h",
-            "Bad events over those allowed. At 1 the budget lasts as long as promised; at 14.4 a month's is "
-            "gone in two days, and somebody is called.",
+            "Burn rate",
+            "Bad events over those allowed, of the worst model, over an hour and of late. At 1 the budget "
+            "lasts as long as promised; at 14.4 a month's is gone in two days, and somebody is called. In a "
+            "server's first minutes the two are the same.",
             "short",
-            Query(recorded(f"{BUDGET}:rate1h"), "{{slo}}, {{model_name}}"),
+            Query(f"max by (slo) ({recorded(BUDGET + ':rate1h')})", "{{slo}}, 1 h"),
+            Query(f"max by (slo) ({recorded(BUDGET + ':rate5m')})", "{{slo}}, 5 min"),
             steps=(("green", None), ("orange", 1), ("red", 14.4)),
             lines=True,
-        ),
-        lines(
-            "Burn rate, 5 min",
-            "The same of late: whether it still goes on.",
-            "short",
-            Query(recorded(f"{BUDGET}:rate5m"), "{{slo}}, {{model_name}}"),
-            steps=(("green", None), ("orange", 1), ("red", 14.4)),
-            lines=True,
+            width=16,
         ),
         bars(
             "Budget left, 3 days",
-            "What is left of the bad events allowed in three days.",
+            "What is left of the bad events allowed in three days, of the worst model.",
             "percentunit",
             Query(
-                f"clamp_min(1 - {recorded(BUDGET + ':rate3d')}, 0)", "{{slo}}, {{model_name}}", instant=True
+                f"clamp_min(1 - max by (slo) ({recorded(BUDGET + ':rate3d')}), 0)", "{{slo}}", instant=True
             ),
             steps=(("red", None), ("orange", 0.1), ("green", 0.5)),
             top=1.0,
@@ -102,6 +98,7 @@ def _faults() -> tuple[Panel, ...]:
             "Answers of 400 and above.",
             "reqps",
             Query(f"{errors} > 0", "{{route}} {{code}}"),
+            empty="No answer of 400 or above in this time.",
         ),
         lines(
             "Requests that ended badly",
@@ -224,10 +221,10 @@ ERRORS = Board(
     "Slipstream / Errors and SLO",
     "What goes wrong, whether promises are kept, and the process itself. Needs the recording rules.",
     (
-        Row("At a glance", _at_a_glance()),
-        Row("Promises", _promises()),
-        Row("Faults", _faults()),
-        Row("Long term", _long_term()),
-        Row("Process", _process()),
+        Row("At a glance", _at_a_glance(), "none yet"),
+        Row("Promises", _promises(), f"No request in five minutes, {NO_RULES}"),
+        Row("Faults", _faults(), "No server has been scraped in this time."),
+        Row("Long term", _long_term(), f"Nothing in five minutes, {NO_RULES}"),
+        Row("Process", _process(), "No server has been scraped by a job named slipstream in this time."),
     ),
 )

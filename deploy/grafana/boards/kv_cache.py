@@ -142,5 +142,9 @@ KV_CACHE = Board(
     "slipstream-kv-cache",
     "Slipstream / K/V cache",
     "Whether memory is what is short, and what the prefix cache saves.",
-    (Row("At a glance", _at_a_glance()), Row("Memory", _memory()), Row("Prefixes", _prefixes())),
+    (
+        Row("At a glance", _at_a_glance(), "none yet"),
+        Row("Memory", _memory(), "No request ran in this time."),
+        Row("Prefixes", _prefixes(), "No prompt was looked for in the prefix cache in this time."),
+    ),
 )

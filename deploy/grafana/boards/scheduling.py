@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, heatmap, lines, stat
-from deploy.grafana.queries import buckets, mean, quantile, quantiles, rate, ratio, series, split, total
+from deploy.grafana.queries import (
+    buckets,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+    series,
+    split,
+    total,
+    within_one,
+)
 
 REFUSED = rate("requests_rejected_total")
 RARE = (("green", None), ("orange", 0.01), ("red", 0.05))
@@ -38,9 +49,9 @@ def _at_a_glance() -> tuple[Panel, ...]:
         ),
         stat(
             "Deadlines missed",
-            "Over all requests, with or without a deadline.",
+            "Over all requests, refused ones and those without a deadline included.",
             "percentunit",
-            ratio("deadline_missed_total", "requests_total"),
+            f"{rate('deadline_missed_total')} / ({rate('requests_total')} + {REFUSED})",
             RARE,
         ),
     )
@@ -87,7 +98,7 @@ def _queue() -> tuple[Panel, ...]:
             "Of the tokens of the last minute, by tenant. With --scheduling-policy fair, those who all "
             "ask for more than they get come out equal.",
             "percentunit",
-            Query(f"avg by (tenant) ({series('tenant_share_ratio')})", "{{tenant}}"),
+            Query(within_one(f"sum by (tenant) ({series('tenant_share_ratio')})", "vector(1)"), "{{tenant}}"),
             stacked=True,
             top=1.0,
         ),
@@ -116,11 +127,13 @@ def _steps() -> tuple[Panel, ...]:
             "Share of the time that the device is given work, by phase. At 1 the server can do no more.",
             "percentunit",
             Query(
-                f"sum by (phase) (rate({series('step_duration_seconds_sum')}[$__rate_interval]))"
-                f" / on () group_left () count({series('num_requests_running')})",
+                within_one(
+                    rate("step_duration_seconds_sum", "phase"), f"count({series('num_requests_running')})"
+                ),
                 "{{phase}}",
             ),
             stacked=True,
+            top=1.0,
         ),
         split(
             "Preemptions by mode",
@@ -143,5 +156,9 @@ SCHEDULING = Board(
     "slipstream-scheduling",
     "Slipstream / Scheduling and fairness",
     "Who waits, who runs, in which batches, and how fairly.",
-    (Row("At a glance", _at_a_glance()), Row("Queue", _queue()), Row("Steps", _steps())),
+    (
+        Row("At a glance", _at_a_glance(), "none yet"),
+        Row("Queue", _queue(), "No request came in this time."),
+        Row("Steps", _steps(), "No step ran in this time."),
+    ),
 )

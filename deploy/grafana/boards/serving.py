@@ -139,8 +139,8 @@ SERVING = Board(
     "Slipstream / Serving",
     "Latency, throughput and load of Slipstream servers.",
     (
-        Row("At a glance", _at_a_glance()),
-        Row("Latency and load", _latency_and_load()),
-        Row("Requests", _requests()),
+        Row("At a glance", _at_a_glance(), "none yet"),
+        Row("Latency and load", _latency_and_load(), "No request had a token in this time."),
+        Row("Requests", _requests(), "No request ended in this time."),
     ),
 )

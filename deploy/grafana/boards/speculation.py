@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Board, Panel, Query, Row, bars, lines, stat
-from deploy.grafana.queries import CHOSEN, mean, quantile, rate, ratio, series, split
+from deploy.grafana.queries import CHOSEN, mean, quantile, rate, ratio, series, share, split
 
 DRAFTED = "spec_decode_num_draft_tokens_total"
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
@@ -12,6 +12,7 @@ ROUNDS = "spec_decode_num_drafts_total"
 RUN_AHEAD = "spec_decode_run_ahead_total"
 HIT = 'result="hit"'
 DECODE = 'phase="decode"'
+NO_DRAFTS = "No drafts were verified in this time: no request, drafting is off, or it does not pay."
 PAYS = (("red", None), ("orange", 0.95), ("green", 1.0))
 
 
@@ -46,7 +47,7 @@ def _at_a_glance() -> tuple[Panel, ...]:
             "Output from drafts",
             "Share of the generated tokens that a drafter had guessed.",
             "percentunit",
-            ratio(ACCEPTED, "generation_tokens_total"),
+            share(ACCEPTED, "generation_tokens_total"),
         ),
         stat(
             "Never verified",
@@ -176,5 +177,9 @@ SPECULATION = Board(
     "slipstream-speculation",
     "Slipstream / Speculation",
     "Whether drafting pays, which drafter brings it, and where drafts are lost. Text is the same either way.",
-    (Row("At a glance", _at_a_glance()), Row("Gain", _gain()), Row("Cost", _cost())),
+    (
+        Row("At a glance", _at_a_glance(), "no drafts"),
+        Row("Gain", _gain(), NO_DRAFTS),
+        Row("Cost", _cost(), NO_DRAFTS),
+    ),
 )
