@@ -33,9 +33,11 @@ _NAMES: Mapping[str, str] = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
 }
+_MESSAGES = [{"role": "user", "content": "Name three rivers."}]
+_EXAMPLE = {"messages": _MESSAGES, "temperature": 0.2, "max_tokens": 60}
 
 
-@router.post("/v1/messages", openapi_extra=json_body(MessagesRequest))
+@router.post("/v1/messages", openapi_extra=json_body(MessagesRequest, _EXAMPLE))
 async def create_message(request: Request) -> Response:
     """Write the assistant's next message."""
     context, exchange = context_of(request), exchange_of(request.scope)
@@ -60,7 +62,9 @@ async def create_message(request: Request) -> Response:
     return await respond(context, generation, shape, streams=bool(asked.stream))
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))
+@router.post(
+    "/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest, {"messages": _MESSAGES})
+)
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a message has."""
     context = context_of(request)

@@ -29,7 +29,6 @@ from server.http.errors import invalid
 
 router = APIRouter(tags=["generation"])
 
-
 _EXAMPLE = {
     "messages": [{"role": "user", "content": "Name three rivers."}],
     "temperature": 0.2,

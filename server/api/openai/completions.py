@@ -32,7 +32,6 @@ from server.http.context import context_of, exchange_of
 
 router = APIRouter(tags=["generation"])
 
-
 _EXAMPLE = {"prompt": "The capital of France is", "temperature": 0.2, "max_tokens": 20}
 
 

@@ -45,9 +45,10 @@ _NAMES: Mapping[str, str] = {
 }
 _STORED_BYTES = 2048  # of a response, beside its texts
 _CHAR_BYTES = 4
+_EXAMPLE = {"input": "Name three rivers.", "temperature": 0.2, "max_output_tokens": 60}
 
 
-@router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest))
+@router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest, _EXAMPLE))
 async def create_response(request: Request) -> Response:
     """Continue a conversation of items: text, reasoning, calls and what they gave."""
     context = context_of(request)
