@@ -29,6 +29,9 @@ REASON_CHARACTERS = {"stat": 22, "timeseries": 52, "heatmap": 52, "bargauge": 40
 LEGEND_CHARACTERS = 62  # in a line under a panel of eight units
 
 
+_TIME_STEPS = (10, 30, 60, 120, 300, 600, 1800, 3600, 86400)  # seconds between two marks
+
+
 @dataclass(frozen=True)
 class Data:
     """What a panel's expressions gave: `times` in seconds since the start, and the named curves."""
@@ -175,9 +178,10 @@ def _ticks(top: float, unit: str) -> list[float]:
 
 
 def _time_axis(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MultipleLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 3, 6]))
+    seconds = axes.get_xlim()[1]
+    axes.xaxis.set_major_locator(MultipleLocator(next(each for each in _TIME_STEPS if seconds <= 7 * each)))
     axes.xaxis.set_major_formatter(lambda at, _: f"{int(at) // 60}:{int(at) % 60:02d}")
 
 

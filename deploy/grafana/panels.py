@@ -208,7 +208,8 @@ def _target(panel: Panel, place: int, query: Query) -> Json:
 
 def _known(expr: str) -> str:
     """`expr` without what is no number, as 0 / 0: a panel that has nothing else then says why it is empty."""
-    return f"{expr} > -Inf" if _MAY_BE_NONE.search(expr) else expr
+    asks_for_more = expr.endswith(" > 0")
+    return f"{expr} > -Inf" if _MAY_BE_NONE.search(expr) and not asks_for_more else expr
 
 
 def _defaults(panel: Panel) -> Json:

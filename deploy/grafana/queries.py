@@ -66,10 +66,11 @@ def quantiles(histogram: str) -> tuple[Query, ...]:
     return (*curves, Query(mean(histogram), "mean"))
 
 
-def split(title: str, description: str, unit: str, counter: str, label: str) -> Panel:
-    """How fast a counter grows, in layers by one of its labels."""
-    query = Query(rate(counter, label), f"{{{{{label}}}}}")
-    return lines(title, description, unit, query, stacked=True)
+def split(title: str, description: str, unit: str, by: tuple[str, str], empty: str = "") -> Panel:
+    """How fast a counter grows, in layers `by` (counter, label); those that do not grow are left out."""
+    counter, label = by
+    query = Query(f"{rate(counter, label)} > 0", f"{{{{{label}}}}}")
+    return lines(title, description, unit, query, stacked=True, empty=empty)
 
 
 def _sum(by: str) -> str:

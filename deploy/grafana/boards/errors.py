@@ -84,14 +84,14 @@ def _promises() -> tuple[Panel, ...]:
 
 
 def _faults() -> tuple[Panel, ...]:
+    badly = rate("requests_total", "finish_reason", 'finish_reason=~"error|deadline|abort"')
     errors = rate("http_requests_total", "route, code", 'code=~"[45].."')
     return (
         split(
             "HTTP answers by code",
             "Answers to all routes; 503 tells clients to come back, 500 is ours.",
             "reqps",
-            "http_requests_total",
-            "code",
+            ("http_requests_total", "code"),
         ),
         lines(
             "HTTP errors by route",
@@ -104,31 +104,29 @@ def _faults() -> tuple[Panel, ...]:
             "Requests that ended badly",
             "An error of ours, a deadline, or an abort.",
             "reqps",
-            Query(
-                rate("requests_total", "finish_reason", 'finish_reason=~"error|deadline|abort"'),
-                "{{finish_reason}}",
-            ),
+            Query(f"{badly} > 0", "{{finish_reason}}"),
+            empty="Every request ended as asked in this time.",
         ),
         split(
             "Faults by stage",
             "Caught by the engine; each ends a request at most, unless three passes in a row fail.",
             "ops",
-            "engine_errors_total",
-            "stage",
+            ("engine_errors_total", "stage"),
+            "The engine caught no fault in this time.",
         ),
         split(
             "Aborts by reason",
             "A client that left or cancelled, a drain, a client that reads nothing.",
             "reqps",
-            "request_aborts_total",
-            "reason",
+            ("request_aborts_total", "reason"),
+            "No request was aborted in this time.",
         ),
         split(
             "Refused by reason",
             "Answered with 503 or 504 before any work.",
             "reqps",
-            "requests_rejected_total",
-            "reason",
+            ("requests_rejected_total", "reason"),
+            "No request was refused in this time.",
         ),
     )
 
@@ -197,7 +195,8 @@ def _process() -> tuple[Panel, ...]:
             "Unknown request fields",
             "Fields that clients send and nobody knows; the log names each once.",
             "ops",
-            Query(rate("ignored_parameters_total", "instance"), "{{instance}}"),
+            Query(f"{rate('ignored_parameters_total', 'instance')} > 0", "{{instance}}"),
+            empty="Every field was known in this time.",
         ),
     )
 

@@ -79,8 +79,8 @@ def _memory() -> tuple[Panel, ...]:
             "Preemptions by mode",
             "Requests that gave their K/V back, to be recomputed or swapped in again.",
             "ops",
-            "preemptions_total",
-            "mode",
+            ("preemptions_total", "mode"),
+            "No request was preempted in this time.",
         ),
         lines(
             "Swapped out",

@@ -108,8 +108,7 @@ def _requests() -> tuple[Panel, ...]:
             "Finish reason",
             "Why requests ended: stop and length are as asked, abort is the caller's wish.",
             "reqps",
-            "requests_total",
-            "finish_reason",
+            ("requests_total", "finish_reason"),
         ),
         lines(
             "Queue time",
