@@ -79,7 +79,11 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
 
     server = settings.server
     limits = EngineLimits(
-        server.max_queued_requests, server.max_queued_tokens, server.watchdog_timeout, server.queue_timeout
+        server.max_queued_requests,
+        server.max_queued_tokens,
+        server.watchdog_timeout,
+        server.queue_timeout,
+        has_tenants=len(server.api_key) > 1 or server.api_key_file is not None,
     )
     executors = Executors.threads(usable_cores())
     if not faults:

@@ -52,10 +52,11 @@ class Engine:
         self._limits = limits or EngineLimits()
         self._clock = clock
         self._executors = executors or Executors.threads()
+        num_places, has_tenants = self._limits.max_queued_requests, self._limits.has_tenants
         self._admission = Admission(
-            self._limits.max_queued_requests, self._limits.max_queued_tokens, self._retry_after_s
+            num_places, self._limits.max_queued_tokens, self._retry_after_s, has_tenants
         )
-        self._text_admission = Admission(max(1, self._limits.max_queued_requests // 4), 0, lambda _: 1)
+        self._text_admission = Admission(max(1, num_places // 4), 0, lambda _: 1, has_tenants)
         self.state = EngineState.LOADING
         self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
@@ -257,23 +258,23 @@ class Engine:
 
     # Requests.
 
-    def admit(self, num_requests: int) -> ExitStack:
+    def admit(self, num_requests: int, tenant: str | None = None) -> ExitStack:
         """Take queue places before tokenizing; use as a context manager around it and `submit_all`.
 
         Raises Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
         """
         with self._counts.refusals():
             self._check_open()
-            return self._admission.admit(num_requests, len(self._loaded.batcher.queue))
+            return self._admission.admit(num_requests, self._loaded.batcher.queue, tenant)
 
-    def admit_text(self) -> ExitStack:
+    def admit_text(self, tenant: str | None = None) -> ExitStack:
         """A place for a request that wants text or token ids only; raises what `admit` does.
 
         There are a quarter as many as places in the queue, which these take nothing of.
         """
         with self._counts.refusals():
             self._check_open()
-            return self._text_admission.admit(1, 0)
+            return self._text_admission.admit(1, (), tenant)
 
     def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
         """Use around the work on a request's text, which a deadline cancels; see `prepared_by`."""

@@ -56,6 +56,7 @@ class EngineLimits:
     max_queued_tokens: int = 1_000_000
     watchdog_timeout_s: float = 60.0
     queue_timeout_s: float = 0.0  # that a request may wait for its first step; 0 is no limit
+    has_tenants: bool = False  # several, none of whom may take all places in the queue
 
 
 class StepRunner(Protocol):

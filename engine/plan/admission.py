@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.request import GenerationRequest, Request, SamplingParams
+from engine.plan.scheduling.request_queue import RequestQueue
+
+TENANT_SHARE = 7 / 8  # of the queue's places, that one of several tenants may have
 
 
 @dataclass(slots=True, eq=False)
@@ -17,24 +22,42 @@ class Admission:
     max_queued_requests: int
     max_queued_tokens: int
     retry_after_s: Callable[[int], int]  # in how many seconds so many requests will have ended
-    num_preparing: int = 0  # requests between their permit and the queue: being tokenized, mostly
+    has_tenants: bool = False  # several: none of them may have all places
+    preparing: Counter[str | None] = field(default_factory=Counter)  # by tenant; see `num_preparing`
 
-    def admit(self, num_requests: int, num_waiting: int) -> ExitStack:
+    @property
+    def num_preparing(self) -> int:
+        """Requests between their permit and the queue: being tokenized, mostly."""
+        return self.preparing.total()
+
+    def admit(
+        self, num_requests: int, waiting: RequestQueue | Sequence[Request], tenant: str | None = None
+    ) -> ExitStack:
         """Take places until the stack is closed; raise Overloaded, naming the limit, if too few are left."""
-        queued = num_waiting + self.num_preparing
+        queued = len(waiting) + self.num_preparing
         if queued + num_requests > self.max_queued_requests:
-            raise Overloaded(
-                f"The queue is full: {queued} requests wait, the limit is {self.max_queued_requests}.",
-                code="queue_full",
-                retry_after_s=self.retry_after_s(queued),
-            )
-        self.num_preparing += num_requests
+            self._refuse("The queue is full:", queued, self.max_queued_requests)
+        most = max(1, int(self.max_queued_requests * TENANT_SHARE))
+        if self.has_tenants and queued + num_requests > most:
+            own = self.preparing[tenant] + sum(request.tenant == tenant for request in waiting)
+            if own + num_requests > most:
+                self._refuse("One tenant's places in the queue are taken:", own, most)
+        self.preparing[tenant] += num_requests
         permit = ExitStack()
-        permit.callback(self._give_back, num_requests)
+        permit.callback(self._give_back, num_requests, tenant)
         return permit
 
-    def _give_back(self, num_requests: int) -> None:
-        self.num_preparing -= num_requests
+    def _refuse(self, reason: str, queued: int, limit: int) -> NoReturn:
+        raise Overloaded(
+            f"{reason} {queued} requests wait, the limit is {limit}.",
+            code="queue_full",
+            retry_after_s=self.retry_after_s(queued),
+        )
+
+    def _give_back(self, num_requests: int, tenant: str | None) -> None:
+        self.preparing[tenant] -= num_requests
+        if not self.preparing[tenant]:
+            del self.preparing[tenant]
 
     def check_tokens(self, num_tokens: int, num_waiting_tokens: int, num_waiting: int) -> None:
         """Raise Overloaded when a prompt of `num_tokens` overfills the queue; an empty queue takes any."""

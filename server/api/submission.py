@@ -85,7 +85,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     rules = None if submission.rules is None else replace(submission.rules, has_form=structure is not None)
     num_requests = submission.num_prompts * body.num_choices
     _check_queueable(submission, num_requests, context.settings.server.max_queued_requests)
-    with engine.admit(num_requests):
+    with engine.admit(num_requests, tenant):
         try:
             speculation = speculation_options(body, engine.info)
             async with engine.prepare_by(deadline, exchange.arrival_time):

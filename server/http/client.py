@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config import ServerSettings
-from server.http.body_room import BodyRoom, Lease, give_lease
+from server.http.body_room import FREE_BYTES, BodyRoom, Lease, give_lease
+from server.http.context import exchange_of
 from server.http.errors import INVALID, ApiError, ErrorReply
 from server.http.peer import peer_of
+from server.http.upload_pace import UploadPace
 
 _LINE_BYTES = 4  # of a header: the colon, the space, the end of the line
 _MAX_DIGITS = 18
@@ -30,6 +32,7 @@ class ClientMiddleware:
         self.app = app
         self._settings = settings
         self._room = BodyRoom(settings.max_body_bytes)
+        self._pace = UploadPace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ClientGone when the client left before the end."""
@@ -51,12 +54,26 @@ class ClientMiddleware:
         finally:
             lease.release()
 
+    def _paced(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive`, which waits its turn once more has come than an ordinary request has."""
+        num_bytes = 0
+
+        async def receive_in_turn() -> Message:
+            nonlocal num_bytes
+            if num_bytes > FREE_BYTES:
+                await self._pace.turn(exchange_of(scope).tenant)
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            return message
+
+        return receive_in_turn
+
     async def _read(self, scope: Scope, receive: Receive, lease: Lease) -> bytearray:
         """The whole body, which from here on is the watch's alone. Raises ApiError or ClientGone."""
         peer = peer_of(scope)
         peer.check()
         check_head(scope, self._settings)
-        body = await read_body(receive, self._settings.max_body_bytes, lease)
+        body = await read_body(self._paced(scope, receive), self._settings.max_body_bytes, lease)
         peer.check()  # its fault may have ended the body
         return body
 

@@ -144,7 +144,12 @@ class Harness:
     num_submitted: int = 0
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int = 8, group: str | None = None, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        group: str | None = None,
+        tenant: str | None = None,
+        **sampling: Any,
     ) -> RequestStream:
         """Queue one greedy request."""
         self.num_submitted += 1
@@ -154,6 +159,7 @@ class Harness:
                 prompt_token_ids=list(prompt),
                 sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
                 group=group,
+                tenant=tenant,
             )
         )
 

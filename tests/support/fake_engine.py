@@ -159,7 +159,7 @@ class FakeEngine:
             self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
         )
 
-    def admit(self, num_requests: int) -> AbstractContextManager[object]:
+    def admit(self, num_requests: int, tenant: str | None = None) -> AbstractContextManager[object]:
         if self.refusal is not None:
             raise self.refusal
         if self.fault is not None:
@@ -168,7 +168,7 @@ class FakeEngine:
             raise Overloaded("Not now.", code=self.state.value, retry_after_s=3)
         return nullcontext()
 
-    def admit_text(self) -> AbstractContextManager[object]:
+    def admit_text(self, tenant: str | None = None) -> AbstractContextManager[object]:
         return self.admit(1)
 
     async def encode(

@@ -68,14 +68,13 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a message has."""
     context = context_of(request)
-    engine = context.engine
-    with engine.admit_text(), renamed_params(_NAMES), _too_long_in_their_words():
+    engine, tenant = context.engine, exchange_of(request.scope).tenant
+    with engine.admit_text(tenant), renamed_params(_NAMES), _too_long_in_their_words():
         body = await read_request(request, CountTokensRequest, {})
         report_ignored(request, skipped_kinds(body))
         check_model(context, body.model)
         asked = turn_body(body)
         shown = chat_input(asked, read_tools(asked), engine.reply_format)
-        tenant = exchange_of(request.scope).tenant
         token_ids = await shown.render(engine, add_special_tokens=False, tenant=tenant)
     return json_response({"input_tokens": len(token_ids)})
 

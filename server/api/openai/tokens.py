@@ -33,11 +33,11 @@ _CHARS_A_VALUE = 16
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a conversation, as generating from it would read them."""
     context = context_of(request)
-    engine = context.engine
-    with engine.admit_text():
+    engine, tenant = context.engine, exchange_of(request.scope).tenant
+    with engine.admit_text(tenant):
         body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
         check_model(context, body.model)
-        token_ids = await read_token_ids(body, engine, exchange_of(request.scope).tenant)
+        token_ids = await read_token_ids(body, engine, tenant)
     names = LongList(lambda: map(engine.tokenizer.token_name, token_ids))
     reply = {
         "count": len(token_ids),
@@ -71,7 +71,7 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens spelled out."""
     context, lease = context_of(request), lease_of(request.scope)
     engine, tenant = context.engine, exchange_of(request.scope).tenant
-    with engine.admit_text():
+    with engine.admit_text(tenant):
         body = await read_fields(request, DetokenizeRequest, {})
         check_model(context, body.model)
         text = await engine.decode(body.tokens, skip_special_tokens=False, param="tokens", tenant=tenant)

@@ -285,6 +285,33 @@ async def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         assert harness.engine.metrics.requests_rejected["queue_full"] == 2
 
 
+async def test_one_of_several_tenants_does_not_get_all_places() -> None:
+    """Waiting, or being prepared: seven in eight, and another's request is still taken."""
+    shape, limits = EngineShape(max_num_seqs=1), EngineLimits(max_queued_requests=8, has_tenants=True)
+    async with running_engine(shape, limits=limits) as harness:
+        engine = harness.engine
+        running = harness.submit(PROMPT, max_tokens=100, tenant="a")
+        await anext(running)
+        for _ in range(4):
+            harness.submit(PROMPT, max_tokens=4, tenant="a")
+        with engine.admit(3, "a"):
+            with pytest.raises(Overloaded, match=r"One tenant's places .* 7 requests wait, the limit is 7"):
+                engine.admit(1, "a")
+            with engine.admit(1, "b"), pytest.raises(Overloaded, match="The queue is full"):
+                engine.admit(1, "b")
+        with engine.admit(3, "b"), engine.admit(1, "a"):
+            pass
+        assert engine._admission.num_preparing == 0
+        with engine.admit_text("a"), engine.admit_text("b"), pytest.raises(Overloaded):
+            engine.admit_text("a")
+
+
+async def test_a_tenant_alone_gets_all_places() -> None:
+    async with running_engine(limits=EngineLimits(max_queued_requests=8)) as harness:
+        with harness.engine.admit(8, "a"):
+            pass
+
+
 async def test_text_work_has_places_of_its_own() -> None:
     """A quarter as many as the queue: whoever asks for token ids alone keeps nobody from generating."""
     async with running_engine(limits=EngineLimits(max_queued_requests=8)) as harness:
