@@ -14,12 +14,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
+from server.api.responses.protocol import ResponsesRequest
 from server.http.json_body import MAX_PARTS, MAX_VALUES
 from server.http.json_parts import count_marks
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 LARGEST = 8 * 2**20
 SIZES = (2**16, 2**20, LARGEST)
@@ -99,6 +102,9 @@ _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", CHAT, ChatCompletionRequest, {"messages": [_HELLO], "max_tokens": 2}),
     ("POST", TOKENIZE, TokenizeRequest, {"prompt": "hi"}),
     ("POST", DETOKENIZE, DetokenizeRequest, {"tokens": [5]}),
+    ("POST", RESPONSES, ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
+    ("POST", MESSAGES, MessagesRequest, {"messages": [_HELLO], "max_tokens": 2}),
+    ("POST", f"{MESSAGES}/count_tokens", CountTokensRequest, {"messages": [_HELLO]}),
     ("PATCH", "/v1/requests/none", RequestPatch, {}),
 )
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -143,10 +149,39 @@ _INNER: dict[str, tuple[str, dict[str, Any]]] = {
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _HOLE}},
         },
     ),
+    "an item": (RESPONSES, {"input": [{"role": "user", "content": _HOLE}]}),
+    "output of a call": (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": _HOLE}]},
+    ),
+    "a block": (MESSAGES, {"messages": [{"role": "user", "content": _HOLE}], "max_tokens": 2}),
+    "input of a tool": (
+        MESSAGES,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": _HOLE}],
+                }
+            ],
+            "max_tokens": 2,
+        },
+    ),
     "prediction": (COMPLETIONS, {"prompt": "hi", "prediction": {"type": "content", "content": _HOLE}}),
 }
 _OFTEN = frozenset(
-    ("prompt", "messages", "tokens", "tools", "allowed_token_ids", "stop_token_ids", "logit_bias", "unknown")
+    (
+        "prompt",
+        "messages",
+        "input",
+        "system",
+        "tokens",
+        "tools",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "logit_bias",
+        "unknown",
+    )
 )  # filled in every way, the others in a few
 
 
