@@ -20,6 +20,9 @@ from tests.e2e.command_line import QUIET, SLIPSTREAM
 
 _STEERING = re.compile(r"\x1b\[\?2004l\r|\x1b\[[?0-9;]*[a-zA-Z]|\r(?=\n)")  # colours, the cursor, pastes
 
+# What runs tests side by side sets the size of its own terminal.
+_WITHOUT_SIZE = {name: value for name, value in QUIET.items() if name not in ("COLUMNS", "LINES")}
+
 
 class Terminal:
     """`slipstream` with `argv` in a terminal of its own, so many columns wide."""
@@ -32,7 +35,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**QUIET, "TERM": "xterm", "NO_COLOR": "1", **(env or {})},
+            env={**_WITHOUT_SIZE, "TERM": "xterm", "NO_COLOR": "1", **(env or {})},
             start_new_session=True,
             preexec_fn=lambda: _take_terminal(slave),
         )

@@ -85,7 +85,6 @@ async def test_a_draft_model_is_named_either_way(name: str) -> None:
         (True, "speculation"),
         ("ngram", "speculation"),
         ([], "speculation"),
-        ({"depth": 1}, "speculation.depth"),
         ({"num_tokens": 0}, "speculation.num_tokens"),
         ({"num_tokens": 9}, "speculation.num_tokens"),
         ({"num_tokens": 2**40}, "speculation.num_tokens"),
@@ -162,7 +161,6 @@ async def test_a_prediction_is_taken_where_nothing_is_drafted() -> None:
         ({"type": "content", "content": {"text": "a"}}, "prediction.content"),
         ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
         ({"type": "content", "content": [{"type": "text", "text": 1}]}, "prediction.content"),
-        ({"type": "content", "content": "a", "weight": 1}, "prediction.weight"),
     ],
 )
 async def test_a_wrong_prediction_is_named(path: str, prediction: object, param: str) -> None:

@@ -137,10 +137,11 @@ PIECES = (
     "*",
 )
 LONG = 10_000  # characters; in quadratic time, tenths of a second or more
-# The first reads a page of ours. The second is only ever matched at the beginning, and the third there or in
-# a run whose strings all end.
+# The first reads a page of ours. The next two are only ever matched at the beginning, the last there or in a
+# run whose strings all end.
 NOT_SEARCHED = (
     "server.pages.page._PART",
+    "engine.text.tools.braced_calls._HEAD",
     "engine.text.tools.json_calls._HEAD",
     "server.http.json_parts._WHOLE_STRING",
 )

@@ -51,7 +51,8 @@ class Project:
     def make(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run make; interpreters that the machine really has are behind ours, under other names."""
         path = f"{self.path}:/usr/bin:/bin"
-        env = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+        ours = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # of the make that runs the tests
+        env = {name: value for name, value in os.environ.items() if name not in ours}
         return subprocess.run(
             ["make", *words], cwd=self.folder, env=env | {"PATH": path}, text=True, capture_output=True
         )

@@ -24,9 +24,15 @@ from engine.compute.loading.loader import (
     stored_dtype,
 )
 from engine.compute.loading.locate import FoundModel
-from engine.compute.loading.model_files import first_line, tensor_names
+from engine.compute.loading.model_files import count_tensors, first_line, tensor_names
 from engine.compute.loading.progress_bars import no_remarks
-from engine.compute.loading.support import Architecture, check_supported, find_model_class, read_architecture
+from engine.compute.loading.support import (
+    Architecture,
+    check_num_layers,
+    check_supported,
+    find_model_class,
+    read_architecture,
+)
 from engine.errors import StartRefused, UnsupportedModel
 
 _CONVERTED_DTYPE = torch.bfloat16
@@ -46,6 +52,7 @@ def read_stored(found: FoundModel) -> tuple[Architecture, torch.dtype] | None:
         if found.pending is not None:  # no weights to look at
             named = architecture.text_config.dtype
             return architecture, named if isinstance(named, torch.dtype) else torch.float32
+        check_num_layers(architecture.text_config, count_tensors(found.directory))
         return architecture, stored_dtype(found.directory, architecture.text_config)
     if found.gguf is not None:
         config = _read_gguf_config(found.gguf)
@@ -113,7 +120,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
     try:
-        config, _ = read_gguf_config(read_gguf(path))
+        file = read_gguf(path)
+        config, _ = read_gguf_config(file)
+        check_num_layers(config, len(file.tensors))
     except StartRefused:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways
