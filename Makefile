@@ -40,7 +40,7 @@ help:
 	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
 	@echo "make soak-control  the soak of a server that leaks by plan: it must be found out"
 	@echo "make saturate  more load than the default model can serve, for five minutes, with healthy answers"
-	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock; hostile bodies"
+	@echo "make chaos   servers killed, stopped, signalled at random instants, without files or with a wild clock; hostile bodies and crowds"
 	@echo "make clean   remove the virtual environment and caches"
 
 # First of all: a Python that is too old is refused in one line, an environment of another one replaced.
@@ -166,7 +166,7 @@ saturate: $(STAMP)
 	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
 
 chaos: $(STAMP)
-	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py $(ARGS)
+	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py tests/soak/test_crowd.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

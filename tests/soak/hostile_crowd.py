@@ -20,7 +20,7 @@ from tests.soak.hostile_bodies import CHAT, COMPLETIONS, DETOKENIZE, LARGEST, TO
 
 NUM_CLIENTS = 256
 SLOW_BYTES, SLOW_S = 1024, 0.05
-RETRY_S = 0.05  # after a refusal: to be refused again keeps the crowd's own core busy more than the server's
+RETRY_S = 1.0  # after a refusal, as Retry-After asks: a storm of small requests is another attack
 
 Bodies = Iterator[bytes]
 
