@@ -35,7 +35,7 @@ from server.http.errors import invalid, shown
 
 # Claude Code begins its system prompt with this line, which is for Anthropic's accounts and is another one in
 # each request: behind it no prompt would find its prefix in the cache.
-_BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 
 
 def turn_body(body: MessageBody) -> MessagesTurn:
@@ -80,7 +80,7 @@ def system_text(blocks: Iterable[TextBlock]) -> str:
     """The system prompt, blocks joined by an empty line."""
     texts = [block.text for block in blocks]
     if texts:
-        texts[0] = _BILLING.sub("", texts[0], count=1) if _BILLING.match(texts[0]) else texts[0]
+        texts[0] = _BILLING.sub("", texts[0])
     return "\n\n".join(text for text in texts if text)
 
 
