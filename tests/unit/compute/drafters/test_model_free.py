@@ -84,7 +84,8 @@ def test_a_job_that_leaves_something_out_gets_no_answer_and_spoils_none(kind: ty
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_closing_frees_everything(kind: type[Drafter]) -> None:
     drafter, kinds = kind(), (NgramSource, SuffixSource, PredictionSource, ModelFreeSource)
-    others = [value for value in gc.get_objects() if issubclass(type(value), kinds)]  # of other tests' engines
+    # Those of other tests' engines do not count.
+    others = [value for value in gc.get_objects() if issubclass(type(value), kinds)]
     for n in range(3):
         request = draft_request(f"r{n}", 8, prediction=TEXT)
         drafter.draft([job(request, 0, [1, 2, 3, 4, 1, 2, 3, 4])])
