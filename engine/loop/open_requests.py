@@ -151,7 +151,7 @@ class OpenRequests:
             self.gaps.add(stream.last_token_time, now)
         stream.last_token_time = now
         by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
-        return stream.put(token.token_id, logprobs, shown=not by_id)
+        return stream.put(token.token_id, logprobs, shown=not by_id or request.shows_stop(token.token_id))
 
     def stream(self, request_id: str) -> RequestStream:
         """The stream of an open request."""

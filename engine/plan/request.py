@@ -267,6 +267,10 @@ class Request:
         """True while log-probabilities of its prompt are wanted: the whole prompt is computed for it then."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
+    def shows_stop(self, token_id: int) -> bool:
+        """True when the text of this token, which ends it, is part of the output."""
+        return self.sampling.include_stop_str_in_output and token_id in self.sampling.stop_token_ids
+
     def admit(self, now: float, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """It runs, with KV for so many tokens; `num_cached_tokens` counts the first time only."""
         self.status = RequestStatus.RUNNING

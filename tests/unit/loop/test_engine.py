@@ -95,6 +95,22 @@ async def test_a_stop_token_names_itself() -> None:
         assert (result.finish.reason, result.finish.stop_reason) == (FinishReason.STOP, output[2])
 
 
+@pytest.mark.parametrize("stops", [(), ("nowhere to be found",)])
+async def test_the_text_of_a_stop_token_is_kept_where_asked_for(stops: tuple[str, ...]) -> None:
+    output = expected_output(PROMPT, 6)
+    kept: dict[str, Any] = {"include_stop_str_in_output": True, "stop": stops}
+    asked: dict[str, Any] = {"max_tokens": 6, "stop_token_ids": frozenset({output[2]})}
+    async with running_engine() as harness:
+        without = await collect(harness.submit(PROMPT, **asked))
+        found = await collect(harness.submit(PROMPT, **asked, **kept))
+    async with running_engine(eos_token_ids=frozenset({output[2]})) as harness:
+        ended = await collect(harness.submit(PROMPT, max_tokens=6, **kept))
+    decode = text_tokenizer().decode
+    assert without.text == ended.text == decode(output[:2], skip_special_tokens=True)
+    assert found.text == decode(output[:3], skip_special_tokens=True) != without.text
+    assert found.finish.stop_reason == output[2]
+
+
 async def test_a_stop_string_across_tokens_cuts_the_text() -> None:
     tokens = expected_output(PROMPT, 40)
     text = text_tokenizer().decode(tokens, skip_special_tokens=True)
