@@ -1,4 +1,4 @@
-"""Several replicas' figures for the status page as one reply."""
+"""Several replicas' figures for the status page, or their live requests, as one reply."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def add_figures(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total["at"] = min(last["at"] for last in lasts)
     total[_MEAN] = total[_MEAN] / len(lasts)
     return {**replies[0], "started": max(reply["started"] for reply in replies), "samples": [total]}
+
+
+def join_requests(replies: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """The `limit` oldest live requests of all replicas, of which each has listed its own as far."""
+    data = sorted((each for reply in replies for each in reply["data"]), key=lambda each: -each["age_ms"])
+    has_more = len(data) > limit or any(reply["has_more"] for reply in replies)
+    return {"object": "list", "data": data[:limit], "has_more": has_more}
 
 
 def _add(values: Sequence[Any]) -> Any:

@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from config import ServerSettings
 from deploy.ray.affinity import prompt_keys
 from deploy.ray.exposition import merge_expositions
-from deploy.ray.figures import add_figures
+from deploy.ray.figures import add_figures, join_requests
 from deploy.ray.replica import WholeReply
+from server.api.requests import LIST_PATH, read_limit
 from server.http.client import ClientGone, ClientMiddleware
 from server.http.errors import OVERLOADED, SERVER, ErrorReply
 from server.http.json_reply import encode_json
@@ -81,7 +82,9 @@ class Front:
             reply = await self._metrics(sent)
         elif request.url.path == FIGURES_PATH:
             reply = await self._figures(sent)
-        elif request.url.path.startswith("/v1/requests/") or request.url.path == "/reset_prefix_cache":
+        elif request.url.path == LIST_PATH and request.method == "GET":
+            reply = await self._requests(sent, request)
+        elif request.url.path.startswith(f"{LIST_PATH}/") or request.url.path == "/reset_prefix_cache":
             reply = _first_found(await self._ask_all(sent, body))
         else:
             keys = prompt_keys(body, request.headers.get(SESSION_HEADER)) if request.method == "POST" else ()
@@ -126,6 +129,14 @@ class Front:
             return refusal
         added = add_figures([json.loads(reply.body) for reply in replies])
         return _response(replies[0], encode_json(added).encode("ascii"))
+
+    async def _requests(self, scope: Scope, request: Request) -> Response:
+        """All replicas' live requests in one list."""
+        replies = await self._ask_all(scope, b"")
+        if (refusal := _refusal(replies)) is not None:
+            return refusal
+        joined = join_requests([json.loads(reply.body) for reply in replies], read_limit(request))
+        return _response(replies[0], encode_json(joined).encode("ascii"))
 
 
 def _refusal(replies: list[WholeReply]) -> Response | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 class LiveReply:
     """One reply and the engine's requests behind it, one a choice.
 
-    `label` is the caller's own id, None without one.
+    `label` is the caller's own id, None without one. `arrival_time` is in seconds of the engine's clock.
     """
 
     reply_id: str
     label: str | None
     tenant: str | None
     request_ids: Sequence[str]
+    arrival_time: float
 
 
 class LiveReplies:
@@ -44,6 +45,10 @@ class LiveReplies:
         same.remove(reply)
         if not same:
             del self._by_label[key]
+
+    def of(self, tenant: str | None) -> Iterator[LiveReply]:
+        """The tenant's replies, oldest first."""
+        return (reply for reply in self._by_id.values() if reply.tenant == tenant)
 
     def find(self, name: str, tenant: str | None) -> LiveReply | None:
         """The tenant's reply of this id or label, the newest of that label; None if there is none."""

@@ -1,4 +1,4 @@
-"""/v1/requests/{id}: cancel, re-prioritise or explain one live request; /reset_prefix_cache.
+"""/v1/requests: list the live ones, cancel, re-prioritise or explain one; /reset_prefix_cache.
 
 A request is named by its reply's id or by the caller's own x-request-id, and only the key that made it may
 touch it. A reply of several choices is one: what is asked for happens to all that still run.
@@ -6,9 +6,12 @@ touch it. A reply of several choices is one: what is asked for happens to all th
 
 from __future__ import annotations
 
+import asyncio
+from itertools import islice
 from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Path
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,16 +22,47 @@ from server.api.openai.protocol import RequestPatch
 from server.api.openapi import json_body
 from server.api.time_limit import allowed_s
 from server.http.context import cache_owner, context_of, exchange_of
-from server.http.errors import invalid, request_not_found
+from server.http.errors import invalid, request_not_found, shown
 from server.http.json_reply import json_response
 from server.http.site_guard import refuse_simple
 
 router = APIRouter(tags=["requests"])
 
+LIST_PATH = "/v1/requests"
+# Each explanation looks at all requests that wait.
+DEFAULT_LISTED, MOST_LISTED = 20, 100
+_LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "description": "Most of them to list.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": DEFAULT_LISTED},
+}
+
+
+class _RequestPath(PathConvertor):
+    """A caller's label, which may hold slashes. Behind the last one `cancel` is no part of it."""
+
+    regex = "(?!.*/cancel$).*"
+
+
+register_url_convertor("live", _RequestPath())
+
 RequestName: TypeAlias = Annotated[str, Path(description="The reply's id, or the caller's own x-request-id.")]
 
 
-# A caller's label may hold slashes.
+@router.get(LIST_PATH, openapi_extra={"parameters": [_LIMIT]})
+async def list_requests(request: Request) -> Response:
+    """The caller's live requests, oldest first."""
+    limit = read_limit(request)
+    found = list(islice(context_of(request).live.of(exchange_of(request.scope).tenant), limit + 1))
+    data = []
+    for reply in found[:limit]:
+        data.append(request_object(request, reply))
+        await asyncio.sleep(0)  # others have their turn between two
+    data = [each for each in data if each["choices"]]
+    return json_response({"object": "list", "data": data, "has_more": len(found) > limit})
+
+
 @router.post("/v1/requests/{request_id:path}/cancel")
 async def cancel_request(request: Request, request_id: RequestName) -> Response:
     """End it within a step; its reply ends with `finish_reason` abort."""
@@ -39,7 +73,7 @@ async def cancel_request(request: Request, request_id: RequestName) -> Response:
     return json_response({"id": reply.reply_id, "object": "request", "cancelled": True})
 
 
-@router.patch("/v1/requests/{request_id:path}", openapi_extra=json_body(RequestPatch, {"priority": -5}))
+@router.patch("/v1/requests/{request_id:live}", openapi_extra=json_body(RequestPatch, {"priority": -5}))
 async def change_request(request: Request, request_id: RequestName) -> Response:
     """Give it another priority or deadline, from the next step on; then as GET."""
     patch = await read_body(request, RequestPatch.model_validate)
@@ -56,17 +90,16 @@ async def change_request(request: Request, request_id: RequestName) -> Response:
     ]
     if not any(changed):
         raise request_not_found(request_id)
-    return json_response({"id": reply.reply_id, "object": "request", "choices": explain_all(request, reply)})
+    return json_response(request_object(request, reply))
 
 
-@router.get("/v1/requests/{request_id:path}")
+@router.get("/v1/requests/{request_id:live}")
 async def explain_request(request: Request, request_id: RequestName) -> Response:
     """Where each of its choices is, why it waits, and what has happened to it."""
-    reply = find_reply(request, request_id)
-    choices = explain_all(request, reply)
-    if not choices:
+    found = request_object(request, find_reply(request, request_id))
+    if not found["choices"]:
         raise request_not_found(request_id)
-    return json_response({"id": reply.reply_id, "object": "request", "choices": choices})
+    return json_response(found)
 
 
 @router.post("/reset_prefix_cache")
@@ -78,6 +111,15 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({"num_freed_blocks": context.engine.reset_prefix_cache(owner)})
 
 
+def read_limit(request: Request) -> int:
+    """How many requests are to be listed. Raises ApiError."""
+    text = request.query_params.get("limit", str(DEFAULT_LISTED))
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
+    if not 1 <= limit <= MOST_LISTED:
+        raise invalid(f"'limit' is {shown(text)}; it goes from 1 to {MOST_LISTED}.", "limit")
+    return limit
+
+
 def find_reply(request: Request, name: str) -> LiveReply:
     """The caller's own live reply of this name. Raises ApiError (404)."""
     reply = context_of(request).live.find(name, exchange_of(request.scope).tenant)
@@ -86,11 +128,17 @@ def find_reply(request: Request, name: str) -> LiveReply:
     return reply
 
 
-def explain_all(request: Request, reply: LiveReply) -> list[dict[str, object]]:
-    """Each choice that still runs."""
+def request_object(request: Request, reply: LiveReply) -> dict[str, object]:
+    """A live request, as JSON, with each of its choices that still runs."""
     engine = context_of(request).engine
     explained = [(index, engine.explain(each)) for index, each in enumerate(reply.request_ids)]
-    return [explanation_object(index, each) for index, each in explained if each is not None]
+    return {
+        "id": reply.reply_id,
+        "object": "request",
+        "label": reply.label,
+        "age_ms": round((engine.now() - reply.arrival_time) * 1000, 3),
+        "choices": [explanation_object(index, each) for index, each in explained if each is not None],
+    }
 
 
 def explanation_object(index: int, found: RequestExplanation) -> dict[str, object]:
@@ -109,5 +157,11 @@ def explanation_object(index: int, found: RequestExplanation) -> dict[str, objec
         "cached_tokens": found.num_cached_tokens,
         "draft_tokens": found.num_draft_tokens,
         "accepted_draft_tokens": found.num_accepted_tokens,
+        "draft_acceptance_rate": _rate(found.num_accepted_tokens, found.num_draft_tokens),
         "kv_blocks": found.num_blocks,
     }
+
+
+def _rate(num_accepted: int, num_drafted: int) -> float | None:
+    """None where nothing was drafted: a zero would say that drafts were wrong."""
+    return round(num_accepted / num_drafted, 4) if num_drafted else None

@@ -109,7 +109,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     body.forget_input()
     lease.hold(submission.held_bytes + size.held_bytes)
     request_ids = [request.request_id for _, request in requests]
-    reply = LiveReply(submission.reply_id, exchange.caller_id, tenant, request_ids)
+    reply = LiveReply(submission.reply_id, exchange.caller_id, tenant, request_ids, exchange.arrival_time)
     context.live.open(reply)
 
     def on_close() -> None:

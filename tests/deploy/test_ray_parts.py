@@ -11,7 +11,7 @@ import pytest
 from config import SettingsError
 from deploy.ray.affinity import FIRST_CUT, MAX_HOLDERS, Affinity, ReplicaLoad, prompt_keys
 from deploy.ray.exposition import merge_expositions
-from deploy.ray.figures import add_figures
+from deploy.ray.figures import add_figures, join_requests
 from deploy.ray.options import RayOptions, read_options
 from deploy.ray.scaling import QUEUE_DEPTH, QueueDepthPolicy
 from engine import Engine, FinishReason
@@ -246,6 +246,24 @@ class TestFigures:
         assert (sample["generated"], sample["speedup"], sample["kv"]) == (7, 1.5, [0, 0, 128])
         assert (sample["counts"]["completed"], sample["ttft"][-1]) == (2, 1)
         assert sample.keys() == replies[0]["samples"][-1].keys()
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        ("limit", "ids", "has_more"), [(2, "ca", True), (4, "cabd", False), (5, "cabd", False)]
+    )
+    def test_the_oldest_of_all_replicas_come_first(self, limit: int, ids: str, has_more: bool) -> None:
+        lists = [[("a", 30), ("b", 20)], [("c", 40), ("d", 10)], []]
+        replies = [
+            {"object": "list", "data": [{"id": name, "age_ms": age} for name, age in each], "has_more": False}
+            for each in lists
+        ]
+        joined = join_requests(replies, limit)
+        assert ("".join(each["id"] for each in joined["data"]), joined["has_more"]) == (ids, has_more)
+
+    def test_what_a_replica_left_out_is_more(self) -> None:
+        replies = [{"data": [{"id": "a", "age_ms": 1}], "has_more": True}, {"data": [], "has_more": False}]
+        assert join_requests(replies, 1)["has_more"]
 
 
 class TestScaling:

@@ -201,8 +201,10 @@ async def test_a_path_that_misses_v1_or_has_too_much_names_the_right_one(
         ("/tokenizer_info", "GET, HEAD"),
         *((path, "GET, HEAD") for path in ("/health", "/health/live", "/health/ready", "/ping", "/ready")),
         *((path, "GET, HEAD") for path in ("/metrics", "/version", "/load", "/server_info")),
+        ("/v1/requests", "GET, HEAD"),
         ("/v1/requests/a", "GET, HEAD, PATCH"),
-        ("/v1/requests/a/cancel", "GET, HEAD, PATCH, POST"),  # a request may be called a/cancel
+        ("/v1/requests/a/b", "GET, HEAD, PATCH"),
+        ("/v1/requests/a/cancel", "POST"),
         ("/reset_prefix_cache", "POST"),
         ("/", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),

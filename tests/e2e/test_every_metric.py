@@ -112,7 +112,7 @@ def check_labels(scrapes: Scrapes) -> None:
     assert routes == {
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
         *("/metrics", "unmatched"),
-        *("/v1/requests/{request_id:path}", "/v1/requests/{request_id:path}/cancel"),
+        *("/v1/requests/{request_id:live}", "/v1/requests/{request_id:path}/cancel"),
     }
 
 

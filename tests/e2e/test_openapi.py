@@ -42,6 +42,7 @@ ROUTES = {
     ("post", "/v1/requests/{request_id}/cancel"),
     ("patch", "/v1/requests/{request_id}"),
     ("get", "/v1/requests/{request_id}"),
+    ("get", "/v1/requests"),
     ("post", "/reset_prefix_cache"),
 }
 GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}

@@ -15,6 +15,7 @@ from engine.plan.step_records import StepInputs
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
 from tests.support.engines import EngineShape, running_engine
+from tests.support.fake_drafters import FakeDrafter
 from tests.support.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
@@ -72,6 +73,7 @@ async def test_a_live_request_says_where_it_stands() -> None:
         assert (found["status"], found["waits_because"], found["position"]) == ("running", None, None)
         assert (found["known_tokens"], found["computed_tokens"], found["kv_blocks"]) == (7, 6, 2)
         assert (found["generated_tokens"], found["draft_tokens"], found["accepted_draft_tokens"]) == (2, 0, 0)
+        assert found["draft_acceptance_rate"] is None
         queued = await wait_for_queue(url, "second")
         assert [each["status"] for each in queued["choices"]] == ["waiting"] * 2
         assert queued["choices"][0]["waits_because"].endswith(".")
@@ -81,6 +83,49 @@ async def test_a_live_request_says_where_it_stands() -> None:
         for name in ("second", queued["id"], "nobody"):
             reply = await ask(url, "GET", f"/v1/requests/{name}")
             assert error_of(reply) == (404, "not_found_error", "request_not_found")
+
+
+async def test_the_live_requests_are_listed_oldest_first() -> None:
+    hold = Hold(3)
+    async with running_engine(ONE_SEAT, before=hold) as harness, server_url(harness.engine) as url:
+        empty = {"object": "list", "data": [], "has_more": False}
+        assert (await ask(url, "GET", "/v1/requests")).json() == empty
+        tasks = [generate(url, "a/b", 4)]
+        await hold.begun()
+        for name in ("second", "third"):
+            tasks.append(generate(url, name, 2))
+            found = await wait_for_queue(url, name)
+        listed = (await ask(url, "GET", "/v1/requests")).json()
+        assert [each["label"] for each in listed["data"]] == ["a/b", "second", "third"]
+        assert [each["choices"][0]["status"] for each in listed["data"]] == ["running", "waiting", "waiting"]
+        ages = [each["age_ms"] for each in listed["data"]]
+        assert ages == sorted(ages, reverse=True)
+        assert {**listed["data"][-1], "age_ms": None} == {**found, "age_ms": None}
+        first = (await ask(url, "GET", "/v1/requests?limit=1")).json()
+        assert ([each["label"] for each in first["data"]], first["has_more"]) == (["a/b"], True)
+        for limit in ("0", "101", "-1", "x", "", "1e1", "9" * 500):
+            reply = await ask(url, "GET", f"/v1/requests?limit={limit}")
+            assert (reply.status, reply.json()["error"]["param"]) == (400, "limit")
+        hold.go()
+        await asyncio.gather(*tasks)
+        assert (await ask(url, "GET", "/v1/requests")).json() == empty
+
+
+async def test_a_live_request_says_what_became_of_its_drafts() -> None:
+    hold = Hold(6)
+    async with (
+        running_engine(EngineShape(schedule="sync"), before=hold, drafters=[FakeDrafter()]) as harness,
+        server_url(harness.engine) as url,
+    ):
+        running = generate(url, "drafted", 60)
+        await hold.begun()
+        found = (await ask(url, "GET", "/v1/requests/drafted")).json()["choices"][0]
+        hold.go()
+        metrics = (await running).json()["metrics"]["speculative_decoding"]
+    assert 0 < found["accepted_draft_tokens"] <= found["draft_tokens"] < metrics["num_draft_tokens"]
+    rate = found["accepted_draft_tokens"] / found["draft_tokens"]
+    assert found["draft_acceptance_rate"] == round(rate, 4)
+    assert found["generated_tokens"] > found["accepted_draft_tokens"]
 
 
 async def test_cancel_ends_every_choice_and_works_once() -> None:
@@ -115,6 +160,9 @@ async def test_only_the_key_that_made_a_request_may_touch_it() -> None:
             ):
                 assert (await ask(url, method, path, body, other)).status == 404
                 assert (await ask(url, method, path, body)).status == 401
+        listed = [(await ask(url, "GET", "/v1/requests", None, key)).json()["data"] for key in (mine, other)]
+        assert [[each["id"] for each in data] for data in listed] == [[real_id], []]
+        assert (await ask(url, "GET", "/v1/requests")).status == 401
         assert (await ask(url, "POST", f"/v1/requests/{real_id}/cancel", None, mine)).status == 200
         hold.go()
         await running
@@ -137,7 +185,8 @@ async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
         reply = (await ask(url, "PATCH", "/v1/requests/third", patch)).json()
         found = reply["choices"][0]
         assert (found["position"], found["priority"], found["deadline_ms"]) == (1, -10, 60_000)
-        assert (await ask(url, "GET", "/v1/requests/third")).json() == reply
+        again = (await ask(url, "GET", "/v1/requests/third")).json()
+        assert {**again, "age_ms": reply["age_ms"]} == reply
         hold.go()
         await asyncio.gather(first, *tasks)
     assert order == [tasks[1], tasks[0]]
