@@ -38,6 +38,17 @@ def check_limits(body: GenerationBody, settings: ServerSettings) -> None:
         _check_completion(body)
 
 
+def check_truncation(body: GenerationBody, info: EngineInfo) -> None:
+    """Raise ApiError where more of a prompt is to be kept than the model could read."""
+    keep = body.truncate_prompt_tokens
+    if keep is not None and keep > info.max_model_len:
+        raise invalid(
+            f"'truncate_prompt_tokens' is {keep}; this model's maximum context length is "
+            f"{info.max_model_len} tokens.",
+            "truncate_prompt_tokens",
+        )
+
+
 def _check_completion(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != body.num_choices:
         raise invalid(f"'best_of' is {body.best_of}: it is supported only when equal to 'n'.", "best_of")

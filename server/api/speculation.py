@@ -12,9 +12,9 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
     asked = body.speculation
     if asked is None:
         return SpeculationOptions()
-    method = None if asked.method in (None, "auto") else asked.method.replace("-", "_")
+    method = None if asked.method in (None, "auto", "none") else asked.method.replace("-", "_")
     if method is not None and method not in info.draft_methods:
-        there_is = ", ".join(("auto", *info.draft_methods))
+        there_is = ", ".join(("auto", "none", *info.draft_methods))
         raise invalid(
             f"'speculation.method' is '{shown(method)}'; this server has {there_is}.",
             "speculation.method",
@@ -24,7 +24,8 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
             f"'speculation.num_tokens' is {asked.num_tokens}; the limit is {info.max_draft_tokens}.",
             "speculation.num_tokens",
         )
-    return SpeculationOptions(enabled=asked.enabled is not False, method=method, num_tokens=asked.num_tokens)
+    is_enabled = asked.enabled is not False and asked.method != "none"
+    return SpeculationOptions(enabled=is_enabled, method=method, num_tokens=asked.num_tokens)
 
 
 async def read_prediction(body: GenerationBody, engine: Engine, tenant: str | None = None) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from server.api.sampling import (
     base_seed,
     check_limits,
     check_min_tokens,
+    check_truncation,
     choice_seed,
     priority_of,
     sampling_params,
@@ -88,6 +89,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     with engine.admit(num_requests, tenant):
         try:
             speculation = speculation_options(body, engine.info)
+            check_truncation(body, engine.info)
             async with engine.prepare_by(deadline, exchange.arrival_time):
                 prompts = await submission.prepare(engine)
                 speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))

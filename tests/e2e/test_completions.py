@@ -204,11 +204,21 @@ async def test_no_tokens_asked_for_costs_no_generation() -> None:
 async def test_truncation_keeps_the_last_tokens() -> None:
     engine = FakeEngine(max_model_len=10)
     async with server_url(engine) as url:
-        for keep in (2, -1, 100):
+        for keep in (2, -1, 10):
             body = {"prompt": "abcdefgh", "truncate_prompt_tokens": keep, "max_tokens": 5 if keep < 0 else 2}
             assert (await ask(url, "POST", PATH, body)).status == 200
     prompts = ["".join(map(chr, request.prompt_token_ids)) for request in engine.requests]
     assert prompts == ["gh", "defgh", "abcdefgh"]
+
+
+async def test_more_than_the_context_cannot_be_kept() -> None:
+    engine = FakeEngine(max_model_len=10)
+    async with server_url(engine) as url:
+        body = {"prompt": "ab", "truncate_prompt_tokens": 11, "max_tokens": 2}
+        reply = await ask(url, "POST", PATH, body)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert "is 11; this model's maximum context length is 10 tokens" in reply.json()["error"]["message"]
+    assert engine.num_encoded == 0
 
 
 async def test_a_body_may_come_in_any_pieces() -> None:

@@ -60,6 +60,8 @@ async def refusal_of(path: str, engine: FakeEngine | None = None, **fields: Any)
         ({"method": None, "num_tokens": None, "enabled": None}, SpeculationOptions()),
         ({"enabled": True}, SpeculationOptions()),
         ({"enabled": False}, SpeculationOptions(enabled=False)),
+        ({"method": "none"}, SpeculationOptions(enabled=False)),
+        ({"method": "none", "enabled": True}, SpeculationOptions(enabled=False)),
         ({"method": "auto"}, SpeculationOptions()),
         ({"method": "suffix"}, SpeculationOptions(method="suffix")),
         ({"num_tokens": 1}, SpeculationOptions(num_tokens=1)),
@@ -96,7 +98,6 @@ async def test_a_draft_model_is_named_either_way(name: str) -> None:
         ({"method": 5}, "speculation.method"),
         ({"method": ""}, "speculation.method"),
         ({"method": "medusa"}, "speculation.method"),
-        ({"method": "none"}, "speculation.method"),
         ({"method": "x" * 129}, "speculation.method"),
     ],
 )
@@ -106,7 +107,9 @@ async def test_a_wrong_speculation_is_named(path: str, asked: object, param: str
 
 async def test_a_method_that_is_not_there_is_told_what_is() -> None:
     _, message = await refusal_of(COMPLETIONS, speculation={"method": "medusa"})
-    assert message == "'speculation.method' is 'medusa'; this server has auto, ngram, suffix, prediction."
+    assert (
+        message == "'speculation.method' is 'medusa'; this server has auto, none, ngram, suffix, prediction."
+    )
     _, message = await refusal_of(COMPLETIONS, speculation={"num_tokens": 9})
     assert message == "'speculation.num_tokens' is 9; the limit is 8."
 

@@ -62,7 +62,7 @@ class Speculation(BodyPart):
     """How a request is drafted for, within what the server has; it changes the speed, never the text."""
 
     method: Label | None = None
-    """Who drafts: `auto`, or one of the methods that this server has."""
+    """Who drafts: `auto`, `none`, or one of the methods that this server has."""
     num_tokens: Positive | None = None
     """Most tokens to draft for a step, up to the server's limit. Left out: as many as pay."""
     enabled: bool | None = None
