@@ -1,15 +1,25 @@
-"""What holds in tests of every kind: torch on one thread, half of a property's examples."""
+"""What holds in tests of every kind: torch on one thread, half of a property's examples.
+
+Kernels are compiled once in a run."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support import compile_once
 from tests.support.examples import register_profiles
 
 register_profiles()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run in several processes, the one that starts the others, which take on its PATH."""
+    if not hasattr(config, "workerinput") and (folder := compile_once.put_first()) is not None:
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -66,6 +66,6 @@ def compiled_kernels(dtype: torch.dtype = torch.bfloat16, form: str = "auto") ->
     return _loaded(build_here(dtype, form))
 
 
-def compiled_draw(form: str = "auto") -> NativeDraw:
+def compiled_draw(form: str = "auto", dtype: torch.dtype = torch.bfloat16) -> NativeDraw:
     """What draws rows; as `compiled_home`."""
-    return NativeDraw(_compiled(build_here(form=form)))
+    return NativeDraw(_compiled(build_here(dtype, form)))

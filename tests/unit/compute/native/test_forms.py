@@ -198,7 +198,8 @@ def test_a_model(side: Side, family: str) -> None:
 @pytest.mark.parametrize("form", [form.name for form in forms_of()])
 def test_draws_are_those_of_tensor_operations(form: str) -> None:
     rng = np.random.default_rng(0)
-    draw = compiled_draw(form)
+    # No draw knows the models' numbers: the library that others have compiled will do.
+    draw = compiled_draw(form, torch.float16 if f"{form} float16" in ALWAYS else torch.bfloat16)
     rows = [
         Row(
             temperature=float(rng.choice((0.0, 0.3, 1.0, 2.0))),
