@@ -34,17 +34,17 @@ def api_page_router() -> APIRouter:
     page = load_api_page()
     router = APIRouter(include_in_schema=False)
 
-    @router.api_route("/docs", methods=["GET", "HEAD"])
+    @router.get("/docs")
     async def show_docs() -> Response:
         """The same bytes for every viewer; the page asks for the document with the viewer's key."""
         return page.response()
 
-    @router.api_route(SCRIPT_PATH, methods=["GET", "HEAD"])
+    @router.get(SCRIPT_PATH)
     async def send_script() -> Response:
         """Swagger UI."""
         return _asset(SCRIPT_PATH, "text/javascript")
 
-    @router.api_route(STYLE_PATH, methods=["GET", "HEAD"])
+    @router.get(STYLE_PATH)
     async def send_style() -> Response:
         """Its style."""
         return _asset(STYLE_PATH, "text/css")

@@ -26,6 +26,7 @@ class Access {
   constructor(onChange) {
     this.key = recall("sessionStorage", KEY_NAME) ?? "";
     this.asked = false;
+    this.opened = false; // by us, not by the viewer
     this.input = document.getElementById("key");
     this.details = document.getElementById("access");
     document.getElementById("key-form").addEventListener("submit", (event) => {
@@ -60,9 +61,16 @@ class Access {
   ask() {
     if (this.asked) return;
     this.asked = true;
+    this.opened ||= !this.details.open;
     this.details.open = true;
     this.tell(this.key ? "The server does not accept this key." : "The server asks for a key.");
     this.input.focus({ preventScroll: true });
+  }
+
+  // The key is good, or none is needed: what was opened to ask for one closes.
+  settle() {
+    if (this.opened) this.details.open = false;
+    this.opened = false;
   }
 
   // fetch, with the key. Throws Refusal for any answer but a good one; an abort stays an AbortError.

@@ -4,10 +4,10 @@
 const CHART_WIDTH = 300;
 const CHART_HEIGHT = 56;
 
-// 1, 2 or 5 times a power of ten, at or above `value`.
+// A round number at or above `value`.
 function niceTop(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((m) => m * power).find((top) => top >= value * 0.999);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((m) => m * power).find((top) => top >= value * 0.999);
 }
 
 // `floor` is the least the top may be, so that a quiet line looks quiet. `mark` draws a line at that value.

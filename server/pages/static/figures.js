@@ -5,7 +5,7 @@ const RATE_S = LONGEST_STEP_S; // smooths the line, and is there however slowly 
 const RECENT_S = 60;
 const DRAFTS_S = 10;
 const LATENCY_SHARES = [0.5, 0.95];
-const CHART_SPANS_S = [60, 120, 300, HISTORY_S]; // the first that holds all there is
+const LEAST_SPAN_S = 60;
 const SPAN_WORDS = sayDuration(HISTORY_S);
 
 // A sample of the server's with its histograms as [bound, observations at or below it], rising. `facts` are
@@ -74,7 +74,7 @@ class Figures {
   drawCharts() {
     const { snapshots, latest } = this.timeline;
     const length = snapshots.length > 0 ? latest.at - snapshots[0].at : 0;
-    const span = CHART_SPANS_S.find((each) => each > length) ?? HISTORY_S;
+    const span = Math.min(Math.max(60 * Math.ceil(length / 60), LEAST_SPAN_S), HISTORY_S); // whole minutes
     for (const [name, chart] of this.charts) {
       const points = snapshots.map((each) => ({ age: latest.at - each.at, values: each.charted[name] }));
       chart.draw(points, span);

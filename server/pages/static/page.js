@@ -72,6 +72,7 @@ class Page {
       if (signal.aborted) return "";
       this.figures.add(samples.map((sample) => readSnapshot(sample, facts)));
       this.showFacts(facts, samples.at(-1).at);
+      this.access.settle();
       return "";
     } catch (error) {
       if (error.status === 401) return "The figures need an API key on this server: give one under “API key”.";
