@@ -14,6 +14,14 @@ from server.http.errors import invalid
 # Below this a temperature is greedy: logits divided by it would overflow float32.
 GREEDY_TEMPERATURE = 1e-5
 
+# The API's own values where neither a request nor the model's makers say anything.
+_DEFAULTS: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 _TIERS: Mapping[str, int] = {"priority": Priority.HIGH, "fast": Priority.HIGH, "flex": Priority.FLEX}
 
 
@@ -79,18 +87,18 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
         check_token_ids("allowed_token_ids", allowed, info.vocab_size)
         if not allowed:
             raise invalid("'allowed_token_ids' is empty: nothing could be generated.", "allowed_token_ids")
-    advised = info.default_sampling
-    temperature = _first(body.temperature, advised.get("temperature"), 1.0)
+    held = {name: effective(name, getattr(body, name), info.default_sampling) for name in _DEFAULTS}
+    temperature = held["temperature"]
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
-        top_k=min(max(0, int(_first(body.top_k, advised.get("top_k"), 0))), info.vocab_size),
-        top_p=_first(body.top_p, advised.get("top_p"), 1.0),
-        min_p=_first(body.min_p, advised.get("min_p"), 0.0),
-        repetition_penalty=_first(body.repetition_penalty, advised.get("repetition_penalty"), 1.0),
-        presence_penalty=_first(body.presence_penalty, None, 0.0),
-        frequency_penalty=_first(body.frequency_penalty, None, 0.0),
+        top_k=min(max(0, int(held["top_k"])), info.vocab_size),
+        top_p=held["top_p"],
+        min_p=held["min_p"],
+        repetition_penalty=held["repetition_penalty"],
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=bias,
         allowed_token_ids=None if allowed is None else tuple(allowed),
         stop=body.stop or (),
@@ -103,10 +111,9 @@ def sampling_params(body: GenerationBody, info: EngineInfo, max_tokens: int) -> 
     )
 
 
-def _first(asked: float | None, advised: float | None, default: float) -> float:
-    """What the request asks for, else what the model's makers advise, else the API's default."""
-    value = advised if asked is None else asked
-    return default if value is None else value
+def effective(name: str, asked: float | None, advised: Mapping[str, float]) -> float:
+    """What holds for a field: as asked for, else as the model's makers advise, else its default."""
+    return advised.get(name, _DEFAULTS[name]) if asked is None else asked
 
 
 def base_seed(body: GenerationBody) -> int:

@@ -113,6 +113,17 @@ def described_things(value: object, where: str = "") -> Iterator[tuple[str, Any]
         yield from itertools.chain.from_iterable(map(described_things, value, itertools.repeat(where)))
 
 
+@pytest.mark.parametrize("name", ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
+def test_what_a_model_may_advise_is_told_where_it_may_be_left_out(name: str) -> None:
+    _, document = document_of()
+    bodies = [
+        each["properties"] for each in document["components"]["schemas"].values() if "properties" in each
+    ]
+    fields = [each[name] for each in bodies if "max_tokens" in each or "max_output_tokens" in each]
+    assert len(fields) == 4  # completions, chat, responses, messages
+    assert all("as the model's makers advise" in each["description"] for each in fields)
+
+
 def test_every_field_and_parameter_has_a_description() -> None:
     _, document = document_of()
     found = list(described_things(document))

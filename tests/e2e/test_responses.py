@@ -45,6 +45,15 @@ def shown(engine: FakeEngine) -> list[tuple[object, object]]:
     return [(each["role"], each["content"]) for each in engine.messages]
 
 
+async def test_a_response_tells_how_it_was_sampled() -> None:
+    """As asked for, else as the model's makers advise, else by the API's own defaults."""
+    async with server_url(engine_of("x", default_sampling={"temperature": 0.2})) as url:
+        silent = (await post(url, {"input": "hi"})).json()
+        asked = (await post(url, {"input": "hi", "temperature": 0.7, "top_p": 0.5})).json()
+    assert (silent["temperature"], silent["top_p"]) == (0.2, 1.0)
+    assert (asked["temperature"], asked["top_p"]) == (0.7, 0.5)
+
+
 async def test_a_reply_whole_and_in_a_stream() -> None:
     async with server_url(engine_of("Hello, you.")) as url:
         whole = check_response((await post(url, {"input": "hi"})).json())

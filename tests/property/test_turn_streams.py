@@ -14,7 +14,7 @@ from server.api.anthropic.message import MessageShape
 from server.api.blocks import BlockWriter
 from server.api.generation import Choice, Prompt
 from server.api.responses.events import ResponsesShape
-from server.api.responses.output import Envelope, ItemSpelling
+from server.api.responses.output import Envelope, ItemSpelling, ServedBy
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.tools import read_tool_set
 from server.api.turn_reply import TurnShape
@@ -102,7 +102,7 @@ def run(shape: TurnShape, pieces: Sequence[str], reason: FinishReason) -> list[N
 def responses_shape() -> ResponsesShape:
     body = ResponsesRequest.model_validate(BODY)
     tools = read_tool_set(body.tools or ())
-    envelope = Envelope.of(body, tools, "resp_0", "m", tells_metrics=True)
+    envelope = Envelope.of(body, tools, "resp_0", ServedBy("m", {}, tells_metrics=True))
     items = ItemSpelling("resp_0", tools, encodes_thoughts=True)
     return ResponsesShape(envelope, items, lambda response, output: None)
 

@@ -110,6 +110,7 @@ class FakeEngine:
     adds_bos: bool = False
     draft_methods: tuple[str, ...] = ("ngram", "suffix", "prediction")
     max_draft_tokens: int = 8
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
     speculation: SpecStats | None = None
     draft_gauges: tuple[float, float, float] = (0.0, 0.0, 0.0)
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -142,6 +143,7 @@ class FakeEngine:
             has_chat_template=True,
             draft_methods=self.draft_methods,
             max_draft_tokens=self.max_draft_tokens,
+            default_sampling=self.default_sampling,
         )
 
     @property

@@ -94,19 +94,23 @@ class GenerationBody(BodyPart):
     """Fewest tokens to generate: no stop and no end of text counts before them."""
     temperature: Temperature | None = None
     """How random the draw is: 0 takes the likeliest token each time, 1 draws by the model's own
-    probabilities. Left out: 1."""
+    probabilities. Left out: as the model's makers advise (`default_sampling` of GET /server_info), else 1."""
     top_p: TopP | None = None
-    """Draw only from the likeliest tokens that together reach this probability. 1 is off."""
+    """Draw only from the likeliest tokens that together reach this probability. 1 is off.
+    Left out: as the model's makers advise, else 1."""
     top_k: TopK | None = None
-    """Draw only from this many of the likeliest tokens. 0 and -1 are off."""
+    """Draw only from this many of the likeliest tokens. 0 and -1 are off.
+    Left out: as the model's makers advise, else 0."""
     min_p: MinP | None = None
-    """Draw only tokens with at least this share of the likeliest token's probability. 0 is off."""
+    """Draw only tokens with at least this share of the likeliest token's probability. 0 is off.
+    Left out: as the model's makers advise, else 0."""
     presence_penalty: Penalty | None = None
     """Subtracted from the logit of every token that the output already has. 0 is off."""
     frequency_penalty: Penalty | None = None
     """Subtracted from a token's logit once for each time that the output already has it. 0 is off."""
     repetition_penalty: RepetitionPenalty | None = None
-    """Above 1 makes every token that prompt or output already has less likely, below 1 likelier. 1 is off."""
+    """Above 1 makes every token that prompt or output already has less likely, below 1 likelier. 1 is off.
+    Left out: as the model's makers advise, else 1."""
     seed: Int64 | None = None
     """The same request with the same seed gets the same text, alone or in a crowd. Left out: a fresh one."""
     logit_bias: LogitBias | None = None

@@ -13,6 +13,7 @@ from server.api.generation import Choice
 from server.api.responses.conversation import encoded
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.tools import ToolSet, ToolSource, custom_input
+from server.api.sampling import effective
 from server.api.usage import num_cached_tokens, num_reasoning_tokens, reply_metrics
 
 Item = dict[str, Any]
@@ -107,6 +108,15 @@ def thought_part(text: str) -> Item:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedBy:
+    """What a response says of its server: its model's first name, and how it samples unasked."""
+
+    model: str
+    advised: Mapping[str, float]
+    tells_metrics: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Envelope:
     """What a response says whatever its output: what was asked for, and when."""
 
@@ -116,10 +126,8 @@ class Envelope:
     tells_metrics: bool
 
     @classmethod
-    def of(
-        cls, body: ResponsesRequest, tools: ToolSet, response_id: str, model: str, tells_metrics: bool
-    ) -> Envelope:
-        """Taken from the body, which may be forgotten then."""
+    def of(cls, body: ResponsesRequest, tools: ToolSet, response_id: str, server: ServedBy) -> Envelope:
+        """Taken from the body, which may be forgotten then; where it is silent, what holds by the server."""
         text = {"format": {"type": "text"}} if body.text is None else _dumped(body.text)
         choice = body.tool_choice if isinstance(body.tool_choice, str) else _dumped(body.tool_choice)
         tier = body.service_tier
@@ -129,7 +137,7 @@ class Envelope:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": model,
+            "model": body.model or server.model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_diagnostics": None,
@@ -142,16 +150,16 @@ class Envelope:
             "safety_identifier": _label(body.safety_identifier),
             "service_tier": "default" if tier in (None, "auto") else tier,
             "store": body.is_stored,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": effective("temperature", body.temperature, server.advised),
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice or "auto",
             "tools": tools.echoed,
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": effective("top_p", body.top_p, server.advised),
             "truncation": "disabled",
             "user": _label(body.user),
         }
-        return cls(response_id, int(time.time()), fields, tells_metrics)
+        return cls(response_id, int(time.time()), fields, server.tells_metrics)
 
     def response(
         self, outcome: Outcome, output: Sequence[Item], choice: Choice | None = None

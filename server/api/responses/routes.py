@@ -20,14 +20,14 @@ from server.api.openapi import json_body
 from server.api.param_names import renamed_params
 from server.api.responses.conversation import messages_of
 from server.api.responses.events import Keep, ResponsesShape
-from server.api.responses.output import Envelope, Item, ItemSpelling
+from server.api.responses.output import Envelope, Item, ItemSpelling, ServedBy
 from server.api.responses.protocol import REFUSALS, ResponsesRequest, ResponsesTurn, TextFormat
 from server.api.responses.protocol_items import InputItem, ReferenceItem, hosted_kinds
 from server.api.responses.store import StoredResponse, StoredResponses
 from server.api.responses.tools import ToolSet, choose, read_tool_set
 from server.api.turn_reply import LARGE_CHARS, respond
 from server.http.body_room import lease_of
-from server.http.context import context_of, exchange_of
+from server.http.context import ServerContext, context_of, exchange_of
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
 from server.http.json_pieces import LargeJson
 from server.http.json_reply import json_response
@@ -59,8 +59,7 @@ async def create_response(request: Request) -> Response:
     tools = read_tool_set(body.tools or ())
     report_ignored(request, [*tools.skipped, *hosted_kinds(body.input or ()), *_unread(body)])
     turn_body = _turn_body(body, past.items, tools)
-    model = body.model or context.served_names[0]
-    envelope = Envelope.of(body, tools, response_id, model, context.settings.server.per_request_metrics)
+    envelope = Envelope.of(body, tools, response_id, _served_by(context))
     spelling = TokenSpelling.of(context.engine, turn_body) if body.includes_logprobs else None
     items = ItemSpelling(response_id, tools, encodes_thoughts=body.includes_encrypted)
     keep = past.keeper(context.responses, response_id) if body.is_stored else _forget
@@ -93,6 +92,12 @@ def response_not_found(name: str) -> ApiError:
     """A 404 for a response that is not stored, or is not the caller's: the two look the same."""
     message = f"The response '{shown(name)}' does not exist or is no longer stored."
     return ApiError(ErrorReply(404, NOT_FOUND, message, "response_id", "response_not_found"))
+
+
+def _served_by(context: ServerContext) -> ServedBy:
+    info = context.info  # while the model loads, the reply is a refusal
+    advised = {} if info is None else info.default_sampling
+    return ServedBy(context.served_names[0], advised, context.settings.server.per_request_metrics)
 
 
 @dataclass(frozen=True, slots=True)
