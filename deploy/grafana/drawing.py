@@ -74,7 +74,7 @@ def _lines(axes: Any, panel: Json, data: Data) -> None:
         for place, (name, values) in enumerate(shown):
             axes.plot(data.times, values, color=_color(place), label=name, lw=1.2)
             if len(shown) == 1:
-                axes.fill_between(data.times, np.nan_to_num(values), color=_color(place), alpha=0.08, lw=0)
+                axes.fill_between(data.times, values, color=_color(place), alpha=0.08, lw=0)
         top = max((float(np.nanmax(values)) for _, values in shown if np.isfinite(values).any()), default=0)
     top = max(top * 1.12, field.get("max", 0.0)) or 1.0
     if custom["thresholdsStyle"]["mode"] == "dashed":
@@ -103,7 +103,7 @@ def _number(axes: Any, panel: Json, data: Data) -> None:
     if not as_name and finite.size > 1:
         top = float(finite.max()) or 1.0
         axes.plot(data.times, values, color=color, lw=1)
-        axes.fill_between(data.times, np.nan_to_num(values), color=color, alpha=0.15, lw=0)
+        axes.fill_between(data.times, values, color=color, alpha=0.15, lw=0)
         axes.set(xlim=(data.times[0], data.times[-1]), ylim=(0, top * 2.4))
 
 
