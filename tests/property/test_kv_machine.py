@@ -224,9 +224,9 @@ class KvMachine(RuleBasedStateMachine):
         return name
 
     @rule(name=sequences)
-    def unpublish(self, name: str) -> None:
+    def mark_bad(self, name: str) -> None:
         if name in self.tables:
-            self.kv.unpublish(name)
+            self.kv.mark_kv_bad(name)
             for block_id in self.tables[name]:
                 self.names.pop(block_id, None)
             self.num_published[name] = 0

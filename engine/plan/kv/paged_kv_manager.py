@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ class _Sequence:
     num_tokens: int
     block_ids: list[int]
     num_published: int = 0
+    is_suspect: bool = False
 
 
 class PagedKvManager:
@@ -35,6 +36,10 @@ class PagedKvManager:
     `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
     them, and `host` has the KV of swapped-out sequences. `can_rewind` is False for models that keep state
     outside the blocks: their sequences can be neither cut nor forked.
+
+    KV is *suspect* from `mark_kv_suspect` until `mark_kv_good`: it may be non-finite. Blocks that a suspect
+    sequence leaves are zeroed before the next pass, since a NaN spoils a weighted sum even at weight zero.
+    Published blocks are not written again and never zeroed; those of a bad sequence are withdrawn first.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class PagedKvManager:
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
         self._sequences: dict[str, _Sequence] = {}
+        self._scrub_blocks: list[int] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
     @property
@@ -213,18 +219,20 @@ class PagedKvManager:
         self.block_tables[sequence.row, kept:] = 0
         sequence.num_tokens = num_tokens
 
-    def free(self, request_id: str) -> list[int]:
-        """Release all the sequence holds, its row and its claims; the blocks that no longer hold anything.
+    def free(self, request_id: str) -> None:
+        """Release all the sequence holds, its row and its claims.
 
-        Those are neither another sequence's nor published. The last block is released first, so that a
-        prefix, which other requests may want again, is reused last.
+        The last block is released first, so that a prefix, which other requests may want again, is reused
+        last.
         """
         sequence = self._sequences.pop(request_id)
         self.prefixes.unclaim(request_id)
         self.pool.release(reversed(sequence.block_ids))
         self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
         self._free_rows.append(sequence.row)
-        return [b for b in sequence.block_ids if self.pool.ref_count(b) == 0 and b not in self.prefixes]
+        if sequence.is_suspect:
+            left_over = (b for b in sequence.block_ids if self.pool.ref_count(b) == 0)
+            self.scrub(b for b in left_over if b not in self.prefixes)
 
     def publish(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
         """Let its first `num_blocks` blocks, full, computed and good, be found; its claims end."""
@@ -235,12 +243,35 @@ class PagedKvManager:
             publish(sequence.block_ids[index], hashes[index])
         sequence.num_published = max(sequence.num_published, num_blocks)
 
-    def unpublish(self, request_id: str) -> None:
-        """Let no block of this sequence be found: its contents may be bad."""
+    def is_suspect(self, request_id: str) -> bool:
+        """True while no finite row of logits was drawn from all the KV of this sequence."""
+        return self._sequences[request_id].is_suspect
+
+    def mark_kv_good(self, request_id: str) -> bool:
+        """A finite row was drawn from all the KV of this sequence; True if it was suspect until now."""
+        sequence = self._sequences[request_id]
+        was_suspect, sequence.is_suspect = sequence.is_suspect, False
+        return was_suspect
+
+    def mark_kv_suspect(self, request_id: str) -> None:
+        """The KV that is being computed for this sequence may be non-finite."""
+        self._sequences[request_id].is_suspect = True
+
+    def mark_kv_bad(self, request_id: str) -> None:
+        """All that this sequence holds may be non-finite, even what was found: none of it is found again."""
         sequence = self._sequences[request_id]
         for block_id in sequence.block_ids:
             self.prefixes.withdraw(block_id)
-        sequence.num_published = 0
+        sequence.num_published, sequence.is_suspect = 0, True
+
+    def scrub(self, block_ids: Iterable[int]) -> None:
+        """Have these blocks zeroed before the next pass."""
+        self._scrub_blocks += block_ids
+
+    def take_scrub_blocks(self) -> tuple[int, ...]:
+        """The blocks to zero before the next pass; each is handed out once."""
+        block_ids, self._scrub_blocks = tuple(self._scrub_blocks), []
+        return block_ids
 
     def swap_out(self, request_id: str, num_tokens: int) -> None:
         """Keep the KV of its first `num_tokens` on the host, before its blocks are freed. They must fit."""

@@ -6,13 +6,14 @@ Owns every request from `add` to its end, and the KV accounting. Loop thread onl
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
-from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, InFlightSteps, append_rows
+from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
@@ -62,9 +63,9 @@ class ContinuousBatcher:
             config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes
         )
         self.running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
-        self._marks = self.running.marks
         self._planner = StepPlanner(config, self.queue, self.running, policy, self.rates, self.decoder)
-        self._in_flight = InFlightSteps()
+        self._in_flight: deque[InFlightStep] = deque()  # oldest first
+        self._ended: list[str] = []  # while a step computed for them, in this order: they keep their blocks
         self._step_id = 0
 
     @property
@@ -141,10 +142,10 @@ class ContinuousBatcher:
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
         """Decide the step behind the one in flight, before its result; None if not now: see `plan_ahead`."""
         assert len(self._in_flight) == 1, "a step ahead follows the only one in flight"
-        items = self._planner.plan_ahead(self._in_flight.oldest(decision))
+        items = self._planner.plan_ahead(self._oldest(decision))
         if items is None:
             return None
-        moves = BlockMoves(scrub=self._marks.take_scrub_blocks())  # the others are asked for already
+        moves = BlockMoves(scrub=self.kv.take_scrub_blocks())  # the others are asked for already
         return self._decide(items, moves, TokenBudget(0, 0, num_decode_tokens=len(items)))
 
     def _decide(
@@ -166,7 +167,7 @@ class ContinuousBatcher:
             swapped=tuple(request_id for request_id, swapped in preempted if swapped),
         )
         if items:
-            self._in_flight.add(InFlightStep(decision, items, moves))
+            self._in_flight.append(InFlightStep(decision, items, moves))
         return decision
 
     def commit(self, decision: BatchDecision, rows: SampledRows) -> list[CommittedToken]:
@@ -174,10 +175,10 @@ class ContinuousBatcher:
 
         A request that ends by it is finished on return; a failed row ends its request alone, with ERROR.
         """
-        step = self._in_flight.complete(decision)
-        released = self._in_flight.take_released()
-        if released:
-            self._release(released, step.ended_but_good(rows))
+        step = self._oldest(decision)
+        self._in_flight.popleft()
+        if self._ended:
+            self._release_ended(step.ended_but_good(rows))
         self.running.confirm_block_moves()
         self._planner.allow_more()
         committed: list[CommittedToken] = []
@@ -199,15 +200,15 @@ class ContinuousBatcher:
         num_tokens = len(committed) - has_failed
         request.advance_to(first + count - num_drafts + max(0, num_tokens - 1))
         if has_failed:
-            self._marks.mark_kv_bad(request_id)
+            self.kv.mark_kv_bad(request_id)
         else:
             self.running.lookup.publish(request)
-            if self._marks.mark_kv_good(request_id):
+            if self.kv.mark_kv_good(request_id):
                 self.queue.unhold(request_id)
         self._policy.charge(request, 0, num_tokens)
         self.decoder.commit(request, drafted, num_tokens)
         if any(row in own for row in (*rows.spoiled_rows, *(rows.row_errors or ()))):
-            self._marks.mark_kv_suspect(request_id)
+            self.kv.mark_kv_suspect(request_id)
             if reason is None:  # rows behind its tokens are not finite: their NaN would spoil later sums
                 self.decoder.give_up(request_id)
                 self.running.preempt(request, may_swap=False)
@@ -224,19 +225,20 @@ class ContinuousBatcher:
         `fail` ends, with ERROR, all its requests that still run, and returns them; otherwise they are
         scheduled again. The device must be done with both.
         """
-        requests = [item.request for item in self._in_flight.oldest(decision).items]
+        requests = [item.request for item in self._oldest(decision).items]
         requests = [request for request in requests if request.status is RequestStatus.RUNNING]
-        steps = self._in_flight.drop_all()
-        self._release(self._in_flight.take_released())
+        steps = list(self._in_flight)
+        self._in_flight.clear()
+        self._release_ended()
         for request in requests:
-            self._marks.mark_kv_suspect(request.request_id)
+            self.kv.mark_kv_suspect(request.request_id)
         for request_id in chain.from_iterable(self.running.undo_block_moves(step.moves) for step in steps):
             lost = self.queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
             lost.recompute_from(0)
             self.queue.add(lost)
         for request in requests if fail else ():
-            self._marks.mark_kv_bad(request.request_id)
+            self.kv.mark_kv_bad(request.request_id)
             self._end(request, FinishReason.ERROR)
         return requests if fail else []
 
@@ -246,7 +248,7 @@ class ContinuousBatcher:
         The lower-ranked half of its requests is preempted, and the next step gets at most half its tokens;
         each commit raises that limit by one. Where state cannot be rewound, all of them are computed again.
         """
-        items = self._in_flight.oldest(decision).items
+        items = self._oldest(decision).items
         requests = sorted((item.request for item in items), key=self._policy.key)
         self.abandon(decision, fail=False)
         self._planner.allow_less(decision.num_tokens // 2)
@@ -258,23 +260,37 @@ class ContinuousBatcher:
             self.running.preempt(request, may_swap=False)  # the device has no memory for it just now
         self._planner.requeue(lower)
 
-    def _release(self, request_ids: Sequence[str], good: Collection[str] = ()) -> None:
-        """These have ended and no step in flight computes for them; the KV of the `good` is good."""
-        for request_id in request_ids:
+    def _oldest(self, decision: BatchDecision) -> InFlightStep:
+        """The step of this decision, which must be the next to complete."""
+        is_next = bool(self._in_flight) and self._in_flight[0].decision is decision
+        assert is_next, "this decision is not the one in flight"
+        return self._in_flight[0]
+
+    def _is_in_flight(self, request_id: str) -> bool:
+        """True if the device may still write into the blocks of this request."""
+        return any(request_id in step.request_ids for step in self._in_flight)
+
+    def _release_ended(self, good: Collection[str] = ()) -> None:
+        """Free what ended requests held, once no step computes for them; the KV of the `good` is good."""
+        ended, self._ended = self._ended, []
+        for request_id in ended:
+            if self._is_in_flight(request_id):
+                self._ended.append(request_id)
+                continue
             if request_id in good:
-                self._marks.mark_kv_good(request_id)
-            self._marks.release(request_id)
+                self.kv.mark_kv_good(request_id)
+            self.kv.free(request_id)
             self._forget(request_id)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a running request; its blocks are kept while the device may still write them."""
         self.running.remove(request)
         request.finish(reason)
-        if self._in_flight.compute_for(request.request_id):
-            self._marks.mark_kv_suspect(request.request_id)
-            self._in_flight.note_ended(request.request_id)
+        self._ended.append(request.request_id)
+        if self._is_in_flight(request.request_id):
+            self.kv.mark_kv_suspect(request.request_id)
         else:
-            self._release([request.request_id])
+            self._release_ended()
 
     def _forget(self, request_id: str) -> None:
         """This request has ended: free its host blocks, and return those held for it to their places."""

@@ -1,8 +1,7 @@
-"""InFlightSteps: the steps that were decided and have no result yet, and what each gives its requests."""
+"""InFlightStep: a step that was decided and has no result yet, and what it gives its requests."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -74,52 +73,3 @@ class InFlightStep:
             and len(own) == 1
             and own[0] not in errors
         }
-
-
-class InFlightSteps:
-    """Steps in their order. The device may still write into the blocks of all requests that they compute for.
-
-    So a request that ends meanwhile keeps its blocks until `take_released` names it.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[InFlightStep] = deque()
-        self._ended: list[str] = []  # in the order in which they ended
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, step: InFlightStep) -> None:
-        """One more, behind the others."""
-        self._steps.append(step)
-
-    def compute_for(self, request_id: str) -> bool:
-        """True if one of them computes for this request."""
-        return any(request_id in step.request_ids for step in self._steps)
-
-    def note_ended(self, request_id: str) -> None:
-        """A request that they compute for has ended: `take_released` names it when none does any more."""
-        self._ended.append(request_id)
-
-    def oldest(self, decision: BatchDecision) -> InFlightStep:
-        """The step of this decision, which must be the next to complete."""
-        assert self._steps and self._steps[0].decision is decision, "this decision is not the one in flight"
-        return self._steps[0]
-
-    def complete(self, decision: BatchDecision) -> InFlightStep:
-        """The oldest has given its result."""
-        step = self.oldest(decision)
-        self._steps.popleft()
-        return step
-
-    def drop_all(self) -> list[InFlightStep]:
-        """None of them gives a result any more."""
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
-
-    def take_released(self) -> list[str]:
-        """The requests that ended and that no step computes for any more; each is named once."""
-        released = [request_id for request_id in self._ended if not self.compute_for(request_id)]
-        self._ended = [request_id for request_id in self._ended if request_id not in released]
-        return released

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.plan.kv.kv_marks import KvMarks
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.kv.prefix_cache import extend_block_hashes
 from engine.plan.request import Request, RequestStatus
@@ -30,7 +29,6 @@ class PrefixLookup:
     HASHES_A_STEP: ClassVar = 4096  # blocks, a few milliseconds; what is beyond waits for the next step
 
     _kv: PagedKvManager
-    _marks: KvMarks
     _running: Mapping[str, Request]
     _key: Callable[[Request], PolicyKey]
     _caching: bool
@@ -62,7 +60,7 @@ class PrefixLookup:
         if request.scores_prompt or not self._may_fork(request):
             return None
         parent = self._running.get(request.fork_of or "")
-        return None if parent is None or self._marks.is_suspect(parent.request_id) else parent
+        return None if parent is None or self._kv.is_suspect(parent.request_id) else parent
 
     def leader(self, request: Request) -> str | None:
         """The running request to hold this waiting one for; None if there is none.
@@ -72,7 +70,7 @@ class PrefixLookup:
         """
         parent_id = request.fork_of or ""
         if self._may_fork(request) and parent_id in self._running:
-            return parent_id if self._marks.is_suspect(parent_id) else None
+            return parent_id if self._kv.is_suspect(parent_id) else None
         if not self._caching or request.request_id in self._kv.host:
             return None
         num_found = len(self.find(request))

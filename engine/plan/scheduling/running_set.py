@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.plan.kv.kv_marks import KvMarks
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.policy import SchedulingPolicy
@@ -20,7 +19,7 @@ class RunningSet:
 
     A request is admitted with blocks for all the tokens it knows, so only growth by decoding can run out of
     blocks. Then the request ranked last by policy is preempted, but never the oldest: it always fits alone,
-    so it goes on until it ends. `marks` says whose KV is good, `lookup` what a request can share.
+    so it goes on until it ends. `lookup` says what a request can share.
     """
 
     def __init__(
@@ -35,8 +34,7 @@ class RunningSet:
         assert kv.max_num_seqs >= max_num_seqs, "every running request needs a row of block tables"
         self.kv = kv
         self._running: dict[str, Request] = {}  # least recently served first when not all fit a step
-        self.marks = KvMarks(kv)
-        self.lookup = PrefixLookup(kv, self.marks, self._running, policy.key, prefix_caching)
+        self.lookup = PrefixLookup(kv, self._running, policy.key, prefix_caching)
         self.sampling = SamplingTable(kv.max_num_seqs)
         self.max_num_seqs = max_num_seqs
         self._policy = policy
@@ -74,7 +72,7 @@ class RunningSet:
         parent = self.lookup.ready_parent(request)
         num_computed, num_cached = self._start(request) if parent is None else self._fork(parent, request)
         self._running[request.request_id] = request
-        self.marks.mark_kv_suspect(request.request_id)
+        self.kv.mark_kv_suspect(request.request_id)
         self.sampling.write(self.kv.row(request.request_id), request)
         request.admit(self._clock(), num_computed, num_cached)
 
@@ -108,7 +106,7 @@ class RunningSet:
         return request.max_num_tokens if self._preemption.is_spent(request) else len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """The request runs no more; its row and blocks stay held until `marks.release`."""
+        """The request runs no more; its row and blocks stay held until `kv.free`."""
         del self._running[request.request_id]
 
     def take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
@@ -181,7 +179,7 @@ class RunningSet:
         if swapped:
             kv.swap_out(request_id, num_computed)
         self.remove(request)
-        self.marks.release(request_id)
+        kv.free(request_id)
         request.preempt(self._clock(), swapped=swapped)
 
     def oldest(self) -> Request:
@@ -196,7 +194,7 @@ class RunningSet:
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.host.copies()
-        return BlockMoves(swap_out, self.marks.take_scrub_blocks(), tuple(self._copies), swap_in)
+        return BlockMoves(swap_out, self.kv.take_scrub_blocks(), tuple(self._copies), swap_in)
 
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
@@ -210,7 +208,7 @@ class RunningSet:
         Zeroing and copies from the host are repeated. What was copied or saved may have changed since: a fork
         computes its last block from the start, and the waiting requests returned have lost their KV.
         """
-        self.marks.scrub(moves.scrub)
+        self.kv.scrub(moves.scrub)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
         self._copies, self._forked = [], []

@@ -211,7 +211,7 @@ def test_a_failed_sequence_takes_back_all_it_held() -> None:
     kv.allocate("a", 8)
     publish(kv, "a", 2)
     kv.start("b", 8, kv.prefixes.find(HASHES, 2))
-    kv.unpublish("b")
+    kv.mark_kv_bad("b")
     assert kv.prefixes.find(HASHES, 2) == []
     assert kv.num_published("b") == 0
     kv.free("a")

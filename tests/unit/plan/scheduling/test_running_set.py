@@ -20,7 +20,7 @@ def run(running: RunningSet, name: str, num_tokens: int, *, arrival: int, priori
     request = make_request(name, num_tokens, arrival=arrival, priority=priority)
     running.admit(request)
     request.advance_to(num_tokens - 1)
-    running.marks.mark_kv_good(request.request_id)
+    running.kv.mark_kv_good(request.request_id)
     return request
 
 
@@ -148,7 +148,7 @@ def leave(running: RunningSet, request: Request) -> tuple[int, ...]:
     running.remove(request)
     assert running.get(request.request_id) is None
     assert request.request_id in running.kv, "row and blocks stay until they are vacated"
-    running.marks.release(request.request_id)
+    running.kv.free(request.request_id)
     assert request.request_id not in running.kv
     return running.block_moves().scrub
 
@@ -171,22 +171,22 @@ def test_doubted_blocks_are_scrubbed_but_not_those_another_still_holds() -> None
     a = run(running, "a", 8, arrival=0)
     running.kv.fork("a", "fork")
     running.kv.rewind("fork", 4)
-    running.marks.mark_kv_suspect("a")
+    running.kv.mark_kv_suspect("a")
     assert leave(running, a) == (1,)
 
 
 def test_doubt_does_not_outlive_the_request() -> None:
     running = make_running()
     a = run(running, "a", 4, arrival=0)
-    running.marks.mark_kv_suspect("a")
+    running.kv.mark_kv_suspect("a")
     leave(running, a)
-    assert not running.marks._suspect
+    assert running.kv.start("a", 4) and not running.kv.is_suspect("a")
 
 
 def test_scrubbing_can_be_given_back() -> None:
     running = make_running()
-    running.marks.scrub((3, 4))
-    running.marks.scrub((1,))
+    running.kv.scrub((3, 4))
+    running.kv.scrub((1,))
     assert running.block_moves().scrub == (3, 4, 1)
 
 
