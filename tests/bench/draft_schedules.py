@@ -97,7 +97,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> Section:
             for arm, case in cases.items():
                 medians[arm] = section.add(case.name, "rate", "tokens/s", case.on).median or 0.0
                 section.add(case.name, "acceptance", "", [case.stats.acceptance_rate])
-                section.add(case.name, "tokens a round", "", [case.stats.tokens_per_round])
+                section.add(case.name, "tokens a round", "", [case.tokens_a_round])
             best = max(medians[arm] for arm in ("off", "sync", "async"))
             name = f"batch {batch}: auto over the best of off, sync, async"
             section.bars.append(Bar(name, BAR, "x", medians["auto"] / best, at_least=True))

@@ -95,6 +95,11 @@ class Case:
                 self.stats.add(delta.finish.speculation)
         return token_ids
 
+    @property
+    def tokens_a_round(self) -> float:
+        """Tokens that a round commits; 0 before the first."""
+        return self.stats.num_committed / max(1, self.stats.num_rounds)
+
     def ratios(self) -> tuple[float, ...]:
         """On over off, run by run."""
         return tuple(on / off for on, off in zip(self.on, self.off, strict=True))
@@ -173,7 +178,7 @@ def section_of(name: str, title: str, cases: Sequence[Case], note: str) -> Secti
         section.add(case.name, "off", "tokens/s", case.off)
         section.add(case.name, "on", "tokens/s", case.on)
         ratios = section.add(case.name, "on / off", "", case.ratios())
-        section.add(case.name, "tokens a round", "", [case.stats.tokens_per_round])
+        section.add(case.name, "tokens a round", "", [case.tokens_a_round])
         section.add(case.name, "acceptance", "", [case.stats.acceptance_rate])
         section.add(case.name, "replies that differ", "", [case.num_unequal])
         section.bars.append(Bar(f"{name}: {case.name}", case.bar, "x", ratios.median, at_least=True))

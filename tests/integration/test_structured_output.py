@@ -192,7 +192,7 @@ async def test_drafts_chunks_and_pressure_change_nothing(
     rounds = [reply.finish.speculation for reply in found.values() if reply.finish.speculation is not None]
     assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 3)
     if name != "the target itself":  # what its drafts get wrong, the grammar has taken off before
-        assert sum(stats.num_rejected for stats in rounds) > 3
+        assert sum(stats.num_proposed - stats.num_accepted for stats in rounds) > 3
     if "crowded" in name:
         assert sum(reply.finish.timing.num_preemptions for reply in found.values()) > 3
 

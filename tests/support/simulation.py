@@ -397,7 +397,7 @@ def _of_drafts(harness: Harness) -> dict[str, int]:
     stats = harness.parts.batcher.decoder.stats
     return {
         "drafts accepted": stats.num_accepted,
-        "drafts rejected": stats.num_rejected,
+        "drafts rejected": stats.num_proposed - stats.num_accepted,
         "drafters failed": harness.engine.metrics.engine_errors["drafter"],
         **{f"drafts dropped: {reason}": number for reason, number in stats.dropped.items()},
         **{f"ahead: {result}": number for result, number in stats.run_ahead.items()},

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.plan.speculation.isotonic import never_decreasing
+from engine.plan.speculation.spec_stats import RecentRatio
 
 _KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
 _METHOD_KEEP = 0.5 ** (1 / 1024)
@@ -113,7 +114,7 @@ class Acceptance:
         self._tree = _Tally(_KEEP)
         self._is_tree = prior.is_tree
         self._accepted = self._judged = 0.0  # with forgetting, by draft
-        self._round_accepted = self._round_proposed = 0.0  # with forgetting, by round
+        self._rounds = RecentRatio(_ROUND_KEEP)
         self._survival: list[float] = []  # of the first places, until the next observation
         self._last_rate = 0.0
 
@@ -126,7 +127,7 @@ class Acceptance:
     @property
     def round_rate(self) -> float:
         """Accepted over proposed in the last rounds; 0 before the first."""
-        return self._round_accepted / self._round_proposed if self._round_proposed else 0.0
+        return self._rounds.ratio
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """Learn from one verified chain. Drafts after the first rejected one were not judged."""
@@ -155,8 +156,7 @@ class Acceptance:
         kept = _KEEP**num_judged
         self._judged = kept * self._judged + num_judged
         self._accepted = kept * self._accepted + num_accepted
-        self._round_proposed = _ROUND_KEEP * self._round_proposed + num_proposed
-        self._round_accepted = _ROUND_KEEP * self._round_accepted + num_accepted
+        self._rounds.observe(num_accepted, num_proposed)
         self._is_tree = is_tree
         self._survival.clear()
 

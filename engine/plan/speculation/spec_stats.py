@@ -6,7 +6,25 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 _RECENT = 0.5 ** (1 / 32)  # half of a round's weight in the recent acceptance is gone 32 rounds later
-_KEEP = 0.98  # of the weight of an entry in a RecentRatio, with each entry after it
+
+
+@dataclass(slots=True)
+class RecentRatio:
+    """A ratio of sums in which an entry has `keep` of its weight left after the next; 0 before the first."""
+
+    keep: float
+    part: float = 0.0
+    whole: float = 0.0
+
+    def observe(self, part: float, whole: float) -> None:
+        """Add to both sums."""
+        self.part = self.keep * self.part + part
+        self.whole = self.keep * self.whole + whole
+
+    @property
+    def ratio(self) -> float:
+        """Part over whole."""
+        return self.part / self.whole if self.whole else 0.0
 
 
 @dataclass(slots=True)
@@ -28,8 +46,7 @@ class SpecStats:
     num_stale: int = 0  # answers
     draft_s: float = 0.0
     verify_s: float = 0.0
-    recent_proposed: float = 0.0  # with exponential forgetting
-    recent_accepted: float = 0.0
+    recent: RecentRatio = field(default_factory=lambda: RecentRatio(_RECENT))  # accepted over proposed
 
     def observe_round(self, method: str, num_proposed: int, num_accepted: int, num_committed: int) -> None:
         """Count one round. The request got `num_committed` tokens; fewer than accepted if it ended."""
@@ -47,8 +64,7 @@ class SpecStats:
             self.accepted_per_position[position] += 1
         _lengthen(self.acceptance_histogram, num_accepted + 1)
         self.acceptance_histogram[num_accepted] += 1
-        self.recent_proposed = _RECENT * self.recent_proposed + num_proposed
-        self.recent_accepted = _RECENT * self.recent_accepted + num_accepted
+        self.recent.observe(num_accepted, num_proposed)
 
     def note_dropped(self, reason: str, num_tokens: int) -> None:
         """Count drafted tokens that were never verified."""
@@ -65,24 +81,14 @@ class SpecStats:
         return self.accepted.total()
 
     @property
-    def num_rejected(self) -> int:
-        """Drafts that were verified and not accepted."""
-        return self.num_proposed - self.num_accepted
-
-    @property
     def acceptance_rate(self) -> float:
         """Accepted over proposed; 0 when nothing was proposed."""
-        return _ratio(self.num_accepted, self.num_proposed)
+        return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
 
     @property
     def ema_acceptance(self) -> float:
         """Accepted over proposed; a round counts half as much 32 rounds later. 0 before the first."""
-        return _ratio(self.recent_accepted, self.recent_proposed)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens that a round commits; a step without drafts commits 1. 0 before the first round."""
-        return _ratio(self.num_committed, self.num_rounds)
+        return self.recent.ratio
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -98,30 +104,11 @@ class SpecStats:
             elif isinstance(mine, list):
                 _lengthen(mine, len(more))
                 mine[: len(more)] = [a + b for a, b in zip(mine, more, strict=False)]
+            elif isinstance(mine, RecentRatio):
+                mine.part, mine.whole = mine.part + more.part, mine.whole + more.whole
             else:
                 setattr(self, name, mine + more)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
 def _lengthen(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
-
-
-class RecentRatio:
-    """A ratio of sums that forgets exponentially; 0 before the first entry."""
-
-    def __init__(self) -> None:
-        self._part = self._whole = 0.0
-
-    def observe(self, part: float, whole: float) -> None:
-        """Add to both sums."""
-        self._part = _KEEP * self._part + part
-        self._whole = _KEEP * self._whole + whole
-
-    @property
-    def ratio(self) -> float:
-        """Part over whole."""
-        return self._part / self._whole if self._whole else 0.0

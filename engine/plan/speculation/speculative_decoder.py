@@ -31,6 +31,7 @@ class DraftSource:
 
 
 _KNOWN_ROUNDS = 32  # with fewer, it is unknown what drafts bring
+_KEEP = 0.98  # of the weight of a round, or of a step, in what was true of late, with each after it
 _HARDLY_S = 1e-9  # that one more draft of a request adds to a micro-step
 
 
@@ -62,8 +63,7 @@ class SpeculativeDecoder:
         self._can_rewind = can_rewind
         self._sequences: dict[str, DraftedSequence] = {}  # those that have not ended
         self._active: dict[str, DraftedSequence] = {}  # those that are running
-        self._lengths = RecentRatio()
-        self._pace = RecentRatio()
+        self._lengths, self._pace = RecentRatio(_KEEP), RecentRatio(_KEEP)
 
     @classmethod
     def without_drafters(cls) -> SpeculativeDecoder:

@@ -20,12 +20,3 @@ def theoretical_speedup(
 ) -> float:
     """Draft, then verify: E / (v + gamma c), where v is the cost of verifying over that of a plain step."""
     return expected_tokens(gamma, alpha) / (verify_cost + gamma * cost_ratio)
-
-
-def free_speedup(gamma: int, alpha: float, *, slowdown: float = 1.0) -> float:
-    """Draft ahead and never wait: E / (s (1 + alpha - alpha^(gamma+1))); a step after a miss has no drafts.
-
-    `slowdown` s is that of the target while the drafter runs beside it. The formula holds while a target step
-    lasts long enough for gamma + 1 drafts.
-    """
-    return expected_tokens(gamma, alpha) / (slowdown * (1 + alpha - alpha ** (gamma + 1)))

@@ -16,7 +16,7 @@ from typing import Literal
 from engine.loop.engine import Engine
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.speculation_config import LengthPolicyName
-from engine.plan.speculation.theoretical_speedup import free_speedup, theoretical_speedup
+from engine.plan.speculation.theoretical_speedup import expected_tokens, theoretical_speedup
 from tests.bench.sim_spec.pair import SetDrafter, SetTarget
 from tests.support.engines import EngineShape, make_parts
 from tests.support.virtual_time import run_in_virtual_time
@@ -26,6 +26,15 @@ WARM_UP = 10  # units
 NUM_WINDOWS = 16  # of a run, to know how far its figures can be trusted
 BLOCK_SIZE = 256
 _HAIR = 1e-6  # by which a micro-step is shorter: what is done when the pass ends is done in time
+
+
+def free_speedup(gamma: int, alpha: float, *, slowdown: float = 1.0) -> float:
+    """Draft ahead and never wait: E / (s (1 + alpha - alpha^(gamma+1))); a step after a miss has no drafts.
+
+    `slowdown` s is that of the target while the drafter runs beside it. The formula holds while a target step
+    lasts long enough for gamma + 1 drafts.
+    """
+    return expected_tokens(gamma, alpha) / (slowdown * (1 + alpha - alpha ** (gamma + 1)))
 
 
 @dataclass(frozen=True, slots=True)

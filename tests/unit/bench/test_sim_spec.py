@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest
-from tests.bench.sim_spec.cell import Cell, measure
+from tests.bench.sim_spec.cell import Cell, free_speedup, measure
 from tests.bench.sim_spec.choices import best_fixed, choose_schedule
 from tests.bench.sim_spec.grid import CENTRE, Row, grid_section
 from tests.bench.sim_spec.pair import SetDrafter, token_at
@@ -80,3 +80,9 @@ def test_the_drafter_is_right_as_often_as_set_and_never_after_a_mistake() -> Non
         assert is_right or ahead.token_ids != (token_at(5, position + 1),)
     assert num_right / 4000 == pytest.approx(0.7, abs=0.03)
     assert drafter.is_out
+
+
+def test_going_free_agrees_with_its_simulation() -> None:
+    assert free_speedup(4, 0.8) == pytest.approx(2.2832, abs=1e-4)
+    assert free_speedup(4, 0.8, slowdown=1.25) == pytest.approx(free_speedup(4, 0.8) / 1.25)
+    assert free_speedup(4, 1.0) == 5

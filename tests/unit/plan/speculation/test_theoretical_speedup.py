@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.plan.speculation.theoretical_speedup import expected_tokens, free_speedup, theoretical_speedup
+from engine.plan.speculation.theoretical_speedup import expected_tokens, theoretical_speedup
 
 
 def test_expected_tokens_sums_the_chances_of_each_length() -> None:
@@ -25,9 +25,3 @@ def test_best_lengths(alpha: float, cost: float, best: float) -> None:
     """Tokens a step at the best length, as worked out when the schedules were designed."""
     found = max(theoretical_speedup(gamma, alpha, cost) for gamma in range(1, 40))
     assert found == pytest.approx(best, abs=0.006)
-
-
-def test_going_free_agrees_with_its_simulation() -> None:
-    assert free_speedup(4, 0.8) == pytest.approx(2.2832, abs=1e-4)
-    assert free_speedup(4, 0.8, slowdown=1.25) == pytest.approx(free_speedup(4, 0.8) / 1.25)
-    assert free_speedup(4, 1.0) == 5
