@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from operator import sub
 from typing import NamedTuple
 
 from engine.plan.metrics.histogram import Histogram
 
-HORIZON_S = 60.0
-_SNAPSHOT_S = 5.0  # how finely the last minute is known
 PHASES = ("prefill", "decode", "mixed")
 
 
@@ -42,33 +39,3 @@ class Activity(NamedTuple):
         """All of it in numbers for a log, by name; of what was observed many times the mean."""
         means = (value.mean if isinstance(value, Histogram) else value for value in self)
         return {name: round(mean, 4) for name, mean in zip(self._fields, means, strict=True)}
-
-
-class RollingWindow:
-    """Keeps some totals of the last minute, so that what came since then can be told."""
-
-    def __init__(self) -> None:
-        self._first: Activity | None = None
-        self._kept: deque[Activity] = deque()
-        self._next_s = float("-inf")
-
-    def is_due(self, now: float) -> bool:
-        """True if there should be new totals to `keep`."""
-        return now >= self._next_s
-
-    def keep(self, totals: Activity) -> None:
-        """Remember these, and forget what is older than a minute then."""
-        self._first = self._first or totals
-        self._kept.append(totals)
-        self._next_s = totals.seconds + _SNAPSHOT_S
-        while totals.seconds - self._kept[0].seconds > HORIZON_S:
-            self._kept.popleft()
-
-    def last_minute(self, now: Activity) -> Activity:
-        """What came in the last minute; less of it if the window is younger. Nothing, if nothing is kept."""
-        recent = (kept for kept in self._kept if now.seconds - kept.seconds <= HORIZON_S)
-        return now - next(recent, now)
-
-    def all(self, now: Activity) -> Activity:
-        """What came since the first totals that were kept."""
-        return now - (self._first or now)

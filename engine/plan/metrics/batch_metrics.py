@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.plan.metrics.activity import PHASES, Activity, RollingWindow
+from engine.plan.metrics.activity import PHASES, Activity
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import FinishReason
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import BatchDecision
 
+_HORIZON_S = 60.0  # of what is known of late
+_SNAPSHOT_S = 5.0  # how finely
 LATENCY_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -67,7 +69,8 @@ class BatchMetrics:
     busy_s: float = 0.0  # in steps
     seats_s: float = 0.0  # in steps, times the share of seats in use
     kv_s: float = 0.0  # in steps, times the share of K/V blocks in use
-    _window: RollingWindow = field(default_factory=RollingWindow)
+    _first: Activity | None = None  # the totals when the first step began
+    _recent: deque[Activity] = field(default_factory=deque)  # and those of the last minute
 
     def count_error(self, stage: str) -> None:
         """Something failed that no caller can be blamed for; `stage` says where."""
@@ -75,8 +78,13 @@ class BatchMetrics:
 
     def begin_step(self, now: float) -> None:
         """A step begins; `now` is on the engine's clock, as everywhere here."""
-        if self._window.is_due(now):
-            self._window.keep(self._totals(now))
+        if self._recent and now < self._recent[-1].seconds + _SNAPSHOT_S:
+            return
+        totals = self._totals(now)
+        self._first = self._first or totals
+        self._recent.append(totals)
+        while now - self._recent[0].seconds > _HORIZON_S:
+            self._recent.popleft()
 
     def end_step(self, decision: BatchDecision, seconds: float, seats: float, kv: float) -> None:
         """A step has been committed; `seats` and `kv` are the shares of them in use, 0 to 1."""
@@ -92,12 +100,14 @@ class BatchMetrics:
         self.kv_s += kv * seconds
 
     def last_minute(self, now: float) -> Activity:
-        """What the engine did of late, known to a few seconds."""
-        return self._window.last_minute(self._totals(now))
+        """What the engine did of late, known to a few seconds; nothing if there was no step."""
+        totals = self._totals(now)
+        return totals - next((then for then in self._recent if now - then.seconds <= _HORIZON_S), totals)
 
     def since_first_step(self, now: float) -> Activity:
         """All that the engine did."""
-        return self._window.all(self._totals(now))
+        totals = self._totals(now)
+        return totals - (self._first or totals)
 
     def _totals(self, now: float) -> Activity:
         return Activity(

@@ -86,7 +86,7 @@ def test_what_is_older_than_a_minute_does_not_count() -> None:
     found = metrics.last_minute(300.0)
     assert 55 <= found.seconds <= 60
     assert found.generation_tokens == pytest.approx(3 * found.seconds)
-    assert len(metrics._window._kept) <= 13
+    assert len(metrics._recent) <= 13
 
 
 def test_a_pause_counts_for_nothing_but_its_time() -> None:
