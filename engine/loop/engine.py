@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, Engi
 from engine.loop.open_requests import OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
-from engine.loop.time_limits import TimeLimits, prepared_by, too_late
+from engine.loop.time_limits import TimeLimits, too_late
 from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt, check_token_ids
 from engine.plan.grammar import CompiledGrammar
@@ -276,9 +276,9 @@ class Engine:
             self._check_open()
             return self._text_admission.admit(1, (), tenant)
 
-    def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
-        """Use around the work on a request's text, which a deadline cancels; see `prepared_by`."""
-        return prepared_by(deadline, arrival_time, self._clock, self._counts.miss_deadline)
+    def miss_deadline(self) -> None:
+        """Count a request whose deadline passed before it could be submitted."""
+        self._counts.miss_deadline()
 
     def submit(self, request: GenerationRequest) -> RequestStream:
         """Queue one request; see `submit_all`."""

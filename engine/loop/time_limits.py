@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 
 from engine.errors import DeadlineExceeded, EngineError, Overloaded
@@ -83,7 +82,7 @@ class TimeLimits:
 def deadline_passed(request: Request) -> DeadlineExceeded:
     """The error of a request whose deadline has passed."""
     assert request.deadline is not None
-    limit = _seconds(request.deadline - request.arrival_time)
+    limit = f"{request.deadline - request.arrival_time:.3f}".rstrip("0").rstrip(".")
     done = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
     return DeadlineExceeded(f"The deadline, {limit} s after the request arrived, passed after {done}.")
 
@@ -98,28 +97,3 @@ def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) 
         return None
     left_s = request.deadline - now
     return DeadlineExceeded(f"The deadline is {left_s:.3g} s away, too soon at the present load.")
-
-
-@asynccontextmanager
-async def prepared_by(
-    deadline: float | None, arrival_time: float, clock: Callable[[], float], on_missed: Callable[[], None]
-) -> AsyncIterator[None]:
-    """Bound the work on a request's text, before the request is submitted. `clock` gives both times.
-
-    At the deadline the work is cancelled, `on_missed` is called and DeadlineExceeded raised. None: no limit.
-    """
-    try:
-        async with asyncio.timeout(None if deadline is None else deadline - clock()) as timeout:
-            yield
-    except TimeoutError:
-        if deadline is None or not timeout.expired():
-            raise
-        on_missed()
-        limit = _seconds(deadline - arrival_time)
-        raise DeadlineExceeded(
-            f"The deadline, {limit} s after the request arrived, passed before its prompt was read."
-        ) from None
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f}".rstrip("0").rstrip(".")

@@ -37,7 +37,7 @@ from server.api.sampling import (
 )
 from server.api.speculation import read_prediction, speculation_options
 from server.api.structure import read_structure
-from server.api.time_limit import allowed_s
+from server.api.time_limit import allowed_s, prepared_by
 from server.http.body_room import Lease
 from server.http.context import Exchange, ServerContext, cache_owner
 from server.http.errors import invalid
@@ -90,7 +90,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
         try:
             speculation = speculation_options(body, engine.info)
             check_truncation(body, engine.info)
-            async with engine.prepare_by(deadline, exchange.arrival_time):
+            async with prepared_by(engine, deadline, exchange.arrival_time):
                 prompts = await submission.prepare(engine)
                 speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))
                 bad_words = await read_bad_words(body.bad_words or (), engine, tenant)

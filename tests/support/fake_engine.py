@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,6 @@ from engine import (
     check_token_ids,
 )
 from engine.loop.open_requests import RequestCounts
-from engine.loop.time_limits import prepared_by
 from engine.plan.admission import check_prompt
 from engine.plan.grammar import Grammar
 from engine.text.reply.reply_format import ReplyFormat, Spelling
@@ -153,8 +152,8 @@ class FakeEngine:
     def now(self) -> float:
         return time.monotonic()
 
-    def prepare_by(self, deadline: float | None, arrival_time: float) -> AbstractAsyncContextManager[None]:
-        return prepared_by(deadline, arrival_time, self.now, RequestCounts(self.metrics).miss_deadline)
+    def miss_deadline(self) -> None:
+        RequestCounts(self.metrics).miss_deadline()
 
     def gauges(self) -> EngineGauges:
         return EngineGauges(
