@@ -31,12 +31,11 @@ class TapeOutcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class DraftTape:
-    """Drafts for the positions from `first` on, where the known tokens end.
+    """Drafts for the positions where the known tokens end.
 
     `epoch` rises when drafts turn out wrong. A tape holds a chain, which may grow, or a tree, which may not.
     """
 
-    first: int
     epoch: int = 0
     method: str = ""  # that made its first draft
     drafted: list[DraftedToken] = field(default_factory=list)
@@ -58,21 +57,21 @@ class DraftTape:
     def put(self, draft: Draft, known: Sequence[int], method: str) -> bool:
         """Take a drafter's answer; False if it is of an older epoch or at odds with what is known.
 
-        `known` are all the tokens of the request, `first` in number. Of a late answer only the part past the
-        known tokens is kept, if the rest agrees with them.
+        `known` are all the tokens of the request. Of a late answer only the part past them is kept, if the
+        rest agrees with them.
         """
         if draft.epoch != self.epoch:
             return False
         drafted = _drafted_tokens(draft)
-        num_known = min(self.first - draft.first, len(drafted))
+        num_known = min(len(known) - draft.first, len(drafted))
         if num_known > 0:
-            rest = _after(drafted, known[draft.first : self.first])
+            rest = _after(drafted, known[draft.first :])
             if rest is None:
                 self.epoch += 1
                 return False
             self.num_late_tokens += num_known
             drafted = rest
-        elif draft.first != self.first + len(self.drafted):
+        elif draft.first != len(known) + len(self.drafted):
             return False
         if self.drafted and drafted and (self.is_tree or drafted[0].parent is not None):
             return False
@@ -81,21 +80,16 @@ class DraftTape:
         self.drafted += drafted
         return True
 
-    def advance(self, num_tokens: int) -> None:
-        """The target has drawn so many tokens, for which the tape had no drafts."""
-        self.first += num_tokens
-
     def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
         """Move past the tokens, at least one, that the target has drawn.
 
         Returns the outcome and how many of the tokens the tape had. A tree is dropped whole: nothing is
         drafted after a tree.
         """
-        self.first += len(committed)
         if self.is_tree:
             self.drafted.clear()
             return TapeOutcome.LATE, 0
-        num_equal = _num_equal(self.drafted, committed)
+        num_equal = len(accepted_drafts(self.drafted, committed))
         if num_equal == len(committed):
             del self.drafted[:num_equal]
             return TapeOutcome.HIT, num_equal
@@ -118,7 +112,7 @@ def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> l
 
 def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
     """The draft that follows `root` with this token; the first of equal siblings."""
-    if drafted[0].parent is None:
+    if not drafted or drafted[0].parent is None:
         index = root + 1
         return index if index < len(drafted) and drafted[index].token_id == token_id else None
     found = (i for i, draft in enumerate(drafted) if draft.parent == root and draft.token_id == token_id)
@@ -132,26 +126,14 @@ def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
     return list(map(DraftedToken, draft.token_ids, parents, probs))
 
 
-def _num_equal(drafted: Sequence[DraftedToken], committed: Sequence[int]) -> int:
-    """How many leading tokens of both are the same."""
-    for count, (draft, token_id) in enumerate(zip(drafted, committed, strict=False)):
-        if draft.token_id != token_id:
-            return count
-    return min(len(drafted), len(committed))
-
-
 def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedToken] | None:
-    """The drafts that follow once these tokens are known; None if they disagree with them."""
-    if not drafted or drafted[0].parent is None:
-        num_known = min(len(known), len(drafted))
-        return drafted[len(known) :] if _num_equal(drafted, known) == num_known else None
-    root = -1
-    for token_id in known:
-        found = _child(drafted, root, token_id)
-        if found is None:
-            return None
-        root = found
-    place = {root: -1}  # of each draft below the root, in the shortened tree
+    """The drafts that follow once these tokens, at least one, are known; None if they disagree with them."""
+    path = accepted_drafts(drafted, known)
+    if drafted[0].parent is None:
+        return drafted[len(known) :] if len(path) == min(len(known), len(drafted)) else None
+    if len(path) < len(known):
+        return None
+    place = {path[-1]: -1}  # of each draft below the last known token, in the shortened tree
     below: list[DraftedToken] = []
     for index, draft in enumerate(drafted):
         if draft.parent in place:

@@ -132,7 +132,7 @@ class SpeculativeDecoder:
             stop_token_ids=request.stop_token_ids,
             prediction=options.prediction,
         )
-        return DraftedSequence(request, about, DraftTape(len(request.token_ids)), views)
+        return DraftedSequence(request, about, DraftTape(), views)
 
     def pause(self, request_id: str) -> None:
         """A request runs no more: its drafts, and what drafters hold of it, are dropped."""
@@ -226,8 +226,6 @@ class SpeculativeDecoder:
             if drafted:
                 self._judge(sequence, drafted, tokens)
             self._commit_tape(sequence, tokens)
-        else:
-            sequence.tape.advance(num_tokens)
         for index, view in sequence.views.items():
             draft_s = _HARDLY_S if self.links[index].has_price else 0.0
             view.limit = self._policy.wanted(view.acceptance, view.max_tokens, draft_s)
@@ -249,13 +247,13 @@ class SpeculativeDecoder:
             stats.observe_round(sequence.tape.method, len(drafted), len(accepted), len(tokens))
 
     def _commit_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
-        tape, first = sequence.tape, sequence.tape.first
+        tape = sequence.tape
         num_ahead = len(tape) - sequence.num_in_flight
         outcome, num_right = tape.commit(tokens)
         sequence.num_in_flight = 0
         if outcome is TapeOutcome.MISS:
             for view in sequence.views.values():
-                view.unsync(first + num_right)
+                view.unsync(len(sequence.request.token_ids) - len(tokens) + num_right)
         if num_ahead > 0:
             hit = outcome is TapeOutcome.HIT
             self.stats.run_ahead["hit" if hit else "miss"] += 1
