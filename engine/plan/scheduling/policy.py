@@ -86,8 +86,7 @@ class SjfPolicy(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._arrived = 0
-        self._waiting: dict[str, int] = {}
-        self._num_waiting_tokens = 0  # the sum of `_waiting`
+        self._num_waiting_tokens = 0  # that remain to the requests that wait
         self._dequeued: dict[str, Request] = {}  # those that run, and some that have ended
 
     def key(self, request: Request) -> PolicyKey:
@@ -100,19 +99,17 @@ class SjfPolicy(SchedulingPolicy):
     def enqueue(self, request: Request) -> None:
         """Note a new request's turn and backlog; a preempted one keeps its own. O(running)."""
         self._dequeued.pop(request.request_id, None)
-        remaining = request.num_remaining_tokens
         if request.turn_tokens == 0:
-            self._arrived += remaining
+            self._arrived += request.num_remaining_tokens
             request.turn_tokens = self._arrived
             self._dequeued = {name: other for name, other in self._dequeued.items() if not other.is_finished}
             running = sum(other.num_remaining_tokens for other in self._dequeued.values())
             request.backlog_tokens = self._num_waiting_tokens + running
-        self._waiting[request.request_id] = remaining
-        self._num_waiting_tokens += remaining
+        self._num_waiting_tokens += request.num_remaining_tokens
 
     def dequeue(self, request: Request) -> None:
         """Its work is no longer waiting; it may be running."""
-        self._num_waiting_tokens -= self._waiting.pop(request.request_id)
+        self._num_waiting_tokens -= request.num_remaining_tokens
         self._dequeued[request.request_id] = request
 
 

@@ -63,7 +63,7 @@ class GoodputPolicy(LengthPolicy):
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """See LengthPolicy. While costs are unknown a few drafts of each are verified."""
-        caps = [self._brake.cap(c.acceptance, min(c.num_available, self._max_length)) for c in candidates]
+        caps = [self._cap(c.acceptance, min(c.num_available, self._max_length)) for c in candidates]
         num_slots = min(sum(caps), load.max_draft_tokens)
         step_s = self._costs.run(load.num_seqs, load.num_tokens, max(num_slots, _num_priced(load)))
         if step_s is None:
@@ -78,11 +78,11 @@ class GoodputPolicy(LengthPolicy):
         self._note_choice(candidates, caps, chosen)
         num_chosen = sum(chosen)
         self._add_probes(candidates, chosen, load.max_draft_tokens - num_chosen)
-        self._brake.credit_s = min(0.0, self._brake.credit_s + _PROBE_SHARE * float(step_s[0]))
+        self._credit_s = min(0.0, self._credit_s + _PROBE_SHARE * float(step_s[0]))
         self._probe_s += _PROBE_SHARE * float(step_s[0])
         if sum(chosen) > num_chosen:
             waited_s = 0.0 if num_chosen else load.draft_s
-            self._brake.credit_s -= float(step_s[min(sum(chosen), num_slots)] - step_s[num_chosen]) + waited_s
+            self._credit_s -= float(step_s[min(sum(chosen), num_slots)] - step_s[num_chosen]) + waited_s
         return chosen
 
     def _best(
@@ -150,7 +150,7 @@ class GoodputPolicy(LengthPolicy):
             wait_price = self._price + self._rate * draft_s if draft_s else 0.0
             count = acceptance.reach(max(wait_price, _LEAST_SURVIVAL), limit)
         if count == 0:
-            return self._brake.probe(acceptance, limit)
+            return self._probe(acceptance, limit)
         pacing.is_probing = False
         if draft_s:
             count = min(count, pacing.most_taken or count)

@@ -37,11 +37,18 @@ class StepLoad:
 
 
 class LengthPolicy(ABC):
-    """Decides how many drafts are made and verified, and learns from what was accepted."""
+    """Decides how many drafts are made and verified, and learns from what was accepted.
+
+    A request whose drafts are hardly ever accepted is turned off and probed one step in 50. Off is a rate
+    below `min_acceptance_rate` over at least 32 proposals in 8 or more rounds. The rate counts only drafts
+    whose predecessors were accepted: an early miss of a long draft says nothing against a shorter one. While
+    `_credit_s` is below 0 probes have cost enough and become rarer; only a policy that knows costs writes it.
+    """
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._max_length = config.max_draft_tokens
-        self._brake = _Brake(config.min_acceptance_rate)
+        self._min_rate = config.min_acceptance_rate
+        self._credit_s = 0.0
 
     @abstractmethod
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
@@ -70,41 +77,15 @@ class LengthPolicy(ABC):
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """A chain was verified: the acceptance learns from it first, then the policy."""
         acceptance.observe(num_proposed, num_accepted)
-        self._brake.observe(acceptance, num_accepted)
+        self._judge(acceptance, num_accepted)
 
     def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
         """A tree was verified; `accepted` are the indices of the accepted path."""
         acceptance.observe_tree(num_proposed, accepted)
-        self._brake.observe(acceptance, len(accepted))
+        self._judge(acceptance, len(accepted))
 
-
-class _Brake:
-    """Turns off a request whose drafts are hardly ever accepted, and probes it one step in 50.
-
-    Off is a rate below `min_rate` over at least 32 proposals in 8 or more rounds. The rate counts only drafts
-    whose predecessors were accepted: an early miss of a long draft says nothing against a shorter one. While
-    `credit_s` is below 0 probes have cost enough and become rarer; only a policy that knows costs writes it.
-    """
-
-    def __init__(self, min_rate: float) -> None:
-        self.credit_s = 0.0
-        self._min_rate = min_rate
-
-    def cap(self, acceptance: Acceptance, count: int) -> int:
-        """How many of `count` drafts may be verified."""
-        pacing = acceptance.pacing
-        return min(count, pacing.probe_length) if pacing.is_off else count
-
-    def probe(self, acceptance: Acceptance, limit: int) -> int:
-        """How many drafts to make, once a step, of a request whose drafts do not pay; mostly 0."""
-        pacing = acceptance.pacing
-        pacing.num_waited += 1
-        least = _PROBE_EVERY if self.credit_s >= 0 else _PROBE_AT_LAST
-        pacing.is_probing = pacing.num_waited >= least
-        return min(limit, pacing.probe_length) if pacing.is_probing else 0
-
-    def observe(self, acceptance: Acceptance, num_accepted: int) -> None:
-        """The acceptance has just learnt from a round."""
+    def _judge(self, acceptance: Acceptance, num_accepted: int) -> None:
+        """Turn a request off or on after a round that the acceptance has just learnt from."""
         pacing, rate = acceptance.pacing, acceptance.rate
         is_judged = acceptance.num_proposed >= _JUDGED_PROPOSALS and acceptance.num_rounds >= _JUDGED_ROUNDS
         pacing.is_off = is_judged and rate < self._min_rate
@@ -116,6 +97,19 @@ class _Brake:
             pacing.num_waited = 0
         pacing.is_probing = False
 
+    def _cap(self, acceptance: Acceptance, count: int) -> int:
+        """How many of `count` drafts may be verified."""
+        pacing = acceptance.pacing
+        return min(count, pacing.probe_length) if pacing.is_off else count
+
+    def _probe(self, acceptance: Acceptance, limit: int) -> int:
+        """How many drafts to make, once a step, of a request whose drafts do not pay; mostly 0."""
+        pacing = acceptance.pacing
+        pacing.num_waited += 1
+        least = _PROBE_EVERY if self._credit_s >= 0 else _PROBE_AT_LAST
+        pacing.is_probing = pacing.num_waited >= least
+        return min(limit, pacing.probe_length) if pacing.is_probing else 0
+
 
 class FixedPolicy(LengthPolicy):
     """Always the configured length, or what is available of it."""
@@ -125,13 +119,13 @@ class FixedPolicy(LengthPolicy):
         wishes = []
         for c in candidates:
             length = min(c.num_available, self._length(c.acceptance, is_tree=c.is_tree))
-            wishes.append(self._brake.cap(c.acceptance, length))
+            wishes.append(self._cap(c.acceptance, length))
         return fit(wishes, load.max_draft_tokens)
 
     def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
         """See LengthPolicy."""
         if acceptance.pacing.is_off:
-            return self._brake.probe(acceptance, limit)
+            return self._probe(acceptance, limit)
         return min(limit, self._length(acceptance))
 
     def _length(self, acceptance: Acceptance, *, is_tree: bool = False) -> int:
@@ -143,10 +137,6 @@ class ThresholdPolicy(FixedPolicy):
 
     It knows no cost and no load. Trees are verified whole: they have no length to choose.
     """
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        super().__init__(config)
-        self._min_rate = config.min_acceptance_rate
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
