@@ -21,7 +21,7 @@ class RequestQueue:
         self._policy = policy
         self._lanes: dict[str, RisingHeap[PolicyKey]] = {}  # of request ids; those that are not empty
         self._order: RisingHeap[PolicyKey] = RisingHeap(self._rank)  # of the lanes
-        self._waiting: dict[str, tuple[Request, str]] = {}  # by id, with the lane
+        self._waiting: dict[str, Request] = {}
         self._held: dict[str, str] = {}  # by id, with the leader's id; these are in no lane
         self._held_for: dict[str, list[str]] = {}  # by leader; may name requests that are not held any more
         self.num_tokens = 0  # known tokens of all that wait
@@ -34,18 +34,17 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """All that wait, in no order."""
-        return (request for request, _ in self._waiting.values())
+        return iter(self._waiting.values())
 
     def get(self, request_id: str) -> Request | None:
         """The waiting request of this id."""
-        found = self._waiting.get(request_id)
-        return None if found is None else found[0]
+        return self._waiting.get(request_id)
 
     def add(self, request: Request) -> None:
         """Queue a request; its tokens and status must not change while it waits."""
         assert request.request_id not in self._waiting, f"{request.request_id} waits already"
         self._policy.enqueue(request)
-        self._waiting[request.request_id] = request, self._policy.lane(request)
+        self._waiting[request.request_id] = request
         self._push(request)
         self.num_tokens += len(request.token_ids)
 
@@ -64,25 +63,24 @@ class RequestQueue:
 
     def remove(self, request_id: str) -> Request | None:
         """Take this request out; None when it does not wait."""
-        found = self._waiting.pop(request_id, None)
-        if found is None:
+        request = self._waiting.pop(request_id, None)
+        if request is None:
             return None
-        request, name = found
         if self._held.pop(request_id, None) is None:
-            self._leave_lane(request_id, name)
+            self._leave_lane(request)
         self.num_tokens -= len(request.token_ids)
         self._policy.dequeue(request)
         return request
 
     def reprioritize(self, request_id: str) -> None:
         """Rank a waiting request again after it has changed. KeyError when it does not wait."""
-        request, _ = self._waiting[request_id]
+        request = self._waiting[request_id]
         if request_id not in self._held:
             self._push(request)
 
     def hold(self, request_id: str, leader: str) -> None:
         """Pass over this waiting request until `unhold(leader)`."""
-        self._leave_lane(request_id, self._waiting[request_id][1])
+        self._leave_lane(self._waiting[request_id])
         self._held[request_id] = leader
         self._held_for.setdefault(leader, []).append(request_id)
 
@@ -91,7 +89,7 @@ class RequestQueue:
         for request_id in self._held_for.pop(leader, ()):
             if self._held.get(request_id) == leader:
                 del self._held[request_id]
-                self._push(self._waiting[request_id][0])
+                self._push(self._waiting[request_id])
 
     def held_for(self, request_id: str) -> str | None:
         """The request that this one is held for; None when it is not held."""
@@ -103,15 +101,16 @@ class RequestQueue:
         free = (other for other in self if other.request_id not in held)
         return [other for other in free if (_is_new(other), self._policy.key(other)) < rank]
 
-    def _leave_lane(self, request_id: str, name: str) -> None:
+    def _leave_lane(self, request: Request) -> None:
+        name = self._policy.lane(request)
         lane = self._lanes[name]
-        lane.drop(request_id)
+        lane.drop(request.request_id)
         if lane.least() is None:
             del self._lanes[name]
             self._order.drop(name)
 
     def _push(self, request: Request) -> None:
-        name = self._waiting[request.request_id][1]
+        name = self._policy.lane(request)
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = RisingHeap(self._rank_in_lane)
@@ -120,7 +119,7 @@ class RequestQueue:
             self._order.put(name)
 
     def _rank_in_lane(self, request_id: str) -> PolicyKey:
-        request, _ = self._waiting[request_id]
+        request = self._waiting[request_id]
         return _is_new(request), *self._policy.rank_in_lane(request)
 
     def _rank(self, lane: str) -> PolicyKey:
@@ -131,7 +130,7 @@ class RequestQueue:
     def _head(self, lane: str) -> Request:
         request_id = self._lanes[lane].least()
         assert request_id is not None, "an empty lane is kept"
-        return self._waiting[request_id][0]
+        return self._waiting[request_id]
 
 
 def _is_new(request: Request) -> bool:
