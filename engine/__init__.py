@@ -26,8 +26,7 @@ from engine.loop.watchdog import thread_stacks
 from engine.plan.admission import check_token_ids
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.kv.prefix_cache import owned_salt
-from engine.plan.metrics.activity import Activity
-from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
+from engine.plan.metrics.batch_metrics import Activity, BatchMetrics, EngineGauges
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import (
     MAX_PRIORITY,

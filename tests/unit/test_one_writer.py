@@ -13,8 +13,7 @@ import pytest
 
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
-from engine.plan.speculation.draft_tape import DraftTape
-from engine.plan.speculation.drafted_sequence import DraftedSequence
+from engine.plan.speculation.draft_tape import DraftedSequence, DraftTape
 from engine.plan.speculation.spec_stats import SpecStats
 
 ROOT = Path(__file__).parents[2]

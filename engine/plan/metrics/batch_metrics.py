@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
+from operator import sub
+from typing import NamedTuple
 
-from engine.plan.metrics.activity import PHASES, Activity
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import FinishReason
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import BatchDecision
 
+PHASES = ("prefill", "decode", "mixed")
 _HORIZON_S = 60.0  # of what is known of late
 _SNAPSHOT_S = 5.0  # how finely
 LATENCY_BOUNDS_S = (
@@ -31,6 +33,37 @@ PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _latency = partial(Histogram, LATENCY_BOUNDS_S)
 _token_latency = partial(Histogram, TOKEN_LATENCY_BOUNDS_S)
 _token_counts = partial(Histogram, TOKEN_COUNT_BOUNDS)
+
+
+class Activity(NamedTuple):
+    """What was counted up to a time of the engine's clock; a difference of two is what came in between."""
+
+    seconds: float  # that time, or the length of the difference
+    num_ended: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_sequences: int  # the sum of the batch sizes of all steps
+    busy_s: float  # in steps
+    seats_s: float  # in steps, times the share of seats in use
+    kv_s: float  # in steps, times the share of K/V blocks in use
+    step_tokens: Histogram
+    time_to_first_token: Histogram
+    prefill: Histogram  # seconds of the steps that computed nothing else
+    decode: Histogram
+    mixed: Histogram  # of those that computed both
+
+    def __sub__(self, earlier: Activity) -> Activity:
+        return Activity(*map(sub, self, earlier))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that computed something."""
+        return self.step_tokens.count
+
+    def figures(self) -> dict[str, float]:
+        """All of it in numbers for a log, by name; of what was observed many times the mean."""
+        means = (value.mean if isinstance(value, Histogram) else value for value in self)
+        return {name: round(mean, 4) for name, mean in zip(self._fields, means, strict=True)}
 
 
 @dataclass(slots=True)

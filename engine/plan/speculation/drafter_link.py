@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from engine.plan.speculation.acceptance import MethodPrior
-from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView
+from engine.plan.speculation.draft_tape import DraftedSequence, DraftView
 from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob
 from engine.plan.speculation.length_policy import LengthPolicy
 from engine.plan.speculation.pass_costs import PassCosts

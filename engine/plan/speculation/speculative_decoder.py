@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.controller import make_length_policy
-from engine.plan.speculation.draft_tape import DraftedToken, DraftTape, TapeOutcome, accepted_drafts
-from engine.plan.speculation.drafted_sequence import DraftedSequence, DraftView
+from engine.plan.speculation.draft_tape import (
+    DraftedSequence,
+    DraftedToken,
+    DraftTape,
+    DraftView,
+    TapeOutcome,
+    accepted_drafts,
+)
 from engine.plan.speculation.drafter import Drafter, DraftRequest, TargetFeatures
 from engine.plan.speculation.drafter_link import DrafterLink
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad

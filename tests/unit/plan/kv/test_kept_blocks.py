@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from engine.plan.kv.block_pool import BlockPool
-from engine.plan.kv.kept_blocks import KeptBlocks
+from engine.plan.kv.block_pool import BlockPool, KeptBlocks
 from engine.plan.kv.prefix_cache import PrefixCache, extend_block_hashes, owned_salt
 
 A, B, C = b"a", b"b", b"c"

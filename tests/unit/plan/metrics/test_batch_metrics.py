@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from engine.loop.engine_loop import REPORT_EVERY_S
-from engine.plan.metrics.activity import PHASES
-from engine.plan.metrics.batch_metrics import LATENCY_BOUNDS_S, BatchMetrics
+from engine.plan.metrics.batch_metrics import LATENCY_BOUNDS_S, PHASES, BatchMetrics
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.step_records import BatchDecision, ScheduledRequest
 from tests.support.engines import collect, running_engine

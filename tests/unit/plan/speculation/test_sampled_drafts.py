@@ -18,7 +18,7 @@ from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.grammar import TokenMask
 from engine.plan.request import Request
-from engine.plan.speculation.drafted_sequence import DraftedSequence
+from engine.plan.speculation.draft_tape import DraftedSequence
 from engine.plan.speculation.drafter import Draft
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
