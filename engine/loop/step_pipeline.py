@@ -18,60 +18,51 @@ class StepPipeline:
 
     A runner that is no AheadRunner has its step read before the next is launched. One that is does everything
     on the target thread, which launches nothing while it waits for a result: launch before reading. Grammars
-    are shown there what was drawn by them.
+    are shown there what was drawn by them. `can_launch_ahead` is True if a step may be launched before the
+    last one is read.
     """
 
     def __init__(self, runner: StepRunner, executor: Executor) -> None:
         self._executor = executor
         self._runner = runner
+        self._ahead_runner = runner if isinstance(runner, AheadRunner) else None
+        self.can_launch_ahead = self._ahead_runner is not None
         self._flying: deque[asyncio.Future[StepResult]] = deque()  # of a runner that is no AheadRunner
-        self._launcher = _Launcher(runner) if isinstance(runner, AheadRunner) else None
-
-    @property
-    def can_launch_ahead(self) -> bool:
-        """True if a step may be launched before the last one is read."""
-        return self._launcher is not None
+        self._launched: deque[tuple[StepInputs, LaunchedStep]] = deque()  # the target thread's
 
     def launch(self, inputs: StepInputs) -> None:
         """Start a step; what it raises, `read` does. Loop thread."""
         loop = asyncio.get_running_loop()
-        if self._launcher is not None:
-            loop.run_in_executor(self._executor, self._launcher.launch, inputs)
+        if self._ahead_runner is not None:
+            loop.run_in_executor(self._executor, self._launch, self._ahead_runner, inputs)
         else:
             self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
+
+    async def read(self) -> StepResult:
+        """The result of the oldest step launched and not read yet. Raises what the runner raised."""
+        if not self.can_launch_ahead:
+            return await self._flying.popleft()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._wait)
+
+    # On the target thread.
 
     def _run(self, inputs: StepInputs) -> StepResult:
         result = self._runner.run(inputs)
         _foresee(inputs, result.rows)
         return result
 
-    async def read(self) -> StepResult:
-        """The result of the oldest step launched and not read yet. Raises what the runner raised."""
-        if self._launcher is None:
-            return await self._flying.popleft()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._launcher.read)
-
-
-class _Launcher:
-    """The part on the target thread: steps launched and not read, oldest first."""
-
-    def __init__(self, runner: AheadRunner) -> None:
-        self._runner = runner
-        self._launched: deque[tuple[StepInputs, LaunchedStep]] = deque()
-
-    def launch(self, inputs: StepInputs) -> None:
+    def _launch(self, runner: AheadRunner, inputs: StepInputs) -> None:
         """Launch one more; never raises. Behind one that could not be, what needs its tokens cannot be."""
         last = self._launched[-1][1] if self._launched else None
         if inputs.previous_rows is not None and isinstance(last, _Failed):
             self._launched.append((inputs, last))
             return
         try:
-            self._launched.append((inputs, self._runner.launch(inputs)))
+            self._launched.append((inputs, runner.launch(inputs)))
         except Exception as error:
             self._launched.append((inputs, _Failed(error)))
 
-    def read(self) -> StepResult:
-        """Wait for the oldest."""
+    def _wait(self) -> StepResult:
         inputs, step = self._launched.popleft()
         result = step.wait()
         _foresee(inputs, result.rows)
