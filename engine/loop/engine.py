@@ -12,9 +12,9 @@ from functools import partial
 from itertools import count
 
 from engine.errors import EngineDead, EngineError, Overloaded, RequestFailed, frames_of
-from engine.loop.engine_loop import Ending, EngineLoop
+from engine.loop.engine_loop import EngineLoop
 from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
-from engine.loop.open_requests import OpenRequests, RequestCounts
+from engine.loop.open_requests import Ending, OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
 from engine.loop.time_limits import TimeLimits, too_late

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of, release_frames
 from engine.loop.engine_parts import EngineParts, Executors
-from engine.loop.open_requests import OpenRequests
+from engine.loop.open_requests import Ending, OpenRequests
 from engine.loop.run_ahead import RunAhead
 from engine.loop.step_pipeline import StepPipeline
 from engine.loop.watchdog import Watchdog
@@ -32,15 +31,6 @@ MAX_FAILED_PASSES = 3  # in a row: the engine is dead
 REPORT_EVERY_S = 60.0
 IDLE_CHECK_S = 1.0  # idle this long before the KV accounts are checked, so that no next request waits for it
 MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a request is ended before its last token."""
-
-    reason: FinishReason
-    error: EngineError | None = None
-    abort: str | None = None  # its label in request_aborts; None for a fault, or if nothing is to be computed
 
 
 class EngineLoop:
@@ -174,7 +164,7 @@ class EngineLoop:
                 self._batcher.finish(request.request_id, FinishReason.ERROR)
             except Exception:
                 log.exception("a request could not be taken from the scheduler")
-            self._requests.finish(request, FinishReason.ERROR, error=error)
+            self._requests.finish(request, Ending(FinishReason.ERROR, error))
 
     async def _step(self) -> None:
         started = self._clock()
@@ -286,7 +276,7 @@ class EngineLoop:
             self._carry_out_endings()
             failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
             for request in self._batcher.abandon(decision, fail=True):
-                self._requests.finish(request, FinishReason.ERROR, error=failure)
+                self._requests.finish(request, Ending(FinishReason.ERROR, failure))
             return None
         self._failed_passes = 0
         return result
@@ -338,16 +328,17 @@ class EngineLoop:
             self._batcher.finish(request.request_id, FinishReason.STOP)
             request.cut(token.num_tokens)  # those of this step behind the stop string
         if stop is not None:
-            self._requests.finish(request, FinishReason.STOP, stop_reason=stop)
+            self._requests.finish(request, Ending(FinishReason.STOP, stop_reason=stop))
         elif reason is not None:
             asked_for = reason is FinishReason.STOP and token.token_id in request.sampling.stop_token_ids
-            self._requests.finish(request, reason, stop_reason=token.token_id if asked_for else None)
+            ending = Ending(reason, stop_reason=token.token_id if asked_for else None)
+            self._requests.finish(request, ending)
 
     def _fail(self, request: Request, stage: str, message: str) -> None:
         log.warning("a request failed: %s", message)
         self._metrics.count_error(stage)
         self._batcher.finish(request.request_id, FinishReason.ERROR)
-        self._requests.finish(request, FinishReason.ERROR, error=RequestFailed(message, stage))
+        self._requests.finish(request, Ending(FinishReason.ERROR, RequestFailed(message, stage)))
 
     def _report(self, now: float) -> None:
         """Say what the last minute was like, once a minute while there is work."""
@@ -368,4 +359,4 @@ class EngineLoop:
         if request is None:
             return  # it ended by itself first
         self._batcher.finish(request_id, ending.reason)
-        self._requests.finish(request, ending.reason, error=ending.error, abort=ending.abort)
+        self._requests.finish(request, ending)

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from engine.errors import EngineError, Overloaded
 from engine.loop.stream import Finish, RequestStream, RequestTiming
@@ -27,12 +27,14 @@ GRAVITY = (
 )
 
 
-class _Outcome(NamedTuple):
-    """How a choice ended; `abort` and `rejection` are labels, None for what is neither."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends, by its own terms or before its last token."""
 
     reason: FinishReason
-    abort: str | None
-    rejection: str | None
+    error: EngineError | None = None
+    abort: str | None = None  # its label in request_aborts; None for a fault, or if nothing is to be computed
+    stop_reason: str | int | None = None  # see Finish
 
 
 class RequestCounts:
@@ -46,7 +48,7 @@ class RequestCounts:
         self._metrics = metrics
         self._group_of: dict[str, str] = {}
         self._num_open: Counter[str] = Counter()
-        self._gravest: dict[str, _Outcome] = {}
+        self._gravest: dict[str, Ending] = {}
 
     def open(self, request_id: str, group: str | None) -> None:
         """A choice of `group` was accepted; None is a group of its own."""
@@ -55,14 +57,10 @@ class RequestCounts:
             self._metrics.requests_started += 1
         self._num_open[name] += 1
 
-    def close(
-        self, request_id: str, reason: FinishReason, abort: str | None, error: EngineError | None
-    ) -> None:
+    def close(self, request_id: str, ending: Ending) -> None:
         """A choice has ended; with the last one its group has."""
-        gave_up = isinstance(error, Overloaded) and error.code == "queue_timeout"
-        outcome = _Outcome(reason, abort, "queue_timeout" if gave_up else None)
         name = self._group_of.pop(request_id)
-        gravest = max(self._gravest.pop(name, outcome), outcome, key=lambda each: GRAVITY.index(each.reason))
+        gravest = max(self._gravest.pop(name, ending), ending, key=lambda each: GRAVITY.index(each.reason))
         self._num_open[name] -= 1
         if self._num_open[name]:
             self._gravest[name] = gravest
@@ -73,8 +71,8 @@ class RequestCounts:
         metrics.deadlines_missed += gravest.reason is FinishReason.DEADLINE
         if gravest.abort is not None:
             metrics.request_aborts[gravest.abort] += 1
-        if gravest.rejection is not None:
-            metrics.requests_rejected[gravest.rejection] += 1
+        if isinstance(gravest.error, Overloaded) and gravest.error.code == "queue_timeout":
+            metrics.requests_rejected[gravest.error.code] += 1
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -157,31 +155,23 @@ class OpenRequests:
         """The stream of an open request."""
         return self._streams[request_id]
 
-    def finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_reason: str | int | None = None,
-        error: EngineError | None = None,
-        abort: str | None = None,
-    ) -> None:
-        """Close a request: terminal event to its stream, figures to the metrics. `abort`: see Ending."""
+    def finish(self, request: Request, ending: Ending) -> None:
+        """Close a request: terminal event to its stream, figures to the metrics."""
         stream = self._streams.pop(request.request_id)
         del self._requests[request.request_id]
         self._time_limits.forget(request.request_id)
         self.num_ended += 1
         timing = self._timing(request, stream)
-        self._counts.close(request.request_id, reason, abort, error)
+        self._counts.close(request.request_id, ending)
         self._count(request, timing)
         self.shares.count(request.tenant, request.num_tokens)
         if not self._requests:
             self._none_open.set()
         stream.finish(
             Finish(
-                reason=reason,
-                stop_reason=stop_reason,
-                error=error,
+                reason=ending.reason,
+                stop_reason=ending.stop_reason,
+                error=ending.error,
                 num_prompt_tokens=request.reported_prompt_tokens,
                 num_output_tokens=request.reported_output_tokens,
                 num_cached_tokens=request.num_cached_tokens,
