@@ -94,9 +94,7 @@ class TextThread:
         self._busy[tenant] -= 1
         if not self._busy[tenant]:
             del self._busy[tenant]
-        error = (
-            None if begun.cancelled() else begun.exception()
-        )  # retrieved, because the caller may have gone
+        error = None if begun.cancelled() else begun.exception()  # retrieved: the caller may have gone
         if not outcome.done():
             if begun.cancelled():
                 outcome.cancel()
