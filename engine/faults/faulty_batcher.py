@@ -36,4 +36,4 @@ class FaultyBatcher(ContinuousBatcher):
 
     def _leak(self, request_id: str) -> None:
         if self._plan.hit("block_leak", self._plan.number_of(request_id)) is not None:
-            self.kv.prefixes.forget_taken(self.kv.pool.take(1) or [])
+            self.kv.pool.take(1)

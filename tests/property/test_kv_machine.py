@@ -243,7 +243,7 @@ class KvMachine(RuleBasedStateMachine):
     def ids_and_order_are_the_models(self) -> None:
         assert self.kv.pool.free_block_ids() == (*self.free, *self.kept)
         assert self.kv.pool.num_free_kept == len(self.kept)
-        assert self.names == self.kv.prefixes._hash_of
+        assert self.names == self.kv.pool.kept
         for name in self.tables:
             assert self.kv.num_published(name) == self.num_published[name]
         held = self.ref_counts()

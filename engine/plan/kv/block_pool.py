@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+HASH_BYTES = 32  # at the end of a name of contents; before them stands their owner's tag, which may be empty
 _PATIENCE = 16  # times as many blocks as there are: who has freed none while those were taken has no claim
 
 
@@ -80,14 +81,15 @@ class BlockPool:
     leaves their middle in O(1).
     """
 
-    __slots__ = ("_free", "_free_kept", "_kept", "_ref_counts", "num_blocks")
+    __slots__ = ("_free", "_free_kept", "_ref_counts", "kept", "num_blocks", "on_taken")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._free_kept = KeptBlocks(num_blocks)
-        self._kept: dict[int, bytes] = {}  # and for whom
+        self.kept: dict[int, bytes] = {}  # by name; free or not
+        self.on_taken: Callable[[bytes], None] = lambda name: None  # what was kept under this name is gone
 
     @property
     def num_free(self) -> int:
@@ -107,7 +109,7 @@ class BlockPool:
         block_ids = [self._free.popitem(last=False)[0] for _ in range(min(count, plain))]
         for _ in range(count - plain):
             block_ids.append(self._free_kept.take())
-            del self._kept[block_ids[-1]]
+            self.on_taken(self.kept.pop(block_ids[-1]))
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -116,8 +118,8 @@ class BlockPool:
         """Add a reference to each of these blocks, all referenced already or kept."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                assert block_id in self._kept, f"block {block_id} is free and cannot be shared"
-                self._free_kept.remove(block_id, self._kept[block_id])
+                assert block_id in self.kept, f"block {block_id} is free and cannot be shared"
+                self._free_kept.remove(block_id, _owner_of(self.kept[block_id]))
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -126,21 +128,21 @@ class BlockPool:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released more often than taken"
             self._ref_counts[block_id] = count
-            if count == 0 and block_id in self._kept:
-                self._free_kept.add(block_id, self._kept[block_id])
+            if count == 0 and block_id in self.kept:
+                self._free_kept.add(block_id, _owner_of(self.kept[block_id]))
             elif count == 0:
                 self._free[block_id] = None
 
-    def keep(self, block_id: int, owner: bytes = b"") -> None:
-        """From now on keep the contents of this block, which is referenced, for `owner`."""
+    def keep(self, block_id: int, name: bytes) -> None:
+        """From now on keep the contents of this block, which is referenced, under this name."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free: what it holds may be gone"
-        self._kept[block_id] = owner
+        self.kept[block_id] = name
 
     def drop(self, block_id: int) -> None:
         """Keep the contents of this block no longer."""
-        owner = self._kept.pop(block_id)
+        name = self.kept.pop(block_id)
         if self._ref_counts[block_id] == 0:
-            self._free_kept.remove(block_id, owner)
+            self._free_kept.remove(block_id, _owner_of(name))
             self._free[block_id] = None
 
     def ref_count(self, block_id: int) -> int:
@@ -159,13 +161,9 @@ class BlockPool:
         """The free blocks whose contents are kept, of each owner the next to be taken first. O(free kept)."""
         return tuple(self._free_kept)
 
-    def kept_block_ids(self) -> frozenset[int]:
-        """All blocks whose contents are kept, free or not. O(kept)."""
-        return frozenset(self._kept)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool. O(blocks)."""
-        is_free, is_kept = self.ref_counts() == 0, self._mask(self._kept)
+        is_free, is_kept = self.ref_counts() == 0, self._mask(self.kept)
         for listed, right in (
             (self._mask(self._free), is_free & ~is_kept),
             (self._mask(tuple(self._free_kept)), is_free & is_kept),
@@ -177,3 +175,7 @@ class BlockPool:
         mask = np.zeros(self.num_blocks, np.bool_)
         mask[np.fromiter(block_ids, np.int64, len(block_ids))] = True
         return mask
+
+
+def _owner_of(name: bytes) -> bytes:
+    return name[:-HASH_BYTES]

@@ -144,19 +144,13 @@ class PagedKvManager:
         held = len(sequence.block_ids)
         if num_tokens > held * self.block_size:
             needed = self.blocks_for(num_tokens)
-            new = self._take(needed - held) if needed <= self.max_blocks_per_seq else None
+            new = self.pool.take(needed - held) if needed <= self.max_blocks_per_seq else None
             if new is None:
                 return False
             sequence.block_ids += new
             self.block_tables[sequence.row, held:needed] = new
         sequence.num_tokens = num_tokens
         return True
-
-    def _take(self, count: int) -> list[int] | None:
-        block_ids = self.pool.take(count)
-        if block_ids is not None:
-            self.prefixes.forget_taken(block_ids)
-        return block_ids
 
     def fork(self, parent_id: str, child_id: str) -> bool:
         """Give `child_id` a row of its own over the parent's blocks; False if no row is free."""
@@ -180,7 +174,7 @@ class PagedKvManager:
         first = first_position // self.block_size
         ref_count = self.pool.ref_count
         shared = [i for i in range(first, len(sequence.block_ids)) if ref_count(sequence.block_ids[i]) > 1]
-        own = self._take(len(shared))
+        own = self.pool.take(len(shared))
         if own is None:
             return None
         copies = []

@@ -10,7 +10,7 @@ from operator import eq
 from engine.plan.kv.block_pool import BlockPool
 
 _OWNER_END = "\0"
-_TAG_BYTES, _HASH_BYTES = 8, 32
+_TAG_BYTES = 8
 
 
 def owned_salt(owner: str | None, salt: str | None) -> str | None:
@@ -48,13 +48,13 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        pool.on_taken = self._forget
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
         self._claimant_of: dict[bytes, str] = {}
         self._claims: dict[str, list[bytes]] = {}
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._hash_of
+        return block_id in self._pool.kept
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest run of these hashes from the first on, at most `limit`."""
@@ -71,29 +71,22 @@ class PrefixCache:
         """Let this block be found, unless another with the same contents is."""
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
-            self._pool.keep(block_id, block_hash[:-_HASH_BYTES])
+            self._pool.keep(block_id, block_hash)
 
     def withdraw(self, block_id: int) -> None:
         """Let this block be found no more, if it was."""
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_of[block_hash]
+        if block_id in self._pool.kept:
+            del self._block_of[self._pool.kept[block_id]]
             self._pool.drop(block_id)
 
-    def forget_taken(self, block_ids: Sequence[int]) -> None:
-        """The pool has handed these blocks out: their contents are gone."""
-        if self._hash_of:
-            for block_id in block_ids:
-                block_hash = self._hash_of.pop(block_id, None)
-                if block_hash is not None:
-                    del self._block_of[block_hash]
+    def _forget(self, block_hash: bytes) -> None:
+        del self._block_of[block_hash]
 
     def reset(self, owner: str | None = None) -> int:
         """Withdraw every free block of `owner`, or of all if None; how many they were."""
         tag = b"" if owner is None else _tag_of(owner)
-        kept = self._pool.free_kept_block_ids()
-        block_ids = [block_id for block_id in kept if self._hash_of[block_id].startswith(tag)]
+        free, kept = self._pool.free_kept_block_ids(), self._pool.kept
+        block_ids = [block_id for block_id in free if kept[block_id].startswith(tag)]
         for block_id in block_ids:
             self.withdraw(block_id)
         return len(block_ids)
@@ -115,8 +108,8 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the two directions agree and the pool keeps what can be found."""
-        assert len(self._block_of) == len(self._hash_of), "the two directions differ in number"
-        assert all(map(eq, map(self._block_of.get, self._hash_of.values()), self._hash_of)), "they disagree"
-        assert self._pool.kept_block_ids() == self._hash_of.keys(), "kept and published blocks differ"
+        kept = self._pool.kept
+        assert len(self._block_of) == len(kept), "kept and published blocks differ in number"
+        assert all(map(eq, map(self._block_of.get, kept.values()), kept)), "kept and published blocks differ"
         claimed = {block_hash: name for name, claims in self._claims.items() for block_hash in claims}
         assert claimed == self._claimant_of, "claims and claimants differ"
