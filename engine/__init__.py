@@ -44,6 +44,7 @@ from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFa
 from engine.startup.host_memory import memory_bytes
 from engine.startup.host_tuning import freeze_heap, prepare_process
 from engine.text.closed_schema import closed_schema
+from engine.text.fill_in_middle import FillInMiddle
 from engine.text.reply.pieces import (
     CallArguments,
     CallEnd,
@@ -144,6 +145,7 @@ __all__ = [
     "EngineGauges",
     "EngineInfo",
     "EngineState",
+    "FillInMiddle",
     "Finish",
     "FinishReason",
     "Frame",

@@ -13,6 +13,8 @@ from engine import Engine, EngineError
 from server.api import requests
 from server.api.anthropic import routes as anthropic
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from server.api.llama_cpp import infill
+from server.api.llama_cpp.protocol import InfillRequest
 from server.api.openai import chat, completions, models, tokens
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
@@ -43,6 +45,7 @@ BODIES = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    InfillRequest,
     TokenizeRequest,
     DetokenizeRequest,
     RequestPatch,
@@ -78,7 +81,18 @@ def build_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.slipstream = context
-    for part in (completions, chat, responses, anthropic, models, tokens, requests, health, server_info):
+    for part in (
+        completions,
+        infill,
+        chat,
+        responses,
+        anthropic,
+        models,
+        tokens,
+        requests,
+        health,
+        server_info,
+    ):
         app.include_router(part.router)
     app.include_router(metrics_router(context))
     app.include_router(status_router())

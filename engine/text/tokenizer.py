@@ -10,6 +10,7 @@ import tokenizers
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, StartRefused
 from engine.text.chat_template import ChatTemplate
+from engine.text.fill_in_middle import FillInMiddle
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 from engine.text.token_bytes import TokenBytes
 
@@ -37,6 +38,7 @@ class Tokenizer:
         self._description = _describe(tokenizer)
         self.pieces = TokenBytes.of(self._backend)
         self._chat_template = ChatTemplate(tokenizer, chat_template)
+        self.fill_in_middle = FillInMiddle.find(self._added())
         self._max_token_chars = max(1, self.pieces.max_chars)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
@@ -109,15 +111,20 @@ class Tokenizer:
 
     def reply_format(self, *, reasoning: str = "auto", tools: str = "auto") -> ReplyFormat:
         """How replies of this model are read, with formats of these names or as the templates show."""
-        added = self._backend.get_added_tokens_decoder().items()
         spelling = Spelling(
             table=self.pieces.table(skip_special_tokens=False),
             encode=lambda text: self.encode(text, add_special_tokens=False),
             special=self.pieces.special_tokens,
-            added={token.content: token_id for token_id, token in added},
+            added=self._added(),
         )
         template = self._chat_template
         return ReplyFormat.find(template.text, template.tool_text, spelling, reasoning=reasoning, tools=tools)
+
+    def _added(self) -> dict[str, int]:
+        """Every token that was added to the vocabulary, special or not."""
+        return {
+            token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
 
     def render_chat_text(
         self,

@@ -70,8 +70,9 @@ class BlockWriter:
     def write(self, choice: Choice, delta: OutputDelta) -> list[BlockEvent]:
         """What is known with `delta`, which `choice` has noted; with its finish, that is all."""
         reader, ended = choice.reader, delta.finish is not None
-        assert reader is not None
-        pieces = reader.read(delta.text, ended=ended, cut=choice.is_cut)
+        pieces: list[Piece] = [ContentText(delta.text)]  # where nothing is read in it
+        if reader is not None:
+            pieces = reader.read(delta.text, ended=ended, cut=choice.is_cut)
         events = [event for piece in pieces for event in self._take(piece)]
         return [*events, *self._close(is_cut=choice.is_cut)] if ended else events
 

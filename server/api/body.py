@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from server.api.extra_fields import ExtraFields
+from server.api.extra_fields import ExtraFields, OwnFields
 from server.api.field_words import describe
 from server.api.openai.protocol import GenerationBody
 from server.api.openai.protocol_refusals import Refusal, check_refusals
@@ -22,7 +22,7 @@ from server.http.json_body import parse_json
 from server.http.middleware import usable_label
 from server.observability.http_metrics import MAX_NAMES
 
-T = TypeVar("T", bound=GenerationBody | ExtraFields)
+T = TypeVar("T", bound=GenerationBody | OwnFields)
 M = TypeVar("M", bound=BaseModel)
 
 IGNORED_HEADER = b"x-slipstream-ignored"

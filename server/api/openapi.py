@@ -52,7 +52,7 @@ _ANTHROPIC_ERROR_SCHEMA = {
 # What each of these answers with besides, or in place of, JSON.
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _MORE_CONTENT = dict.fromkeys(
-    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"), _EVENTS
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"), _EVENTS
 )
 _OTHER_CONTENT = {
     "/metrics": {

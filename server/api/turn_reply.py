@@ -1,4 +1,4 @@
-"""Turn replies: one generated message as an HTTP reply, JSON or named events, in any API."""
+"""Turn replies: one generated message as an HTTP reply, JSON or events, in any API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.api.generation import Choice, Generation
 from server.http.context import ServerContext
 from server.http.json_pieces import LargeJson, encoded_off_loop
 from server.http.json_reply import json_response
-from server.http.sse import EVENT_END, KEEP_ALIVE, begin_stream, event_start, named_event
+from server.http.sse import NAMED_EVENTS, Framing, begin_stream
 
 # More of it is encoded off the loop: it would take the loop some milliseconds.
 LARGE_CHARS = 262_144
@@ -54,15 +54,22 @@ class TurnShape(Protocol):
 
 
 async def respond(
-    context: ServerContext, generation: Generation, shape: TurnShape, *, streams: bool
+    context: ServerContext,
+    generation: Generation,
+    shape: TurnShape,
+    *,
+    streams: bool,
+    framing: Framing = NAMED_EVENTS,
 ) -> Response:
     """The response: at the first event of a stream, or at the end for JSON.
 
     Raises what the generation ends with before that: nothing has been sent, so it can be a status.
     """
     if streams:
-        events = _events(context, generation, shape)
-        return await begin_stream(events, generation.close, lambda error: _last(shape, error))
+        events = _events(context, generation, shape, framing)
+        return await begin_stream(
+            events, generation.close, lambda error: _last(shape, error, framing), framing.media_type
+        )
     writer, is_large = BlockWriter(), False
     try:
         while generation.is_open:
@@ -75,12 +82,12 @@ async def respond(
     return LargeJson(reply, context.large_replies) if is_large else json_response(reply)
 
 
-def _last(shape: TurnShape, error: Exception | None) -> list[bytes]:
-    return [] if error is None else [named_event(each.name, each.payload) for each in shape.failure(error)]
+def _last(shape: TurnShape, error: Exception | None, framing: Framing) -> list[bytes]:
+    return [] if error is None else [framing.whole(each.name, each.payload) for each in shape.failure(error)]
 
 
 async def _events(
-    context: ServerContext, generation: Generation, shape: TurnShape
+    context: ServerContext, generation: Generation, shape: TurnShape, framing: Framing
 ) -> AsyncGenerator[bytes, None]:
     writer = BlockWriter()
     while generation.is_open:
@@ -88,15 +95,15 @@ async def _events(
             async with asyncio.timeout(context.settings.server.sse_keepalive_seconds):
                 choice, delta = await generation.next()
         except TimeoutError:
-            events = [named_event(each.name, each.payload) for each in shape.silence()]
-            yield b"".join(events) or KEEP_ALIVE
+            events = [framing.whole(each.name, each.payload) for each in shape.silence()]
+            yield b"".join(events) or framing.idle
             continue
         for event in shape.events(choice, delta, writer.write(choice, delta)):
             if not event.is_large:
-                yield named_event(event.name, event.payload)
+                yield framing.whole(event.name, event.payload)
                 continue
-            yield event_start(event.name)
+            yield framing.start(event.name)
             async with aclosing(encoded_off_loop(event.payload, context.large_replies)) as pieces:
                 async for piece in pieces:
                     yield piece
-            yield EVENT_END
+            yield framing.end

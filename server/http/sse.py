@@ -1,14 +1,16 @@
 """Server-sent events as clients parse them: `data: {json}` with LF, one write an event.
 
 A stream of OpenAI's completions ends with `[DONE]`; events of other APIs have names, the last one is the end.
+Ollama's are lines of JSON.
 
-The only place that knows the wire format.
+The only place that knows the wire formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,25 +24,40 @@ EVENT_START, EVENT_END = b"data: ", b"\n\n"  # around the JSON of one that leave
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the events of one stream lie on the wire. `idle` may come between two of them, and says nothing."""
+
+    start: Callable[[str], bytes]  # by the event's name
+    end: bytes = EVENT_END
+    idle: bytes = KEEP_ALIVE
+    media_type: str = "text/event-stream"
+
+    def whole(self, name: str, payload: Mapping[str, object]) -> bytes:
+        """One whole event; ASCII, so that no reader can split a character."""
+        return self.start(name) + encode_json(payload).encode("ascii") + self.end
+
+
 def encode_event(payload: Mapping[str, object]) -> bytes:
     """One whole event; ASCII, so that no reader can split a character."""
     return EVENT_START + encode_json(payload).encode("ascii") + EVENT_END
 
 
-def event_start(name: str) -> bytes:
-    """What comes before the JSON of an event that has a name."""
+def _named_start(name: str) -> bytes:
     return b"event: " + name.encode("ascii") + b"\n" + EVENT_START
 
 
-def named_event(name: str, payload: Mapping[str, object]) -> bytes:
-    """One whole event that has a name."""
-    return event_start(name) + encode_json(payload).encode("ascii") + EVENT_END
+NAMED_EVENTS = Framing(_named_start)
+BARE_EVENTS = Framing(lambda _: EVENT_START)
+# Readers take each line for an object, empty ones too.
+JSON_LINES = Framing(lambda _: b"", b"\n", b"", "application/x-ndjson")
 
 
 async def begin_stream(
     chunks: AsyncGenerator[bytes, None],
     on_end: Callable[[], None],
     last: Callable[[Exception | None], Iterable[bytes]],
+    media_type: str = NAMED_EVENTS.media_type,
 ) -> EventStream:
     """The reply that sends `chunks`, the first of which is there. Raises what comes in its place.
 
@@ -51,7 +68,7 @@ async def begin_stream(
     except BaseException:
         on_end()
         raise
-    return EventStream(_all_of(first, chunks, last), on_end)
+    return EventStream(_all_of(first, chunks, last), on_end, media_type)
 
 
 async def _all_of(
@@ -75,12 +92,16 @@ class EventStream(Response):
     Never reads from the client: ClientMiddleware cancels it when the client goes.
     """
 
-    media_type = "text/event-stream"  # Starlette adds the charset
-
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None],
+        media_type: str = NAMED_EVENTS.media_type,
+    ) -> None:
         # Not the base class's: it would render a body and announce its length.
         self.status_code = 200
         self.background = None
+        self.media_type = media_type  # Starlette adds the charset to a text
         self.init_headers(_HEADERS)
         self._events = events
         self._on_end = on_end

@@ -15,7 +15,12 @@ from server.observability.terminal_rows import request_row
 
 log = logging.getLogger("slipstream.access")
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+GENERATING_ROUTES = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+        *("/infill", "/api/chat", "/api/generate"),
+    }
+)
 QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
 
 

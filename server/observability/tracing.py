@@ -30,7 +30,10 @@ _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
     "/v1/completions": "text_completion",
+    "/infill": "text_completion",
+    "/api/generate": "text_completion",
 }
 _NS = 1_000_000_000
 

@@ -27,6 +27,7 @@ from tests.support.fake_engine import FakeEngine
 ROUTES = {
     ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"),
+    ("post", "/infill"),
     ("post", "/v1/responses"),
     ("get", "/v1/responses/{response_id}"),
     ("delete", "/v1/responses/{response_id}"),
@@ -45,7 +46,7 @@ ROUTES = {
     ("get", "/v1/requests"),
     ("post", "/reset_prefix_cache"),
 }
-GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
 MANY, BROKEN, FEW = 40, 12, 2  # examples of a route
 
 

@@ -22,6 +22,7 @@ from engine import (
     EngineGauges,
     EngineInfo,
     EngineState,
+    FillInMiddle,
     Finish,
     FinishReason,
     GenerationRequest,
@@ -58,6 +59,8 @@ class Characters(Sequence[bytes]):
 @dataclass(frozen=True)
 class FakeTokenizer:
     """A token is a character."""
+
+    fill_in_middle: FillInMiddle | None = None
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -122,6 +125,7 @@ class FakeEngine:
     reasoning: str = "none"
     options: Mapping[str, object] = field(default_factory=dict)  # of the template
     reply: str | None = None
+    fill_in_middle: FillInMiddle | None = None
     metrics: BatchMetrics = field(default_factory=BatchMetrics)
     cancelled: list[tuple[str, str]] = field(default_factory=list)
     died: asyncio.Event = field(default_factory=asyncio.Event)
@@ -228,7 +232,7 @@ class FakeEngine:
 
     @property
     def tokenizer(self) -> FakeTokenizer:
-        return FakeTokenizer()
+        return FakeTokenizer(self.fill_in_middle)
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)

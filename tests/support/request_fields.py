@@ -253,8 +253,8 @@ PROMPTS = (
     _switch("add_special_tokens", lambda _: {"add_special_tokens": True}, paths=(CHAT,)),
     _whole(
         "truncate_prompt_tokens",
-        (-1, 1, MOST),
-        (-2, 0, MOST + 1),
+        (-1, 1, 256),  # the context of the engine that answers
+        (-2, 0, 257, MOST, MOST + 1),
         shows=lambda _: {"truncate_prompt_tokens": 3},
     ),
     RequestField(
@@ -366,6 +366,7 @@ LABELS = (
 LATER = (
     *(_elsewhere(name, _STRUCTURED) for name in ("response_format", "structured_outputs")),
     *(_elsewhere(name, _TOOLS, (CHAT,)) for name in _TOOL_FIELDS),
+    _elsewhere("suffix", "test_fill_in", (COMPLETIONS,)),
 )
 
 _REASONING = "test_reasoning"
@@ -396,7 +397,6 @@ THINKING = (
 )
 
 REFUSED = (
-    _refused("suffix", "x", good=("",), paths=(COMPLETIONS,)),
     _refused("prompt_embeds", "x", ["x"]),
     _refused("use_beam_search", True, 1, good=(False,)),
     _refused("logits_processors", ["x"], good=([],)),

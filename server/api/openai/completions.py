@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from engine import Engine, OutputDelta, TokenLogprobs
 from server.api.body import read_request
+from server.api.fill_in import FillIn, fill_in_prompt, marks_of
 from server.api.generation import Choice, Generation, Prompt
 from server.api.long_list import LongList
 from server.api.openai.logprobs import (
@@ -29,6 +30,7 @@ from server.api.openapi import json_body
 from server.api.submission import Submission, open_generation, truncated
 from server.http.body_room import lease_of
 from server.http.context import context_of, exchange_of
+from server.http.errors import invalid
 
 router = APIRouter(tags=["generation"])
 
@@ -50,6 +52,8 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
     context = context_of(request)
     body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
     check_model(context, body.model)
+    if body.suffix:
+        prepare_fill_in(body, context.engine)
     shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
     exchange = exchange_of(request.scope)
     submission = Submission(
@@ -64,6 +68,14 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
     return reply, await open_generation(context, submission)
 
 
+def prepare_fill_in(body: CompletionRequest, engine: Engine) -> None:
+    """Have the reply end where the model says that the middle does. Raises ApiError where it knows none."""
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise invalid(f"'{name}' and 'suffix' cannot be used together.", name)
+    body.stop_token_ids = sorted({*(body.stop_token_ids or ()), *marks_of(engine).ends})
+
+
 async def read_prompts(body: CompletionRequest, engine: Engine, tenant: str | None) -> list[Prompt]:
     """The prompts as the model reads them, with their text when it is to be echoed; in `tenant`'s turns."""
     return [await _read_prompt(body, item, engine, tenant) for item in body.prompt]
@@ -72,18 +84,22 @@ async def read_prompts(body: CompletionRequest, engine: Engine, tenant: str | No
 async def _read_prompt(
     body: CompletionRequest, item: PromptItem, engine: Engine, tenant: str | None
 ) -> Prompt:
+    with_special = body.add_special_tokens is not False
+    if body.suffix:
+        asked = FillIn(item, body.suffix, add_special_tokens=with_special)
+        token_ids, _ = await fill_in_prompt(engine, asked, tenant=tenant)
+        return Prompt(token_ids)
     if isinstance(item, str):
-        with_special = body.add_special_tokens is not False
         all_ids = await engine.encode(item, add_special_tokens=with_special, tenant=tenant)
     else:
         all_ids = item
-    token_ids = truncated(body, all_ids, engine.info)
+    kept = truncated(body, all_ids, engine.info)
     if not body.echo:
-        return Prompt(token_ids)
-    if isinstance(item, str) and len(token_ids) == len(all_ids):
-        return Prompt(token_ids, item)
+        return Prompt(kept)
+    if isinstance(item, str) and len(kept) == len(all_ids):
+        return Prompt(kept, item)
     skip = body.skip_special_tokens is not False
-    return Prompt(token_ids, await engine.decode(token_ids, skip_special_tokens=skip, tenant=tenant))
+    return Prompt(kept, await engine.decode(kept, skip_special_tokens=skip, tenant=tenant))
 
 
 @dataclass(frozen=True, slots=True)

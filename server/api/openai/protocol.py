@@ -244,8 +244,9 @@ class CompletionRequest(GenerationBody):
     logprobs: Count | None = None
     """Log-probabilities of the tokens drawn, with this many of the likeliest at each place, up to
     `--max-logprobs`."""
-    suffix: Any = None
-    """Text to end with. Not supported: only an empty one is taken."""
+    suffix: str | None = None
+    """Text that follows: the reply is what stands between the prompt and it. For models that fill in the
+    middle."""
 
     @property
     def tokens_asked(self) -> int | None:

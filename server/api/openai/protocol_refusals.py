@@ -41,7 +41,7 @@ ON_BOTH: Mapping[str, Refusal] = dict(
 )
 ON_COMPLETIONS: Mapping[str, Refusal] = {
     **ON_BOTH,
-    **dict((_never("suffix", ""), _never("thinking_token_budget", hint=": there is no chat to think in"))),
+    **dict((_never("thinking_token_budget", hint=": there is no chat to think in"),)),
 }
 ON_CHAT: Mapping[str, Refusal] = {
     **ON_BOTH,
