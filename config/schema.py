@@ -261,6 +261,7 @@ class ServerSettings(Section):
     tool_call_parser: ToolCallParser = Field(
         "auto", description="how the model writes tool calls; auto = as its template shows"
     )
+    ollama_api: bool = Field(False, description="answer Ollama's clients, too: /api/chat and its other paths")
     protect_metrics: bool = Field(False, description="ask for a key on /metrics too")
     max_stored_responses: Whole = Field(
         1000, ge=0, description="responses kept in memory for /v1/responses/{id}; 0 = none"

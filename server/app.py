@@ -15,6 +15,8 @@ from server.api.anthropic import routes as anthropic
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from server.api.llama_cpp import infill
 from server.api.llama_cpp.protocol import InfillRequest
+from server.api.ollama import routes as ollama
+from server.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from server.api.openai import chat, completions, models, tokens
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
@@ -50,6 +52,7 @@ BODIES = (
     DetokenizeRequest,
     RequestPatch,
 )
+OLLAMA_BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest)
 
 
 def build_app(
@@ -97,10 +100,13 @@ def build_app(
     app.include_router(metrics_router(context))
     app.include_router(status_router())
     app.include_router(api_page_router())
+    if settings.server.ollama_api:
+        app.include_router(ollama.router)
     for kind in (ApiError, EngineError, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_unrouted)
-    describe_bodies(app, *BODIES, asks_for_key=bool(keys))
+    bodies = BODIES + OLLAMA_BODIES * settings.server.ollama_api
+    describe_bodies(app, *bodies, asks_for_key=bool(keys))
     # The last added is the outermost: label and count, then sites, keys, body and leaving, HEAD.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.http.anthropic_error import speaks_anthropic
+from server.http.ollama_error import speaks_ollama
 
 _SCHEMAS = "#/components/schemas/"
 _OWN_ERRORS = ("HTTPValidationError", "ValidationError")  # FastAPI's, which no route answers with
@@ -49,11 +50,23 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string", "description": "The request's id, as in the header `request-id`."},
     },
 }
+_OLLAMA_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string", "description": "What is wrong, for people."}},
+}
+_ERROR_SCHEMAS = {
+    "Error": _ERROR_SCHEMA,
+    "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+    "OllamaError": _OLLAMA_ERROR_SCHEMA,
+}
 # What each of these answers with besides, or in place of, JSON.
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _MORE_CONTENT = dict.fromkeys(
     ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"), _EVENTS
 )
+_LINES: dict[str, Any] = {"application/x-ndjson": {}}
+_MORE_CONTENT |= dict.fromkeys(("/api/chat", "/api/generate"), _LINES)
 _OTHER_CONTENT = {
     "/metrics": {
         "text/plain": {"schema": {"type": "string"}},
@@ -96,7 +109,7 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel], asks_for_key: bool = 
             [(kind, "validation") for kind in kinds], ref_template=_SCHEMAS + "{model}"
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(found.get("$defs", {}), Error=_ERROR_SCHEMA, AnthropicError=_ANTHROPIC_ERROR_SCHEMA)
+        schemas.update(found.get("$defs", {}), **_ERROR_SCHEMAS)
         for name in _OWN_ERRORS:
             schemas.pop(name, None)
         for path, operations in document["paths"].items():
@@ -125,7 +138,7 @@ def _describe_replies(path: str, responses: dict[str, Any]) -> None:
     responses.pop("422", None)
     content = responses["200"]["content"]
     responses["200"]["content"] = _OTHER_CONTENT.get(path, {**content, **_MORE_CONTENT.get(path, {})})
-    name = "AnthropicError" if speaks_anthropic(path) else "Error"
+    name = "AnthropicError" if speaks_anthropic(path) else "OllamaError" if speaks_ollama(path) else "Error"
     error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
     responses["default"] = {"description": "An error", "content": error}
     if path in _READINESS:

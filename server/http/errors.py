@@ -25,6 +25,7 @@ from engine import (
 )
 from server.http.anthropic_error import anthropic_error, speaks_anthropic
 from server.http.json_reply import json_response
+from server.http.ollama_error import ollama_error, speaks_ollama
 
 log = logging.getLogger("slipstream.server")
 
@@ -77,6 +78,8 @@ class ErrorReply:
         status, body = self.status, self.body()
         if scope is not None and speaks_anthropic(scope["path"]):
             status, body = anthropic_error(self, scope.get(REQUEST_ID_KEY, ""))
+        elif scope is not None and speaks_ollama(scope["path"]):
+            body = ollama_error(self.message[:_MAX_MESSAGE])
         return json_response(body, status, self.headers)
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from server.http.context import context_of
 from server.http.errors import ERROR_KEY, INVALID, NOT_FOUND, ErrorReply, error_reply, shown
+from server.http.ollama_error import speaks_ollama
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
@@ -51,6 +53,8 @@ def _wrong_path(request: Request) -> ErrorReply:
     path = request.scope["path"]
     meant = next((each for each in _meant(path) if allowed_methods(request, each)), None)
     hint = "GET /openapi.json lists all" if meant is None else f"use '{shown(meant)}'"
+    if speaks_ollama(path) and not context_of(request).settings.server.ollama_api:
+        hint = "--ollama-api serves Ollama's"
     message = f"There is no path '{shown(path)}' here: {hint}."
     return ErrorReply(404, NOT_FOUND, message, code="not_found")
 

@@ -13,6 +13,7 @@ from engine import Finish, FinishReason, OutputDelta, RequestStream, ToolRules, 
 from server.api.anthropic.message import MessageShape
 from server.api.blocks import BlockWriter
 from server.api.generation import Choice, Prompt
+from server.api.ollama.reply import OllamaShape
 from server.api.responses.events import ResponsesShape
 from server.api.responses.output import Envelope, ItemSpelling, ServedBy
 from server.api.responses.protocol import ResponsesRequest
@@ -23,6 +24,7 @@ from tests.support.examples import share_of
 from tests.support.fake_engine import TIMING, FakeEngine
 from tests.support.messages_grammar import check_message, check_messages_stream
 from tests.support.named_events import NamedEvent
+from tests.support.ollama_grammar import check_lines, check_reply
 from tests.support.responses_grammar import check_response, check_responses_stream
 
 Part = tuple[str, str]
@@ -183,6 +185,21 @@ def test_a_message_is_the_same_however_its_tokens_are_split(
 
 
 @quick
+@given(st.data(), replies(), st.sampled_from(list(STATUSES)))
+def test_lines_are_the_same_however_their_tokens_are_split(
+    data: st.DataObject, reply: tuple[str, list[Part]], reason: FinishReason
+) -> None:
+    text, parts = reply
+    shape = OllamaShape("m", is_chat=True, tells_metrics=True)
+    said = check_lines([each.payload for each in run(shape, data.draw(splits(text)), reason)])
+    assert check_reply(json.loads(json.dumps(shape.whole()))) == said
+    assert said["content"] == "".join(told for name, told in parts if name == "text")
+    assert said["thinking"] == "".join(told for name, told in parts if name == "reasoning")
+    called = [(each["function"]["name"], each["function"]["arguments"]) for each in said["tool_calls"]]
+    assert called == [(name, json.loads(told)) for name, told in parts if is_call(name)]
+
+
+@quick
 @given(st.data(), replies())
 def test_thoughts_can_be_left_out_of_a_message(data: st.DataObject, reply: tuple[str, list[Part]]) -> None:
     text, parts = reply
@@ -207,5 +224,7 @@ def test_a_reply_that_is_cut_anywhere_leaks_no_mark_and_ends_well(
         [name for name, _ in parts_of_message(message)],
         ["text"],
     )
+    lines = run(OllamaShape("m", is_chat=True, tells_metrics=True), pieces, FinishReason.LENGTH)
+    assert "</tool_call>" not in check_lines([each.payload for each in lines])["content"]
     for told in (parts_of_response(response), parts_of_message(message)):
         assert all("</tool_call>" not in each for name, each in told if name == "text")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from server.api.extra_fields import SamplingFields
-from server.api.openai.protocol import CompletionRequest
+from server.api.openai.protocol import OpenEndedCompletion
 from server.api.openai.protocol_values import (
     MAX_LABEL,
     MAX_WHOLE,
@@ -74,13 +74,7 @@ class InfillRequest(SamplingFields):
     """Accepted, without effect: prefixes are found by their content."""
 
 
-class InfillTurn(CompletionRequest):
-    """The completion that it is made of. It ends where the context does."""
+class InfillTurn(OpenEndedCompletion):
+    """The completion that it is made of."""
 
     prompt_param: ClassVar[str] = "input_prefix"
-    ends_with_context: ClassVar[bool] = True
-
-    @property
-    def tokens_asked(self) -> int | None:
-        """None is whatever the context leaves."""
-        return self.max_tokens

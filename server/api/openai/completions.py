@@ -51,21 +51,30 @@ async def open_completion(request: Request) -> tuple[Reply, Generation]:
     """
     context = context_of(request)
     body = await read_request(request, CompletionRequest, ON_COMPLETIONS)
+    shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
+    reply_id = fresh_id(shape)
+    reply = Reply(context, body, shape, reply_id)
+    return reply, await open_completion_body(request, body, reply_id)
+
+
+async def open_completion_body(request: Request, body: CompletionRequest, reply_id: str) -> Generation:
+    """The generation that a completion's body asks for, by whichever API it came; `reply_id` is fresh.
+
+    Raises ApiError or an EngineError.
+    """
+    context, exchange = context_of(request), exchange_of(request.scope)
     check_model(context, body.model)
     if body.suffix:
         prepare_fill_in(body, context.engine)
-    shape = CompletionShape(body, TokenSpelling.of(context.engine, body))
-    exchange = exchange_of(request.scope)
     submission = Submission(
-        reply_id=fresh_id(shape),
+        reply_id=reply_id,
         body=body,
         num_prompts=len(body.prompt),
         prepare=lambda engine: read_prompts(body, engine, exchange.tenant),
         exchange=exchange,
         lease=lease_of(request.scope),
     )
-    reply = Reply(context, body, shape, submission.reply_id)
-    return reply, await open_generation(context, submission)
+    return await open_generation(context, submission)
 
 
 def prepare_fill_in(body: CompletionRequest, engine: Engine) -> None:

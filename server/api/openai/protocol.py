@@ -271,6 +271,17 @@ class CompletionRequest(GenerationBody):
         return max(asked, default=None)
 
 
+class OpenEndedCompletion(CompletionRequest):
+    """A completion that goes on for as long as the context has room, as other APIs have it."""
+
+    ends_with_context: ClassVar[bool] = True
+
+    @property
+    def tokens_asked(self) -> int | None:
+        """None is whatever the context leaves."""
+        return self.max_tokens
+
+
 class ChatMessage(BodyPart):
     """One message of a conversation; what clients send back of our own replies is accepted and not read."""
 

@@ -74,6 +74,7 @@ CONTRACT = {
         "per-request-metrics": "on",
         "reasoning-parser": "auto",
         "tool-call-parser": "auto",
+        "ollama-api": "off",
         "protect-metrics": "off",
         "max-stored-responses": "1000",
         "cors-origin": "",

@@ -1,0 +1,140 @@
+"""Ollama's paths, served with --ollama-api: a chat, a prompt, and what clients ask of the model first."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.body import read_fields, read_request
+from server.api.generation import Generation
+from server.api.ollama.conversation import chat_turn, text_turn
+from server.api.ollama.models import model_card, model_row, running_row, served_name
+from server.api.ollama.protocol import (
+    ON_OLLAMA,
+    OllamaBody,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from server.api.ollama.reply import OllamaShape
+from server.api.openai.chat import open_chat_body
+from server.api.openai.completions import open_completion_body
+from server.api.openapi import json_body
+from server.api.param_names import renamed_params
+from server.api.turn_reply import respond
+from server.http.context import ServerContext, context_of
+from server.http.errors import invalid
+from server.http.json_reply import json_response
+from server.http.sse import JSON_LINES
+
+router = APIRouter(tags=["ollama"])
+
+# Of the API that is spoken here: clients look at it before they use what an older Ollama did not have.
+API_VERSION = "0.12.6"
+
+_NAMES: Mapping[str, str] = {
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    "max_completion_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
+}
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Name three rivers."}], "stream": False}
+
+
+@router.post("/api/chat", openapi_extra=json_body(OllamaChatRequest, _CHAT_EXAMPLE))
+async def chat(request: Request) -> Response:
+    """Write the assistant's next message."""
+    context = context_of(request)
+    body = await read_request(request, OllamaChatRequest, ON_OLLAMA)
+    model = served_name(context, body.model)
+    shape, streams = shape_of(context, body, is_chat=True), body.streams
+    if not body.messages:
+        return loaded(context, shape)
+    check_thinking(context, body)
+    with renamed_params(_NAMES):
+        turn = chat_turn(body, model)
+        del body  # what of it is large ends with the prompt
+        generation = await open_chat_body(request, turn, _fresh_id())
+    return await respond(context, generation, shape, streams=streams, framing=JSON_LINES)
+
+
+@router.post(
+    "/api/generate",
+    openapi_extra=json_body(OllamaGenerateRequest, {"prompt": "Name three rivers.", "stream": False}),
+)
+async def generate(request: Request) -> Response:
+    """Answer a prompt, continue it, or fill in what stands between it and a suffix."""
+    context = context_of(request)
+    body = await read_request(request, OllamaGenerateRequest, ON_OLLAMA)
+    model = served_name(context, body.model)
+    shape, streams = shape_of(context, body, is_chat=False), body.streams
+    if not body.prompt and not body.suffix:
+        return loaded(context, shape)
+    with renamed_params(_NAMES):
+        generation = await _open_generate(request, body, model)
+    del body
+    return await respond(context, generation, shape, streams=streams, framing=JSON_LINES)
+
+
+async def _open_generate(request: Request, body: OllamaGenerateRequest, model: str) -> Generation:
+    if body.raw or body.suffix:
+        return await open_completion_body(request, text_turn(body, model), _fresh_id())
+    check_thinking(context_of(request), body)
+    return await open_chat_body(request, chat_turn(body, model), _fresh_id())
+
+
+def shape_of(context: ServerContext, body: OllamaBody, *, is_chat: bool) -> OllamaShape:
+    """What replies to `body`, by the name that it has for the model."""
+    tells_metrics = context.settings.server.per_request_metrics
+    return OllamaShape(body.model or context.served_names[0], is_chat, tells_metrics)
+
+
+def loaded(context: ServerContext, shape: OllamaShape) -> Response:
+    """The reply to a request that says nothing. Raises Overloaded before the model is loaded."""
+    assert context.engine.info
+    return json_response(shape.loaded())
+
+
+def check_thinking(context: ServerContext, body: OllamaBody) -> None:
+    """Raise ApiError where a model is to think that never does: clients ask again without it."""
+    if body.think and context.engine.reply_format.reasoning is None:
+        raise invalid(f'"{body.model or context.served_names[0]}" does not support thinking', "think")
+
+
+@router.get("/api/tags")
+async def list_tags(request: Request) -> Response:
+    """Every name the model answers to."""
+    context = context_of(request)
+    return json_response({"models": [model_row(context, name) for name in context.served_names]})
+
+
+@router.get("/api/ps")
+async def list_running(request: Request) -> Response:
+    """The same, once the model is loaded."""
+    context = context_of(request)
+    names = () if context.info is None else context.served_names
+    return json_response({"models": [running_row(context, name) for name in names]})
+
+
+@router.post("/api/show", openapi_extra=json_body(OllamaShowRequest, {}))
+async def show_model(request: Request) -> Response:
+    """What the model can do, its chat template, and how long its context is."""
+    context = context_of(request)
+    body = await read_fields(request, OllamaShowRequest, {})
+    served_name(context, body.model or body.name)
+    return json_response(model_card(context))
+
+
+@router.get("/api/version")
+async def show_api_version() -> Response:
+    """The version of Ollama whose API this is."""
+    return json_response({"version": API_VERSION})
+
+
+def _fresh_id() -> str:
+    return f"ollama-{uuid.uuid4().hex}"
