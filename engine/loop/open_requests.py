@@ -149,7 +149,9 @@ class OpenRequests:
             self.gaps.add(stream.last_token_time, now)
         stream.last_token_time = now
         by_id = token.finish_reason is FinishReason.STOP and token.token_id in request.stop_token_ids
-        return stream.put(token.token_id, logprobs, shown=not by_id or request.shows_stop(token.token_id))
+        shown = not by_id or request.shows_stop(token.token_id)
+        num_accepted = 0 if request.spec_stats is None else request.spec_stats.num_accepted
+        return stream.put(token.token_id, logprobs, shown=shown, num_accepted=num_accepted)
 
     def stream(self, request_id: str) -> RequestStream:
         """The stream of an open request."""

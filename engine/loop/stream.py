@@ -52,6 +52,7 @@ class OutputDelta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]  # one for each of `token_ids`, if asked for
     finish: Finish | None  # set on the last and only there
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all but its first; with the first token or the end
+    are_drafts: tuple[bool, ...] = ()  # for each of `token_ids`: an accepted draft, not drawn by the target
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,8 @@ class RequestStream:
     last_token_time: float = field(init=False, default=-1.0)  # before any
     _token_ids: list[int] = field(init=False, default_factory=list)
     _logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    _are_drafts: list[bool] = field(init=False, default_factory=list)
+    _num_drafts: int = field(init=False, default=0)  # of all that were put
     _prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)  # until the first token
     _text: str = field(init=False, default="")
     _failure: RequestFailed | None = field(init=False, default=None)  # of decoding: only the end is shown
@@ -91,13 +94,20 @@ class RequestStream:
 
     # The loop's side.
 
-    def put(self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool) -> str | None:
-        """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out."""
+    def put(
+        self, token_id: int, logprobs: TokenLogprobs | None, *, shown: bool, num_accepted: int = 0
+    ) -> str | None:
+        """Add a committed token; the stop string it completes, if any. `shown` False keeps its text out.
+
+        `num_accepted` drafts have been accepted up to the end of its step, where they come first.
+        """
         if self.scores_only:
             assert logprobs is not None, "the score of the prompt's last token is asked for"
             self._prompt_logprobs.append(logprobs)
             return None
         self._token_ids.append(token_id)
+        self._are_drafts.append(self._num_drafts < num_accepted)
+        self._num_drafts += self._are_drafts[-1]
         if logprobs is not None:
             self._logprobs.append(logprobs)
         stop = None
@@ -163,6 +173,7 @@ class RequestStream:
     def _take(self) -> OutputDelta:
         """All there is, in one delta. Raises what decoding does."""
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        are_drafts = tuple(self._are_drafts)
         text = ""
         if self._failure is None:
             text = self._take_text(token_ids)
@@ -170,12 +181,13 @@ class RequestStream:
             self._finish = replace(self._finish, reason=FinishReason.ERROR, error=self._failure)
         self._token_ids.clear()
         self._logprobs.clear()
+        self._are_drafts.clear()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if token_ids or self.scores_only:
             prompt_logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
         self._taken = self._finish is not None
-        return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs)
+        return OutputDelta(text, token_ids, logprobs, self._finish, prompt_logprobs, are_drafts)
 
     def _take_text(self, token_ids: tuple[int, ...]) -> str:
         if self.checks_stops:

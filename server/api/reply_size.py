@@ -13,6 +13,7 @@ MAX_REPLY_BYTES = 64 * 2**20
 SCORE_BYTES = 80  # of JSON, for a token with its log-probability, rank and text
 HELD_SCORE_BYTES = 136  # of memory, for the same while the reply is being generated
 _ID_BYTES = 8
+_ORIGIN_BYTES = 9
 _ASCII_BYTES, _OTHER_BYTES = 6, 12  # of JSON, for a character that is escaped
 
 
@@ -52,7 +53,8 @@ def reply_size(body: GenerationBody, parts: Iterable[ReplyPart]) -> ReplySize:
     scores, top = body.prompt_logprobs, body.num_logprobs
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     tells_once = not isinstance(body, CompletionRequest) and not body.stream  # of the prompt
-    by_field = dict.fromkeys(("prompt_logprobs", body.logprobs_param, "echo", "return_token_ids"), 0)
+    by_field = dict.fromkeys(("prompt_logprobs", body.logprobs_param, "echo"), 0)
+    by_field |= {"return_token_ids": 0, "return_token_origins": 0}
     num_held = 0
     for part in parts:
         num_told = 1 if tells_once else part.num_choices
@@ -69,6 +71,8 @@ def reply_size(body: GenerationBody, parts: Iterable[ReplyPart]) -> ReplySize:
             by_field["echo"] += part.num_choices * _text_bytes(part.prompt_text)
         if body.return_token_ids:
             by_field["return_token_ids"] += (num_told * part.num_prompt_tokens + generated) * _ID_BYTES
+        if body.return_token_origins:
+            by_field["return_token_origins"] += generated * _ORIGIN_BYTES
     return ReplySize(by_field, num_held)
 
 

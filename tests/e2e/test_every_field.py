@@ -35,7 +35,7 @@ HELLO: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "abc"},
     CHAT: {"messages": [{"role": "user", "content": "abc"}]},
 }
-OUR_OWN = {"speculation", "deadline_ms"}
+OUR_OWN = {"speculation", "deadline_ms", "return_token_origins"}
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens"),

@@ -237,6 +237,7 @@ def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
     for name, values in (
         ("prompt_logprobs", (0, 1, 20)),
         ("return_token_ids", (True,)),
+        ("return_token_origins", (True,)),
         ("allowed_token_ids", (list(range(3, 400)), [5] * 10**6, list(range(3, 500)) * 2000)),
         ("stop_token_ids", ([450] * 10**6,)),
         ("bad_words", (["word" * 200] * 256,)),

@@ -96,7 +96,8 @@ class FakeEngine:
 
     `fail_at` ends every stream with `failure` instead of that token; `merge` tokens make one delta. Text of
     more than `char_limit` characters is too long to be encoded; `adds_bos` puts a special ^ before it. Every
-    stream ends with `speculation`. With a `reply` every stream says that, and stops, whatever its prompt.
+    stream ends with `speculation`, whose accepted drafts are the first tokens but for each delta's last. With
+    a `reply` every stream says that, and stops, whatever its prompt.
     """
 
     max_model_len: int = 256
@@ -274,6 +275,7 @@ class FakeStream:
     engine: FakeEngine
     request: GenerationRequest
     num_sent: int = 0
+    num_drafts: int = 0  # of those sent
     over: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -303,11 +305,14 @@ class FakeStream:
         if sampling.logprobs is not None:
             logprobs = tuple(self._logprobs(token, sampling.logprobs) for token in tokens)
         scores = self._prompt_logprobs() if sent == 0 else ()
-        delta = OutputDelta(text, tokens, logprobs, None, scores)
+        are_drafts = self._are_drafts(len(tokens))
+        delta = OutputDelta(text, tokens, logprobs, None, scores, are_drafts)
         stop = next((each for each in sampling.stop if each == text), None)
         if stop is not None:
             return self._end(
-                OutputDelta("", tokens, logprobs, None, scores), FinishReason.STOP, stop_reason=stop
+                OutputDelta("", tokens, logprobs, None, scores, are_drafts),
+                FinishReason.STOP,
+                stop_reason=stop,
             )
         if self.engine.reply is not None and self.num_sent == len(self.engine.reply):
             return self._end(delta, FinishReason.STOP)
@@ -321,6 +326,13 @@ class FakeStream:
             return ord(self.engine.reply[i])
         seed = 0 if sampling.temperature == 0 else sampling.seed
         return prompt[(i + seed) % len(prompt)]
+
+    def _are_drafts(self, num_tokens: int) -> tuple[bool, ...]:
+        stats = self.engine.speculation
+        left = 0 if stats is None else stats.num_accepted - self.num_drafts
+        num_drafts = max(0, min(left, num_tokens - 1))
+        self.num_drafts += num_drafts
+        return (True,) * num_drafts + (False,) * (num_tokens - num_drafts)
 
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         top = tuple((token + i, -0.5 - i) for i in range(num_top))
@@ -350,7 +362,7 @@ class FakeStream:
         finish = Finish(
             reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING, self.engine.speculation
         )
-        return OutputDelta(delta.text, delta.token_ids, delta.logprobs, finish, delta.prompt_logprobs)
+        return delta._replace(finish=finish)
 
     def close(self) -> None:
         if not self.over.is_set():

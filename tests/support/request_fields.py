@@ -289,6 +289,7 @@ SHAPE = (
     ),
     _whole("prompt_logprobs", (0, 20), (-1, 21, MOST + 1), shows=lambda _: {"prompt_logprobs": 2}),
     _switch("return_token_ids", lambda _: {"return_token_ids": True}),
+    _switch("return_token_origins", state="elsewhere", why="it tells drafts apart, test_token_origins.py"),
     _switch(
         "return_tokens_as_token_ids",
         lambda _: {"return_tokens_as_token_ids": True},

@@ -19,7 +19,7 @@ from server.api.openai.message import deltas_of, message_of
 from server.api.openai.models import check_model
 from server.api.openai.protocol import ChatCompletionRequest
 from server.api.openai.protocol_refusals import ON_CHAT
-from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
+from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id, tells_tokens, token_fields
 from server.api.openapi import json_body
 from server.api.reply_rules import ReplyRules
 from server.api.submission import Submission, open_generation, truncated
@@ -117,7 +117,7 @@ class ChatShape:
                 opening["prompt_token_ids"] = list(choice.prompt.token_ids)
             yield {**opening, **self._prompt_logprobs(choice)}
         parts = self._parts(choice, delta)
-        if not parts and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+        if not parts and (delta.logprobs or (tells_tokens(self.body) and delta.token_ids)):
             parts = [{"content": ""}]
         for i, part in enumerate(parts):
             yield self._chunk(choice, part, None if i else delta)
@@ -141,8 +141,8 @@ class ChatShape:
             "logprobs": None if delta is None else self._logprobs(delta.logprobs),
             "finish_reason": None,
         }
-        if delta is not None and self.body.return_token_ids:
-            entry["token_ids"] = list(delta.token_ids)
+        if delta is not None:
+            entry |= token_fields(self.body, delta)
         return {"choices": [entry]}
 
     def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
@@ -150,15 +150,13 @@ class ChatShape:
         reader = choice.reader
         assert reader is not None
         whole = reader.whole("".join(output.text), cut=choice.is_cut)
-        entry = {
+        return {
             "index": choice.index,
             "message": message_of(whole, thinks=reader.thinks, is_legacy=self.is_legacy),
             "logprobs": self._logprobs(output.logprobs),
             **self._ending(choice),
+            **token_fields(self.body, output),
         }
-        if self.body.return_token_ids:
-            entry["token_ids"] = output.token_ids
-        return entry
 
     def extras(self, choices: list[Choice]) -> dict[str, object]:
         """What the reply says of the prompt, which all choices share."""

@@ -25,7 +25,7 @@ from server.api.openai.models import check_model
 from server.api.openai.protocol import CompletionRequest
 from server.api.openai.protocol_refusals import ON_COMPLETIONS
 from server.api.openai.protocol_values import PromptItem
-from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id
+from server.api.openai.reply import Collected, Reply, finish_fields, fresh_id, tells_tokens, token_fields
 from server.api.openapi import json_body
 from server.api.submission import Submission, open_generation, truncated
 from server.http.body_room import lease_of
@@ -127,9 +127,8 @@ class CompletionShape:
         first, choice.started = not choice.started, True
         logprobs = self._logprobs(choice, delta.logprobs, first)
         text = (choice.prompt.text or "") + delta.text if first else delta.text
-        carries_ids = bool(self.body.return_token_ids)
         tells_prompt = first and choice.prompt.scores is not None
-        if not (text or delta.finish or delta.logprobs or carries_ids or tells_prompt):
+        if not (text or delta.finish or delta.logprobs or tells_tokens(self.body) or tells_prompt):
             return
         entry = {
             "index": choice.index,
@@ -138,9 +137,9 @@ class CompletionShape:
             **finish_fields(choice),
             **(self._prompt_logprobs(choice) if first else {}),
         }
-        if carries_ids:
+        if self.body.return_token_ids:
             entry["prompt_token_ids"] = list(choice.prompt.token_ids) if first else None
-            entry["token_ids"] = list(delta.token_ids)
+        entry |= token_fields(self.body, delta)
         yield {"choices": [entry]}
 
     def choice(self, choice: Choice, output: Collected) -> dict[str, object]:
@@ -154,8 +153,7 @@ class CompletionShape:
         }
         if self.body.return_token_ids:
             entry["prompt_token_ids"] = list(choice.prompt.token_ids)
-            entry["token_ids"] = output.token_ids
-        return entry
+        return entry | token_fields(self.body, output)
 
     def extras(self, choices: list[Choice]) -> dict[str, object]:
         """Nothing."""

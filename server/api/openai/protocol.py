@@ -136,6 +136,9 @@ class GenerationBody(BodyPart):
     """Keep only this many of the prompt's last tokens; -1 keeps what fits the context."""
     return_token_ids: bool | None = None
     """Send the token ids of prompt and output, too."""
+    return_token_origins: bool | None = None
+    """Say of each token of the output where it comes from, in the order of `token_ids`: `token_origins` holds
+    `draft` for an accepted draft and `target` for a token that the model itself drew."""
     return_tokens_as_token_ids: bool | None = None
     """Spell the tokens of log-probabilities as `token_id:N` in place of text."""
     prompt_logprobs: Count | None = None

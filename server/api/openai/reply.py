@@ -36,12 +36,14 @@ class Collected:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    are_drafts: list[bool] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
         """Append one delta."""
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.are_drafts += delta.are_drafts
 
 
 class ReplyShape(Protocol):
@@ -72,6 +74,21 @@ def finish_fields(choice: Choice) -> dict[str, object]:
     return {"finish_reason": _FINISH_REASONS.get(finish.reason, "abort"), "stop_reason": finish.stop_reason}
 
 
+def tells_tokens(body: GenerationBody) -> bool:
+    """Whether the reply says anything of each token beside its text and log-probability."""
+    return bool(body.return_token_ids or body.return_token_origins)
+
+
+def token_fields(body: GenerationBody, output: OutputDelta | Collected) -> dict[str, object]:
+    """The lists with an entry for each token of `output` that `body` asks for."""
+    fields: dict[str, object] = {}
+    if body.return_token_ids:
+        fields["token_ids"] = list(output.token_ids)
+    if body.return_token_origins:
+        fields["token_origins"] = ["draft" if is_draft else "target" for is_draft in output.are_drafts]
+    return fields
+
+
 def _last(error: Exception | None) -> list[bytes]:
     """A late error is an event as well, and `[DONE]` is always last."""
     return [DONE] if error is None else [encode_event(error_reply(error).body()), DONE]
@@ -93,6 +110,7 @@ class Reply:
         self._turns = context.large_replies
         self._shape = shape
         self._tells_ids = bool(body.return_token_ids)
+        self._tells_origins = bool(body.return_token_origins)
         self._includes_usage = options is not None and bool(options.include_usage)
         self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._streams = bool(body.stream)
@@ -177,6 +195,8 @@ class Reply:
         values = 1 + _num_scores(output.logprobs) + sum(map(len, output.text)) // _CHARS_A_VALUE
         if self._tells_ids:
             values += len(output.token_ids) + (len(prompt.token_ids) if first else 0)
+        if self._tells_origins:
+            values += len(output.are_drafts)
         if first:
             values += len(prompt.text or "") // _CHARS_A_VALUE
             values += 0 if prompt.scores is None else _num_scores(prompt.scores.records)

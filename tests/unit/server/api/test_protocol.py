@@ -19,7 +19,7 @@ EXTRAS = [
     *("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens"),
     *("allowed_token_ids", "prompt_logprobs", "return_token_ids", "cache_salt", "priority", "request_id"),
     *("deadline_ms", "speculation", "prediction", "structured_outputs", "service_tier", "prompt_embeds"),
-    *("use_beam_search", "guided_json"),
+    *("use_beam_search", "guided_json", "return_token_origins"),
 ]
 OPENAI = [
     *("model", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed", "logit_bias"),

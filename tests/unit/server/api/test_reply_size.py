@@ -55,13 +55,14 @@ async def test_the_prompt_of_a_chat_is_told_once_unless_it_is_streamed() -> None
 
 
 def test_an_echo_and_ids_count_as_well() -> None:
-    body = CompletionRequest(prompt=[""], n=100, echo=True, return_token_ids=True)
+    body = CompletionRequest(prompt=[""], n=100, echo=True, return_token_ids=True, return_token_origins=True)
     size = reply_size(body, [ReplyPart(8000, "é" * 8000, 100, 16)])
     assert size.by_field == {
         "prompt_logprobs": 0,
         "logprobs": 0,
         "echo": 100 * 8000 * 12,
         "return_token_ids": 100 * 8016 * 8,
+        "return_token_origins": 100 * 16 * 9,
     }
     assert size.held_bytes == 0
 
