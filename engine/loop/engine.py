@@ -302,10 +302,7 @@ class Engine:
         queued = [record for record in records if record.request_id not in idle]
         with self._counts.refusals():
             self._check_open()
-            num_waiting_tokens = batcher.queue.num_tokens
-            for record in queued:
-                self._admission.check_tokens(record.num_tokens, num_waiting_tokens, len(batcher.queue))
-                num_waiting_tokens += record.num_tokens
+            self._admission.check_tokens(queued, batcher.queue)
         for place, record in enumerate(queued):
             self._check_deadline(record, queued[:place])
         streams = [self._make_stream(request) for request in requests]

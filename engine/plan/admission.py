@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NoReturn
+from itertools import chain
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from engine.plan.request import GenerationRequest, Request, SamplingParams
@@ -35,39 +35,36 @@ class Admission:
     ) -> ExitStack:
         """Take places until the stack is closed; raise Overloaded, naming the limit, if too few are left."""
         queued = len(waiting) + self.num_preparing
-        if queued + num_requests > self.max_queued_requests:
-            self._refuse("The queue is full:", queued, self.max_queued_requests)
-        most = max(1, int(self.max_queued_requests * TENANT_SHARE))
-        if self.has_tenants and queued + num_requests > most:
-            own = self.preparing[tenant] + sum(request.tenant == tenant for request in waiting)
-            if own + num_requests > most:
-                self._refuse("One tenant's places in the queue are taken:", own, most)
+        own = chain((self.preparing[tenant],), (request.tenant == tenant for request in waiting))
+        self._check(num_requests, "requests", queued, own, self.max_queued_requests, queued)
         self.preparing[tenant] += num_requests
         permit = ExitStack()
         permit.callback(self._give_back, num_requests, tenant)
         return permit
 
-    def _refuse(self, reason: str, queued: int, limit: int) -> NoReturn:
-        raise Overloaded(
-            f"{reason} {queued} requests wait, the limit is {limit}.",
-            code="queue_full",
-            retry_after_s=self.retry_after_s(queued),
-        )
+    def check_tokens(self, records: Sequence[Request], queue: RequestQueue) -> None:
+        """Raise Overloaded when one reply's prompts overfill the queue; an empty queue takes any one."""
+        if records and len(records) + len(queue) > 1:
+            num_tokens, tenant = sum(record.num_tokens for record in records), records[0].tenant
+            own = (request.num_tokens for request in queue if request.tenant == tenant)
+            limit = self.max_queued_tokens
+            self._check(num_tokens, "prompt tokens", queue.num_tokens, own, limit, len(queue))
+
+    def _check(
+        self, asked: int, what: str, queued: int, own: Iterable[int], limit: int, num_waiting: int
+    ) -> None:
+        """Raise Overloaded where all have too many of something, or one of several tenants has too many."""
+        if queued + asked <= limit:
+            limit = max(1, int(limit * TENANT_SHARE)) if self.has_tenants else limit
+            if queued + asked <= limit or not (queued := sum(own)) or queued + asked <= limit:
+                return
+        message = f"The queue is full: {queued} {what} wait, the limit is {limit}."
+        raise Overloaded(message, code="queue_full", retry_after_s=self.retry_after_s(num_waiting))
 
     def _give_back(self, num_requests: int, tenant: str | None) -> None:
         self.preparing[tenant] -= num_requests
         if not self.preparing[tenant]:
             del self.preparing[tenant]
-
-    def check_tokens(self, num_tokens: int, num_waiting_tokens: int, num_waiting: int) -> None:
-        """Raise Overloaded when a prompt of `num_tokens` overfills the queue; an empty queue takes any."""
-        if num_waiting_tokens and num_waiting_tokens + num_tokens > self.max_queued_tokens:
-            raise Overloaded(
-                f"The queue is full: {num_waiting_tokens} prompt tokens wait, "
-                f"the limit is {self.max_queued_tokens}.",
-                code="queue_full",
-                retry_after_s=self.retry_after_s(num_waiting),
-            )
 
 
 def check_prompt(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
