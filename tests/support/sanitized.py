@@ -55,7 +55,8 @@ BUGS = {
 def main(flags: list[str], bug: str | None, arguments: list[str]) -> int:
     """The exit status of pytest with those arguments, for kernels compiled with those flags too."""
     os.environ.pop("LD_PRELOAD", None)  # for this process alone, not for its compiler
-    vars(compiler).update(_FLAGS=(*compiler._FLAGS, "-O1", "-g", *flags))
+    flags = ["-O1", "-g", *flags]
+    vars(compiler).update(_FLAGS=(*compiler._FLAGS, *flags), _TIME_LIMIT_S=900)
     torch.set_num_threads(NUM_THREADS)
     with TemporaryDirectory() as folder:
         if bug is not None:
