@@ -19,7 +19,7 @@ from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest,
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.responses.protocol import ResponsesRequest
 from server.http.json_body import MAX_PARTS, MAX_VALUES
-from server.http.json_parts import count_marks
+from server.http.json_parts import MAX_DEPTH, count_marks
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -58,6 +58,17 @@ def _keys(size: int) -> bytes:
     return b"{" + b",".join(b'"k%d":1' % i for i in range(size // 12)) + b"}"
 
 
+def _nested(before: bytes, after: bytes, num_levels: int) -> Callable[[int], bytes]:
+    """A long text within as many of these as the parser's depth allows, each of so many levels."""
+    count = (MAX_DEPTH - 20) // num_levels
+
+    def make(size: int) -> bytes:
+        text = b"a" * max(1, size - count * (len(before) + len(after)) - 2)
+        return before * count + b'"' + text + b'"' + after * count
+
+    return make
+
+
 # JSON values of any size.
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "text": _filled('"', "a", '"'),
@@ -82,6 +93,8 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "deep": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
     "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
     "digits": lambda size: b"9" * size,
+    "nested documents": _nested(b'[{"type":"document","source":{"type":"content","content":', b"}}]", 3),
+    "nested results": _nested(b'[{"type":"search_result","title":"a","content":', b"}]", 2),
 }
 
 
@@ -107,7 +120,31 @@ _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", f"{MESSAGES}/count_tokens", CountTokensRequest, {"messages": [_HELLO]}),
     ("PATCH", "/v1/requests/none", RequestPatch, {}),
 )
+BODY_KINDS = {kind: path for _, path, kind, _ in _KINDS}
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+def _said(**message: Any) -> tuple[str, dict[str, Any]]:
+    """A chat with an earlier message of the model."""
+    return CHAT, {"messages": [_HELLO, {"role": "assistant", **message}, _HELLO], "max_tokens": 2}
+
+
+def _item(**item: Any) -> tuple[str, dict[str, Any]]:
+    """A response to an item."""
+    return RESPONSES, {"input": [item], "max_output_tokens": 2}
+
+
+def _block(role: str = "user", **block: Any) -> tuple[str, dict[str, Any]]:
+    """A message of one block."""
+    return MESSAGES, {"messages": [{"role": role, "content": [block]}], "max_tokens": 2}
+
+
+def _asking(path: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """An ordinary conversation with these fields beside it."""
+    return path, {"input" if path == RESPONSES else "messages": [_HELLO], **_BASES[path], **fields}
+
+
+_BASES: dict[str, dict[str, Any]] = {CHAT: {}, RESPONSES: {}, MESSAGES: {"max_tokens": 2}}
 # Places within fields, as a body around them.
 _INNER: dict[str, tuple[str, dict[str, Any]]] = {
     "content of a message": (CHAT, {"messages": [{"role": "user", "content": _HOLE}]}),
@@ -149,26 +186,82 @@ _INNER: dict[str, tuple[str, dict[str, Any]]] = {
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _HOLE}},
         },
     ),
-    "an item": (RESPONSES, {"input": [{"role": "user", "content": _HOLE}]}),
-    "output of a call": (
-        RESPONSES,
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": _HOLE}]},
-    ),
+    "an item": _item(role="user", content=_HOLE),
+    "output of a call": _item(type="function_call_output", call_id="a", output=_HOLE),
     "a block": (MESSAGES, {"messages": [{"role": "user", "content": _HOLE}], "max_tokens": 2}),
-    "input of a tool": (
-        MESSAGES,
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": _HOLE}],
-                }
-            ],
-            "max_tokens": 2,
-        },
-    ),
+    "input of a tool": _block("assistant", type="tool_use", id="a", name="f", input=_HOLE),
     "prediction": (COMPLETIONS, {"prompt": "hi", "prediction": {"type": "content", "content": _HOLE}}),
 }
+# Places that are read as others are, or not at all: each is filled in a few ways.
+_INNER_SELDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning of a message": _said(content="a", reasoning_content=_HOLE),
+    "refusal of a message": _said(content=None, refusal=_HOLE),
+    "input of a custom call": _said(
+        tool_calls=[{"id": "a", "type": "custom", "custom": {"name": "f", "input": _HOLE}}]
+    ),
+    "template options": _asking(CHAT, chat_template_kwargs={"a": _HOLE}),
+    "grammar of a custom tool": _asking(
+        CHAT,
+        tools=[
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "f",
+                    "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": _HOLE}},
+                },
+            }
+        ],
+        tool_choice="required",
+    ),
+    "allowed tools": _asking(
+        CHAT,
+        tools=[{"type": "function", "function": _FUNCTION}],
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": _HOLE}},
+    ),
+    "arguments of an item": _item(type="function_call", call_id="a", name="f", arguments=_HOLE),
+    "input of an item": _item(type="custom_tool_call", call_id="a", name="f", input=_HOLE),
+    "thoughts of an item": _item(type="reasoning", content=_HOLE),
+    "summary of an item": _item(type="reasoning", summary=_HOLE),
+    "encrypted thoughts": _item(type="reasoning", encrypted_content=_HOLE),
+    "an unknown item": _item(type="unheard_of", data=_HOLE),
+    "schema of a text": _asking(RESPONSES, text={"format": {"type": "json_schema", "schema": _HOLE}}),
+    "effort of a response": _asking(RESPONSES, reasoning={"effort": _HOLE}),
+    "parameters in a namespace": _asking(
+        RESPONSES,
+        tools=[
+            {
+                "type": "namespace",
+                "name": "n",
+                "tools": [{"type": "function", "name": "f", "parameters": _HOLE}],
+            }
+        ],
+    ),
+    "definition of a custom tool": _asking(
+        RESPONSES,
+        tools=[
+            {
+                "type": "custom",
+                "name": "f",
+                "format": {"type": "grammar", "syntax": "regex", "definition": _HOLE},
+            }
+        ],
+        tool_choice={"type": "custom", "name": "f"},
+    ),
+    "a thinking block": _block("assistant", type="thinking", thinking=_HOLE, signature="a"),
+    "result of a tool": _block(type="tool_result", tool_use_id="a", content=_HOLE),
+    "a document": _block(type="document", source={"type": "text", "data": _HOLE}),
+    "content of a document": _block(type="document", source={"type": "content", "content": _HOLE}),
+    "title of a document": _block(type="document", title=_HOLE, source={"type": "text", "data": "a"}),
+    "a search result": _block(type="search_result", title="a", source="b", content=_HOLE),
+    "an unknown block": _block("assistant", type="unheard_of", data=_HOLE),
+    "a system block": _asking(MESSAGES, system=[{"type": "text", "text": _HOLE}]),
+    "schema of a tool's input": _asking(MESSAGES, tools=[{"name": "f", "input_schema": _HOLE}]),
+    "schema of a message": _asking(
+        MESSAGES, output_config={"format": {"type": "json_schema", "schema": _HOLE}}
+    ),
+    "thinking of a message": _asking(MESSAGES, thinking={"type": "enabled", "budget_tokens": _HOLE}),
+}
+NUM_SELDOM = 5  # ways
 _OFTEN = frozenset(
     (
         "prompt",
@@ -196,8 +289,8 @@ def hostile_bodies(seed: int) -> Iterator[HostileBody]:
                 sizes = _sizes(shape) if name in _OFTEN else {draw.choice((*SIZES, _largest_read(shape)))}
                 for size in sorted(sizes):
                     yield _body(method, path, f"{name} of {shape}", around, (shape, size))
-    for name, (path, inner) in _INNER.items():
-        for shape in SHAPES:
+    for name, (path, inner) in (_INNER | _INNER_SELDOM).items():
+        for shape in SHAPES if name in _INNER else draw.sample(list(SHAPES), NUM_SELDOM):
             for size in sorted(_sizes(shape)):
                 yield _body("POST", path, f"{name} of {shape}", json.dumps(inner), (shape, size))
     for number in range(NUM_MIXED):
