@@ -48,3 +48,11 @@ print(before - resident_mib())
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) > 50
+
+
+def test_threads_hand_the_interpreter_on_soon() -> None:
+    code = (
+        "import sys; from engine.startup.host_tuning import SWITCH_S, prepare_process; prepare_process(); "
+        "assert sys.getswitchinterval() == SWITCH_S <= 0.001"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
