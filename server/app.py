@@ -30,7 +30,9 @@ from server.http.context import ServerContext
 from server.http.errors import ApiError, answer_error
 from server.http.head import HeadMiddleware
 from server.http.middleware import ExchangeMiddleware
+from server.http.open_tenants import OpenTenants
 from server.http.site_guard import SiteGuard, allow_origins, rules_of
+from server.http.turns import Turns
 from server.http.unrouted import answer_unrouted
 from server.observability import health, server_info
 from server.observability.figure_history import FigureHistory
@@ -63,7 +65,7 @@ def build_app(
     `is_public` says that other machines may connect: it then answers to any name, unless --allowed-host gives
     some. Raises StartRefused for bad keys.
     """
-    http = HttpMetrics()
+    http, tenants = HttpMetrics(), OpenTenants()
     context = ServerContext(
         settings,
         engine,
@@ -71,6 +73,9 @@ def build_app(
         created=int(time.time()),
         history=FigureHistory(engine, http),
         responses=StoredResponses(settings.server.max_stored_responses),
+        tenants=tenants,
+        large_bodies=Turns(tenants.give_way),
+        large_replies=Turns(tenants.give_way),
     )
     keys = key_ring(settings)
     app = FastAPI(
@@ -110,7 +115,8 @@ def build_app(
     # The last added is the outermost: label and count, then sites, keys, body and leaving, HEAD.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)
-    app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=settings.server.protect_metrics)
+    protect_metrics = settings.server.protect_metrics
+    app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=protect_metrics, tenants=tenants)
     if settings.server.cors_origin:
         allow_origins(app, settings.server.cors_origin)
     app.add_middleware(SiteGuard, rules=rules_of(settings.server, is_public))

@@ -19,6 +19,7 @@ from server.http.body_room import lease_of, parsed_bytes
 from server.http.context import context_of, exchange_of
 from server.http.errors import invalid, shown
 from server.http.json_body import parse_json
+from server.http.json_parts import do_nothing
 from server.http.middleware import usable_label
 from server.observability.http_metrics import MAX_NAMES
 
@@ -63,20 +64,22 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
 async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M:
     """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError."""
     content, lease = await _take_body(request), lease_of(request.scope)
+    turns = context_of(request).large_bodies
 
-    def read() -> M:
+    def read(rest: Callable[[], None] = do_nothing) -> M:
         try:
-            return check(parse_json(content))
+            data = parse_json(content, rest)
+            rest()
+            return check(data)
         except ValidationError as error:
             raise describe(error) from None
 
     if len(content) <= _SMALL_BYTES:
         lease.hold(len(content) + parsed_bytes(content))
         return read()
-    turns = context_of(request).large_bodies
     needed = await turns.run(lambda: parsed_bytes(content), 0)
     lease.hold(len(content) + needed)
-    found = await turns.run(read, len(content))
+    found = await turns.run(lambda: read(turns.rest), len(content))
     lease.hold(needed)
     return found
 

@@ -19,6 +19,7 @@ from server.http.context import exchange_of
 from server.http.errors import AUTHENTICATION, ErrorReply
 from server.http.installation import installation_secret
 from server.http.key_file import ApiKey, KeyFileError, read_key_file
+from server.http.open_tenants import OpenTenants
 from server.pages.api_page import SHELL_PATHS
 
 OPEN_PATHS = SHELL_PATHS | {"/", "/health", "/health/live", "/health/ready", "/ping", "/ready"}
@@ -93,9 +94,10 @@ def key_ring(settings: Settings) -> KeyRing:
 class AuthMiddleware:
     """Lets nothing but the open paths through without a key."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, tenants: OpenTenants) -> None:
         self.app = app
         self._keys = keys
+        self._tenants = tenants
         self._open_paths = OPEN_PATHS if protect_metrics else OPEN_PATHS | {METRICS_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +108,10 @@ class AuthMiddleware:
                 await _refusal().send(scope, receive, send)
                 return
             exchange_of(scope).tenant = tenant
-        await self.app(scope, receive, send)
+            with self._tenants.serving(tenant):
+                await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 def _refusal() -> ErrorReply:

@@ -16,6 +16,7 @@ from engine import Engine, EngineInfo, Overloaded
 from server.api.generation import Accepted
 from server.api.live_replies import LiveReplies
 from server.api.responses.store import StoredResponses
+from server.http.open_tenants import OpenTenants
 from server.http.peer import Peer
 from server.http.turns import Turns
 from server.observability.figure_history import FigureHistory
@@ -38,6 +39,7 @@ class ServerContext:
     history: FigureHistory
     live: LiveReplies = field(default_factory=LiveReplies)
     responses: StoredResponses = field(default_factory=StoredResponses)
+    tenants: OpenTenants = field(default_factory=OpenTenants)
     large_bodies: Turns = field(default_factory=Turns)
     large_replies: Turns = field(default_factory=Turns)
 

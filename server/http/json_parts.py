@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +80,10 @@ def _end_of_string(text: bytes | bytearray, start: int) -> int:
     return len(text)
 
 
+def do_nothing() -> None:
+    """A rest that is none."""
+
+
 def count_marks(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """(lists, objects and keys; commas) of each window of `text`, without what its strings hold."""
     position = 0
@@ -118,16 +122,20 @@ class _Level:
     state: _State = _State.START
 
 
-def read_in_parts(text: bytes | bytearray) -> Any:
-    """What `from_json` makes of `text`, without NaN, but in many short runs. Raises ValueError."""
-    return _Reader(text).read()
+def read_in_parts(text: bytes | bytearray, rest: Callable[[], None] = do_nothing) -> Any:
+    """What `from_json` makes of `text`, without NaN, but in many short runs with a `rest` after each.
+
+    Raises ValueError.
+    """
+    return _Reader(text, rest).read()
 
 
 class _Reader:
     """One text being read."""
 
-    def __init__(self, text: bytes | bytearray) -> None:
+    def __init__(self, text: bytes | bytearray, rest: Callable[[], None]) -> None:
         self._text = text
+        self._rest = rest
         # The whole is the one element of a list whose brackets are not there.
         self._levels = [_Level(_LIST, 0, 0)]
 
@@ -236,6 +244,7 @@ class _Reader:
         return "".join(parts)
 
     def _parse(self, text: bytes | bytearray, place: int) -> Any:
+        self._rest()
         try:
             return from_json(text, allow_inf_nan=False)
         except ValueError as error:

@@ -114,9 +114,14 @@ def test_no_run_of_the_parser_is_long(name: str, monkeypatch: pytest.MonkeyPatch
         runs.append(len(text))
         return from_json(text, **options)
 
+    def rest() -> None:
+        runs_at_rest.append(len(runs))
+
+    runs_at_rest: list[int] = []
     monkeypatch.setattr(module, "from_json", parse)
-    assert read_in_parts(LARGE[name]) == from_json(LARGE[name])
+    assert read_in_parts(LARGE[name], rest) == from_json(LARGE[name])
     assert max(runs) <= 2 * WINDOW + 10
+    assert runs_at_rest == list(range(len(runs))), "between any two it gives way"
 
 
 def test_marks_within_text_do_not_count() -> None:
