@@ -80,6 +80,7 @@ async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M
     needed = await turns.run(lambda: parsed_bytes(content), 0)
     lease.hold(len(content) + needed)
     found = await turns.run(lambda: read(turns.rest), len(content))
+    lease.upload.close()
     lease.hold(needed)
     return found
 

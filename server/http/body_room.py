@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from starlette.types import Scope
 
 from server.http.errors import OVERLOADED, ApiError, ErrorReply
@@ -41,12 +43,14 @@ class BodyRoom:
 class Lease:
     """What one request holds of the room, from the first byte of its body to the last of its reply.
 
-    Code that keeps more or less of a request than before reports that here. Event-loop thread only.
+    Code that keeps more or less of a request than before reports that here, and closes `upload` once the body
+    is parsed. Event-loop thread only.
     """
 
     def __init__(self, room: BodyRoom) -> None:
         self._room = room
         self.num_bytes = 0
+        self.upload = ExitStack()
 
     def hold(self, num_bytes: int) -> None:
         """All together it is `num_bytes` from here on. Raises ApiError, a 503, when there is no room."""
@@ -55,6 +59,7 @@ class Lease:
 
     def release(self) -> None:
         """Nothing is held any more. Safe to call twice."""
+        self.upload.close()
         self.hold(0)
 
 

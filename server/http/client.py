@@ -15,8 +15,9 @@ from server.http.body_room import FREE_BYTES, BodyRoom, Lease, give_lease
 from server.http.context import exchange_of
 from server.http.errors import INVALID, ApiError, ErrorReply
 from server.http.peer import peer_of
-from server.http.upload_pace import UploadPace
+from server.http.upload_pace import UploadPace, UploadRoom
 
+_MAX_UPLOADS = 4  # bodies of the largest size that a tenant may send at once
 _LINE_BYTES = 4  # of a header: the colon, the space, the end of the line
 _MAX_DIGITS = 18
 
@@ -33,6 +34,7 @@ class ClientMiddleware:
         self._settings = settings
         self._room = BodyRoom(settings.max_body_bytes)
         self._pace = UploadPace()
+        self._uploads = UploadRoom(_MAX_UPLOADS * settings.max_body_bytes, settings.max_queued_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ClientGone when the client left before the end."""
@@ -72,14 +74,22 @@ class ClientMiddleware:
         """The whole body, which from here on is the watch's alone. Raises ApiError or ClientGone."""
         peer = peer_of(scope)
         peer.check()
-        check_head(scope, self._settings)
+        size = check_head(scope, self._settings)
+        tenant = exchange_of(scope).tenant if size > FREE_BYTES else None
+        if tenant is not None:
+            await self._uploads.enter(tenant, size)
+            lease.upload.callback(self._uploads.leave, tenant, size)
+            peer.check()  # the wait may have been long
         body = await read_body(self._paced(scope, receive), self._settings.max_body_bytes, lease)
         peer.check()  # its fault may have ended the body
         return body
 
 
-def check_head(scope: Scope, settings: ServerSettings) -> None:
-    """Refuse by the headers alone: too large, a body announced too large, or a body that is not JSON."""
+def check_head(scope: Scope, settings: ServerSettings) -> int:
+    """The size of the body that is announced, the largest there may be for one that comes in chunks.
+
+    Raises ApiError by the headers alone: too large, a body announced too large, or a body that is not JSON.
+    """
     headers = scope["headers"]
     size = sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
     size += len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
@@ -90,9 +100,11 @@ def check_head(scope: Scope, settings: ServerSettings) -> None:
     announced = announced_length(found.get(b"content-length", b"0"))
     if announced > settings.max_body_bytes:
         raise _body_too_large(settings.max_body_bytes)
-    if (announced or b"transfer-encoding" in found) and not is_json(found.get(b"content-type", b"")):
+    is_chunked = b"transfer-encoding" in found
+    if (announced or is_chunked) and not is_json(found.get(b"content-type", b"")):
         message = "The body must be JSON: send it with 'content-type: application/json'."
         raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
+    return settings.max_body_bytes if is_chunked else announced
 
 
 def announced_length(value: bytes) -> int:

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from config import ServerSettings
 from server.http.body_room import FREE_BYTES, LEAST_BYTES, MAX_BODIES, BodyRoom, Lease, lease_of, parsed_bytes
 from server.http.client import ClientGone, ClientMiddleware, read_body
+from server.http.context import EXCHANGE_KEY, Exchange
 from server.http.errors import ApiError
 
 MAX_BODY = 4 * FREE_BYTES
@@ -127,3 +128,50 @@ async def test_a_request_gives_its_room_back_when_it_ends_and_not_before() -> No
         await client({"type": "http", "headers": []}, receive, send)
     assert rooms == [len(body), 1000] * 2
     assert client._room.num_taken == 0
+
+
+async def test_a_tenant_s_next_large_body_is_not_read_before_others_of_it_are_parsed() -> None:
+    reading: list[str] = []
+    parsed = {name: asyncio.Event() for name in ("a1", "a2", "b1")}
+    ended = asyncio.Event()
+
+    async def request(name: str) -> None:
+        exchange = Exchange(None)
+        exchange.tenant = name[0]
+        headers = [(b"content-length", b"%d" % (3 * MAX_BODY)), (b"content-type", b"application/json")]
+
+        async def receive() -> Message:
+            if name in reading:
+                await asyncio.get_running_loop().create_future()
+            reading.append(name)
+            return {"type": "http.request", "body": b"{}"}
+
+        async def app(scope: Scope, receive: Receive, _send: Send) -> None:
+            await parsed[name].wait()
+            lease_of(scope).upload.close()
+            await ended.wait()
+
+        async def send(_: Message) -> None:
+            raise AssertionError
+
+        scope = {"type": "http", "headers": headers, EXCHANGE_KEY: exchange, "app": app}
+        await middleware(scope, receive, send)
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["app"](scope, receive, send)
+
+    middleware = ClientMiddleware(route, ServerSettings(max_body_bytes=3 * MAX_BODY))
+    room = middleware._uploads
+    await room.enter("a", room._num_bytes - 3 * MAX_BODY)
+    requests = [asyncio.create_task(request(name)) for name in parsed]
+    await asyncio.sleep(0.01)
+    assert reading == ["a1", "b1"]
+    parsed["a1"].set()
+    await asyncio.sleep(0.01)
+    assert reading == ["a1", "b1", "a2"]
+    ended.set()
+    for each in parsed.values():
+        each.set()
+    await asyncio.gather(*requests)
+    room.leave("a", room._num_bytes - 3 * MAX_BODY)
+    assert not room._taken and not room._waiting
