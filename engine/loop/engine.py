@@ -19,7 +19,7 @@ from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
 from engine.loop.time_limits import TimeLimits, too_late
 from engine.loop.watchdog import Watchdog, thread_stacks
-from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt, check_token_ids
+from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request
@@ -239,8 +239,8 @@ class Engine:
 
         Raises InvalidRequest for an id outside the vocabulary.
         """
-        check_token_ids(param, token_ids, self.info.vocab_size)
-        call = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        decode = partial(self.tokenizer.decode_checked, token_ids, self.info.vocab_size, param)
+        call = partial(decode, skip_special_tokens=skip_special_tokens)
         return await self._text.run(call, "detokenizer", tenant)
 
     async def compile_grammar(

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, StartRefused
+from engine.plan.admission import check_token_ids
 from engine.text.chat_template import ChatTemplate
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.reply.reply_format import ReplyFormat, Spelling
@@ -85,6 +86,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids` alone, no prompt before them; an id without a token adds nothing."""
         return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_checked(
+        self, token_ids: Sequence[int], vocab_size: int, param: str, *, skip_special_tokens: bool
+    ) -> str:
+        """The same of the request's field `param`; raises InvalidRequest for an id beyond `vocab_size`."""
+        check_token_ids(param, token_ids, vocab_size)
+        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens spelled out; an incomplete character reads as U+FFFD."""

@@ -44,7 +44,12 @@ def unknown_fields(
         found = getattr(part, fields[key])
         if isinstance(found, BaseModel) and isinstance(value, Mapping):
             yield from unknown_fields(found, value, place=f"{place}{key}.")
-        elif isinstance(found, list) and isinstance(value, list):
+        elif isinstance(found, list) and isinstance(value, list) and not _holds_numbers(found):
             for one, given in zip(found, value, strict=False):
                 if isinstance(one, BaseModel) and isinstance(given, Mapping):
                     yield from unknown_fields(one, given, place=f"{place}{key}[].")
+
+
+def _holds_numbers(values: list[object]) -> bool:
+    """Whether it is one of those that are long: no list holds numbers beside objects."""
+    return bool(values) and isinstance(values[0], int)

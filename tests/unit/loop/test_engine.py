@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -339,6 +340,26 @@ async def test_a_tenant_alone_gets_all_places() -> None:
     async with running_engine(limits=EngineLimits(max_queued_requests=8)) as harness:
         with harness.engine.admit(8, "a"):
             pass
+
+
+class WatchedIds(list[int]):
+    """Token ids that know in which threads they are read."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__(token_ids)
+        self.readers: set[str] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        self.readers.add(threading.current_thread().name)
+        return super().__iter__()
+
+
+async def test_token_ids_are_read_off_the_loop_however_many_they_are() -> None:
+    async with running_engine() as harness:
+        token_ids = WatchedIds([1, 10**6])
+        with pytest.raises(InvalidRequest, match="the token id 1000000"):
+            await harness.engine.decode(token_ids, skip_special_tokens=False)
+        assert token_ids.readers and threading.current_thread().name not in token_ids.readers
 
 
 async def test_text_work_has_places_of_its_own() -> None:
