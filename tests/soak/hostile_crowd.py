@@ -125,6 +125,6 @@ async def main(url: str, key: str, kind: str, num_clients: int) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)
+    os.nice(19 - os.nice(0))
     url, key, kind, num_clients = sys.argv[1:]
     asyncio.run(main(url, key, kind, int(num_clients)))

@@ -27,7 +27,6 @@ from tests.support.tiny_models import save_tiny_model, tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 BAR = 3.0  # times the wait alone
-NOT_MET = {"detokenize": 8.0, "tool calls": 8.0, "scores": 8.0}  # twice what was measured: 4.0, 3.7 and 3.9
 NUM_ASKED = 25
 PAUSE_S = 0.1
 WARM_UP_S = 4.0
@@ -102,4 +101,4 @@ async def test_an_ordinary_request_hardly_notices_a_hostile_crowd(url: str, kind
 
     alone, beside, statuses = await asyncio.to_thread(measure)
     print(f"\n{kind}: alone {alone}, beside {beside}; its replies by status: {statuses}")
-    assert beside.median_s <= NOT_MET.get(kind, BAR) * alone.median_s
+    assert beside.median_s <= BAR * alone.median_s
