@@ -60,15 +60,16 @@ async def fill_in_prompt(
     else:
         before = asked.before
     after: Sequence[int] = await engine.encode(asked.after, add_special_tokens=False, tenant=tenant)
-    shown = await _files_shown(engine, asked.files, marks, tenant)
-    num_all = len(before) + len(after) + len(shown)
-    if asked.room_for is not None:
-        room = max(1, engine.info.max_model_len - asked.room_for - len(head) - len(marks.prompt((), ())))
-        before, after = _nearest(before, after, room)
-        left = room - len(before) - len(after)
-        shown = shown[-left:] if left else []
-    is_cut = len(before) + len(after) + len(shown) < num_all
-    return [*head, *shown, *marks.prompt(before, after)], is_cut
+    if asked.room_for is None:
+        shown = await _files_shown(engine, asked.files, marks, engine.info.max_model_len, tenant)
+        return [*head, *shown, *marks.prompt(before, after)], False
+    num_around = len(before) + len(after)
+    room = max(1, engine.info.max_model_len - asked.room_for - len(head) - len(marks.prompt((), ())))
+    before, after = _nearest(before, after, room)
+    left = room - len(before) - len(after)
+    shown = await _files_shown(engine, asked.files, marks, left, tenant)
+    is_cut = len(before) + len(after) < num_around or len(shown) > left
+    return [*head, *(shown[-left:] if left else ()), *marks.prompt(before, after)], is_cut
 
 
 def _nearest(before: Sequence[int], after: Sequence[int], room: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -79,21 +80,22 @@ def _nearest(before: Sequence[int], after: Sequence[int], room: int) -> tuple[Se
 
 
 async def _files_shown(
-    engine: Engine, files: Sequence[OtherFile], marks: FillInMiddle, tenant: str | None
+    engine: Engine, files: Sequence[OtherFile], marks: FillInMiddle, room: int, tenant: str | None
 ) -> list[int]:
-    """The files as the model was taught to see those of a repository, or each behind its name."""
-    if not files:
-        return []
+    """The files as the model was taught to see those of a repository, or each behind its name.
+
+    From the last one back, until they are more than there is room for: the others are not read.
+    """
 
     async def encode(text: str) -> list[int]:
         return await engine.encode(text, add_special_tokens=False, tenant=tenant)
 
-    shown = [] if marks.repository is None else [marks.repository, *await encode("repository\n")]
-    for file in files:
-        shown += [] if marks.file is None else [marks.file]
-        shown += await encode(f"{file.name or 'file'}\n{file.text}")
-    if marks.file is not None:
-        shown += [marks.file, *await encode("file\n")]
-    elif shown:
-        shown += await encode("\n\n")
-    return shown
+    if not files:
+        return []
+    mark = [] if marks.file is None else [marks.file]
+    shown = [*mark, *await encode("file\n")] if mark else await encode("\n\n")
+    for file in reversed(files):
+        if len(shown) > room:
+            return shown
+        shown = [*mark, *await encode(f"{file.name or 'file'}\n{file.text}"), *shown]
+    return shown if marks.repository is None else [marks.repository, *await encode("repository\n"), *shown]

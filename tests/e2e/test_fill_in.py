@@ -144,6 +144,15 @@ async def test_other_files_fill_what_is_left_with_their_end() -> None:
     assert len(prompt_of(engine)) == 28
 
 
+async def test_files_that_do_not_fit_are_not_read() -> None:
+    engine = coder(max_model_len=32)
+    files = [{"text": "d"}] * 1000 + [{"text": "e" * 40}]
+    reply = await post(engine, "/infill", {**INFILL, "input_extra": files, "n_predict": 4})
+    assert reply.json()["truncated"] is True
+    assert prompt_of(engine) == "e" * 15 + "Ffile\nPabScdM"
+    assert engine.num_encoded == 5  # nothing, both texts, the last file, and what follows it
+
+
 async def test_an_error_after_the_first_byte_is_an_event() -> None:
     from engine import RequestFailed
 

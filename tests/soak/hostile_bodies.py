@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from server.api.llama_cpp.protocol import InfillRequest
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.responses.protocol import ResponsesRequest
@@ -24,6 +25,7 @@ from server.http.json_parts import MAX_DEPTH, count_marks
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+INFILL = "/infill"
 LARGEST = 8 * 2**20
 SIZES = (2**16, 2**20, LARGEST)
 NUM_MIXED = 60
@@ -89,6 +91,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "objects": _filled("[", '{"role":"user","content":"a"},', "]"),
     "parts": _filled("[", '{"type":"text","text":"a"},', "]"),
     "tools": _filled("[", '{"type":"function","function":{"name":"f"}},', "]"),
+    "files": _filled("[", '{"filename":"a","text":"' + "a, b " * 1700 + '"},', "]"),
     "keys": _keys,
     "deep": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
     "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
@@ -118,6 +121,7 @@ _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", RESPONSES, ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
     ("POST", MESSAGES, MessagesRequest, {"messages": [_HELLO], "max_tokens": 2}),
     ("POST", f"{MESSAGES}/count_tokens", CountTokensRequest, {"messages": [_HELLO]}),
+    ("POST", INFILL, InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
     ("PATCH", "/v1/requests/none", RequestPatch, {}),
 )
 BODY_KINDS = {kind: path for _, path, kind, _ in _KINDS}
@@ -259,6 +263,10 @@ _INNER_SELDOM: dict[str, tuple[str, dict[str, Any]]] = {
     "schema of a message": _asking(
         MESSAGES, output_config={"format": {"type": "json_schema", "schema": _HOLE}}
     ),
+    "another file": (
+        INFILL,
+        {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "c", "text": _HOLE}]},
+    ),
     "thinking of a message": _asking(MESSAGES, thinking={"type": "enabled", "budget_tokens": _HOLE}),
 }
 NUM_SELDOM = 5  # ways
@@ -267,6 +275,8 @@ _OFTEN = frozenset(
         "prompt",
         "messages",
         "input",
+        "input_prefix",
+        "input_extra",
         "system",
         "tokens",
         "tools",

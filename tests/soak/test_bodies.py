@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.soak.hostile_bodies import CONTEXT, HostileBody, hostile_bodies
-from tests.support.tiny_models import save_tiny_model, tiny_model
+from tests.support.tiny_models import START_TOKEN, VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(3600)]
 
@@ -35,6 +35,7 @@ PROBE_S = 0.002
 NUM_SLICES = 8
 NUM_SHOWN = 10
 NUM_WARM_UPS = 8
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,9 +117,13 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny, with a long context."""
+    """Tiny, with a long context, and tokens that ask for the text between two."""
     model = save_tiny_model("llama", tmp_path_factory.mktemp("bodies") / "model")
-    tiny_model("llama", max_position_embeddings=CONTEXT).save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [START_TOKEN, *MARKS]})
+    tokenizer.save_pretrained(model)
+    vocab_size = VOCAB_SIZE + len(MARKS)
+    tiny_model("llama", max_position_embeddings=CONTEXT, vocab_size=vocab_size).save_pretrained(model)
     return model
 
 
