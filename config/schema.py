@@ -39,7 +39,7 @@ from config.value_types import (
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
 Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
-CpuKernels = Annotated[Literal["auto", "bf16", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
+CpuKernels = Annotated[Literal["auto", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
 Quantization = Annotated[Literal["none", "int8"], BeforeValidator(lower_case)]
 Policy = Annotated[
     Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)

@@ -36,11 +36,13 @@ struct DecoderStep {  // records.py mirrors it
 namespace {
 
 // act [n, width] = silu(gate) * up of x [n, k]. For every thread of a team, with a barrier behind it.
-void gated_product_in_team(Worker& me, const Product& gate_and_up, const Element* x, Element* act, Index n) {
-  const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL, k = gate_and_up.k;
+void gated_product_in_team(Worker& me, const Product& gate_and_up, const Element* x, Element* act, Index n,
+                           RowBlock* shared) {
+  const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL;
+  Input input(me, gate_and_up, x, n, shared);
   for_panels(me, n, panels, [&](Index first, Index stop, Index panel, Index last) {
     alignas(64) Element gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
-    const Number* rows = as_numbers(x + first * k, (stop - first) * k);
+    const Rows rows = input.rows(first, stop);
     for (; panel < last; panel++) {
       times_panel(gate_and_up, panel, rows, stop - first, {gate, nullptr, PANEL});
       times_panel(gate_and_up, panels + panel, rows, stop - first, {up, nullptr, PANEL});
@@ -52,11 +54,20 @@ void gated_product_in_team(Worker& me, const Product& gate_and_up, const Element
 
 // Where a step's intermediate results lie: those of a layer's two halves in one place.
 struct Scratch {
+  RowBlock* blocks;  // of the product at hand
   Element *normed, *qkv, *query, *attended, *act;
 
   Scratch(const Decoder& d, const DecoderStep& s)
-      : normed(s.scratch), qkv(normed + s.n * d.hidden), query(qkv + s.n * (d.heads + 2 * d.kv_heads) * d.dim),
+      : blocks(row_block_space<1>(most_row_blocks(d, s.n))), normed(s.scratch), qkv(normed + s.n * d.hidden), query(qkv + s.n * (d.heads + 2 * d.kv_heads) * d.dim),
         attended(query + s.n * d.heads * d.dim), act(qkv) {}
+
+  static Index most_row_blocks(const Decoder& d, Index n) {
+    Index most = 0;
+    for (Index i = 0; i < d.num_layers; i++)
+      for (const Product* w : {&d.layers[i].qkv, &d.layers[i].output, &d.layers[i].gate_up, &d.layers[i].down})
+        most = std::max(most, num_row_blocks(*w, n));
+    return most;
+  }
 
   static Index width(const Decoder& d) {
     return d.hidden + std::max((3 * d.heads + 2 * d.kv_heads) * d.dim, d.width);
@@ -67,7 +78,7 @@ struct Scratch {
 void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
   normalize_in_team(me, s.hidden, layer.attention_norm, at.normed, s.n, d.hidden);
-  product_in_team(me, layer.qkv, at.normed, at.qkv, s.n);
+  product_in_team(me, layer.qkv, at.normed, at.qkv, s.n, at.blocks);
   Attention attention = *s.attention;
   rotate_and_write_in_team(me, {at.qkv, s.cos, s.sin, layer.query_norm, layer.key_norm, at.query, s.keys[index],
                                 s.values[index], s.slots, s.n, d.heads, d.kv_heads, d.dim, attention.block_size});
@@ -79,15 +90,15 @@ void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index inde
   attention.scale = layer.scale;
   attention.softcap = layer.softcap;
   attend_in_team(me, attention);
-  product_in_team(me, layer.output, at.attended, s.hidden, s.n, s.hidden);
+  product_in_team(me, layer.output, at.attended, s.hidden, s.n, at.blocks, s.hidden);
 }
 
 // hidden += mlp(norm(hidden)).
 void transform_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
   normalize_in_team(me, s.hidden, layer.mlp_norm, at.normed, s.n, d.hidden);
-  gated_product_in_team(me, layer.gate_up, at.normed, at.act, s.n);
-  product_in_team(me, layer.down, at.act, s.hidden, s.n, s.hidden);
+  gated_product_in_team(me, layer.gate_up, at.normed, at.act, s.n, at.blocks);
+  product_in_team(me, layer.down, at.act, s.hidden, s.n, at.blocks, s.hidden);
 }
 
 }  // namespace

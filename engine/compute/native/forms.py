@@ -39,11 +39,13 @@ class CpuForm:
 _V3 = ("avx2", "fma3", "f16c", "bmi2")
 _AVX512 = (*_V3, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _AVX512_FLAGS = ("-march=x86-64-v3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI, _VNNI_FLAGS = (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")
 
 # The fastest first.
 FORMS = {
     "x86_64": (
-        CpuForm("bf16", (*_AVX512, "avx512_bf16"), (*_AVX512_FLAGS, "-mavx512bf16")),
+        CpuForm("bf16", (*_VNNI, "avx512_bf16"), (*_VNNI_FLAGS, "-mavx512bf16")),
+        CpuForm("vnni", _VNNI, _VNNI_FLAGS),
         CpuForm("avx512", _AVX512, _AVX512_FLAGS),
         CpuForm("v3", _V3, ("-march=x86-64-v3",)),
     ),

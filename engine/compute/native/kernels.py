@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.compute.attention import LayerCall, PagedRows
+from engine.compute.native.block_panels import PLAIN, BlockPanels
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
@@ -62,6 +63,9 @@ class NativeKernels:
         self._pack = function("slip_pack", POINTER, POINTER, INDEX, INDEX)
         self._quantize = function("slip_quantize", *[POINTER] * 3, INDEX, INDEX)
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
+        self._pack_blocks = function("slip_pack_blocks", INDEX, *[POINTER] * 3, INDEX, INDEX)
+        self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
+        self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._rms_norm = function("slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._silu_mul = function("slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
@@ -93,6 +97,39 @@ class NativeKernels:
         addresses = (weights.packed.data_ptr(), packed.data_ptr(), scales.data_ptr())
         self._quantize(self.team.handle, *addresses, weights.out, weights.in_features)
         return replace(weights, kind=INT8, packed=packed, scales=scales)
+
+    def packs_format(self, block_format: int, in_features: int) -> bool:
+        """True for weights [out, in_features] that `pack_blocks` takes, by ggml's number of their format."""
+        return bool(self._panel_bytes(block_format, in_features))
+
+    def pack_blocks(
+        self, block_format: int, stored: torch.Tensor, in_features: int, order: torch.Tensor | None = None
+    ) -> BlockPanels:
+        """Weights as a GGUF file stores them, bytes [out, bytes of a row], in panels.
+
+        `order`, int64 [out], names the stored row of each output; None keeps theirs.
+        """
+        out = len(stored) if order is None else len(order)
+        panels = torch.empty(
+            -(-out // PANEL), self._panel_bytes(block_format, in_features), dtype=torch.uint8
+        )
+        row_numbers = None if order is None else order.data_ptr()
+        addresses = (stored.data_ptr(), row_numbers, panels.data_ptr())
+        self._pack_blocks(self.team.handle, block_format, *addresses, out, in_features)
+        return BlockPanels(block_format, panels, out, in_features)
+
+    def pack_plain(self, weight: torch.Tensor) -> BlockPanels:
+        """Weights [out, in] that `packs` allows, as panels of elements."""
+        packed = self.pack(weight)
+        panels = packed.packed.view(packed.out // PANEL, -1)
+        return BlockPanels(PLAIN, panels, packed.out, packed.in_features)
+
+    def read_rows(self, weights: PackedWeights, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of `outputs`, int64 [n], unpacked: [n, in]. For weights of blocks alone."""
+        outputs = outputs.contiguous()
+        y = torch.empty(len(outputs), weights.in_features, dtype=self.dtype)
+        self._read_rows(self.team.handle, weights.record, outputs.data_ptr(), y.data_ptr(), len(outputs))
+        return y
 
     def linear(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
         """x [n, in] times the weights, plus their bias: [n, out]."""

@@ -57,15 +57,7 @@ SLIP_INLINE float value(Element number) { return number; }
 
 #elif SLIP_ELEMENT == SLIP_FLOAT16
 
-SLIP_INLINE Native load_part(const Element* p) {
-#if defined(__AVX512F__)
-  return (Native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-  return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
-  return (Native)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
-#endif
-}
+SLIP_INLINE Native load_part(const Element* p) { return load_half(p); }
 
 SLIP_INLINE void store(Element* p, Floats v) {
 #if defined(__AVX512F__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from engine.compute.native.records import Product
 class PackedWeights:
     """Weights [out, in_features] in a form that only kernels read, by `kind`, and the record they take.
 
-    `scales` is None where the kind has none, `bias` [out] where the layer has none. Owns the memory behind
-    `record`, which is good for as long as this is.
+    `scales` is None where the kind has none, `bias` [out] where the layer has none. Of blocks, `packed` is a
+    table of their panels, and `parts` has these. Owns the memory behind `record`, which is good for as long
+    as this is.
     """
 
     kind: int
@@ -23,6 +25,7 @@ class PackedWeights:
     bias: torch.Tensor | None
     out: int
     in_features: int
+    parts: tuple[Any, ...] = ()
     record: Product = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

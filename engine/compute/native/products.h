@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "block_products.h"
 #include "panels.h"
 #include "team.h"
 
@@ -10,15 +11,21 @@ namespace {
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-enum Kind : Index { ELEMENTS = 0, INT8 = 1 };
+// What a product's weights are: elements, integers, panels of any format, or panels of which some are elements.
+enum Kind : Index { ELEMENTS = 0, INT8 = 1, BLOCKS = 2, MIXED = 3 };
 
 }  // namespace
 
 extern "C" {
 
+struct FormatPanel {   // records.py mirrors it
+  Index format;        // a Format
+  const void* at;
+};
+
 struct Product {       // a linear layer; records.py mirrors it
   Index kind;          // a Kind: what `packed` is, and how it is multiplied
-  const void* packed;  // out / PANEL panels, one after the other
+  const void* packed;  // out / PANEL panels, one after the other; of BLOCKS and MIXED a FormatPanel for each
   const void* scales;  // null where the kind has none
   const Element* bias;    // [out], null for none
   Index out, k;
@@ -118,12 +125,71 @@ void tiles(const Number* x, Index n, const Columns<Panel>& w, Target to) {
   }
 }
 
-// Rows x [n, k] times panel `p`. The one place that knows kinds of weights apart.
-void times_panel(const Product& w, Index p, const Number* x, Index n, Target to) {
+// A row's sums of one panel, rounded, with the bias and the residual.
+SLIP_INLINE void put_outputs(const float* sums, const Element* bias, Target to) {
+  for (Index by = 0; by < PANEL; by += LANES) {
+    Floats result = load_floats(sums + by);
+    if (bias) result = result + load(bias + by);
+    if (to.residual) result = rounded(result) + load(to.residual + by);
+    store(to.y + by, result);
+  }
+}
+
+// The same for the first `count` outputs of the last panel.
+void put_some_outputs(const float* sums, const Element* bias, Index count, Target to) {
+  if (count >= PANEL) return put_outputs(sums, bias, to);
+  alignas(64) Element y[PANEL], biases[PANEL] = {}, residual[PANEL] = {};
+  if (bias) memcpy(biases, bias, count * sizeof(Element));
+  if (to.residual) memcpy(residual, to.residual, count * sizeof(Element));
+  put_outputs(sums, bias ? biases : nullptr, {y, to.residual ? residual : nullptr, PANEL});
+  memcpy(to.y, y, count * sizeof(Element));
+}
+
+// Rows of x as products take them; null what the product's kind has no use for.
+struct Rows {
+  const Number* numbers;
+  const RowBlock* blocks;
+};
+
+// The input x [n, k] of a product in the form that it takes; `shared` is memory for blocks. For every thread of a team.
+class Input {
+ public:
+  Input(Worker& me, const Product& w, const Element* x, Index n, RowBlock* shared)
+      : w_(w), x_(x), blocks_(me, x, w.kind >= BLOCKS ? n : 0, w.k, shared) {}
+
+  // The rows from `first` up to `stop`, for a piece of the work.
+  Rows rows(Index first, Index stop) {
+    return {w_.kind == BLOCKS ? nullptr : as_numbers(x_ + first * w_.k, (stop - first) * w_.k),
+            w_.kind >= BLOCKS ? blocks_.get() + first * (w_.k / BLOCK) : nullptr};
+  }
+
+ private:
+  const Product& w_;
+  const Element* const x_;
+  InputBlocks blocks_;
+};
+
+// How many blocks n rows are; 0 where the product takes none.
+inline Index num_row_blocks(const Product& w, Index n) { return w.kind >= BLOCKS ? n * (w.k / BLOCK) : 0; }
+
+inline Index num_panels(const Product& w) { return (w.out + PANEL - 1) / PANEL; }
+
+// `n` rows times panel `p`. The one place that knows kinds of weights apart.
+void times_panel(const Product& w, Index p, const Rows& rows, Index n, Target to) {
   const Index k = w.k, first = p * PANEL, pair_bytes = 2 * PANEL * sizeof(Element);
   const Element* bias = w.bias ? w.bias + first : nullptr;
-  if (w.kind == ELEMENTS) {
-    const Element* panel = (const Element*)w.packed + first * k;
+  const Number* x = rows.numbers;
+  const bool has_formats = w.kind >= BLOCKS;
+  const FormatPanel format = has_formats ? ((const FormatPanel*)w.packed)[p] : FormatPanel{};
+  if (format.format != PLAIN) {
+    const Index count = std::min(PANEL, w.out - first);
+    alignas(64) float sums[ROW_BLOCK][BLOCK_PANEL];
+    times_block_panel(format.format, (const uint8_t*)format.at, rows.blocks, n, k, sums);
+    for (Index i = 0; i < n; i++) put_some_outputs(sums[i], bias, count, to.at(i));
+    return;
+  }
+  if (w.kind != INT8) {
+    const Element* panel = has_formats ? (const Element*)format.at : (const Element*)w.packed + first * k;
     tiles<ElementPanel>(x, n, {{panel, nullptr}, bias, k, (const char*)(panel + PANEL * k), pair_bytes}, to);
     return;
   }
@@ -154,12 +220,13 @@ void for_panels(Worker& me, Index n, Index panels, Work work) {
 }
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias and `residual`, which may be y; null for none.
-// For every thread of a team, with a barrier behind it.
-void product_in_team(Worker& me, const Product& w, const Element* x, Element* y, Index n,
+// `shared` has room for x in blocks. For every thread of a team, with a barrier behind it.
+void product_in_team(Worker& me, const Product& w, const Element* x, Element* y, Index n, RowBlock* shared,
                      const Element* residual = nullptr) {
   const Target to{y, residual, w.out};
-  for_panels(me, n, w.out / PANEL, [&](Index first, Index stop, Index panel, Index last) {
-    const Number* rows = as_numbers(x + first * w.k, (stop - first) * w.k);
+  Input input(me, w, x, n, shared);
+  for_panels(me, n, num_panels(w), [&](Index first, Index stop, Index panel, Index last) {
+    const Rows rows = input.rows(first, stop);
     for (; panel < last; panel++) times_panel(w, panel, rows, stop - first, to.at(first, panel * PANEL));
   });
 }
@@ -170,7 +237,19 @@ extern "C" {
 
 // y [n, out] = x [n, k] times the product's weights, plus its bias.
 void slip_linear(Team* team, const Product* w, const Element* x, Element* y, Index n) {
-  team->run(true, [&](Worker& me) { product_in_team(me, *w, x, y, n); });
+  RowBlock* shared = row_block_space<1>(num_row_blocks(*w, n));
+  team->run(true, [&](Worker& me) { product_in_team(me, *w, x, y, n, shared); });
+}
+
+// y [n, k] = the weights of outputs `rows` [n] of a product of BLOCKS.
+void slip_read_rows(Team* team, const Product* w, const Index* rows, Element* y, Index n) {
+  const auto read = [&](Index i) {
+    const FormatPanel panel = ((const FormatPanel*)w->packed)[rows[i] / PANEL];
+    with_format(panel.format, [&](auto f) {
+      read_output<decltype(f)>((const uint8_t*)panel.at, rows[i] % PANEL, y + i * w->k, w->k);
+    });
+  };
+  team->run(n * w->k > SERIAL, [&](Worker& me) { me.each(n, read); });
 }
 
 }  // extern "C"

@@ -6,7 +6,7 @@ import ctypes
 
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-ELEMENTS, INT8 = 0, 1  # kinds of products, as products.h numbers them
+ELEMENTS, INT8, BLOCKS, MIXED = 0, 1, 2, 3  # kinds of products, as products.h numbers them
 
 
 class Product(ctypes.Structure):

@@ -56,6 +56,7 @@ typedef uint32_t NativeBits __attribute__((vector_size(4 * WIDTH)));
   SLIP_PART(0, __VA_ARGS__) SLIP_PART(1, __VA_ARGS__) SLIP_PART(2, __VA_ARGS__) SLIP_PART(3, __VA_ARGS__)
 #endif
 
+#define SLIP_ALWAYS __attribute__((always_inline))
 #define SLIP_EACH_OF(name) [&](auto name) __attribute__((always_inline))
 
 template <class Work, int... I>
@@ -353,6 +354,122 @@ SLIP_INLINE Floats load_int8(const int8_t* p) {
   v.part[3] = (Native)vcvtq_f32_s32(vmovl_high_s16(high));
 #endif
   return v;
+}
+
+// One register of bytes, of small integers with or without a sign.
+typedef uint8_t NativeBytes __attribute__((vector_size(4 * WIDTH)));
+typedef NativeBytes NativeBytesAnywhere __attribute__((aligned(1), may_alias));
+
+SLIP_INLINE NativeBytes load_bytes(const void* p) { return *(const NativeBytesAnywhere*)p; }
+SLIP_INLINE void store_bytes(void* p, NativeBytes v) { *(NativeBytesAnywhere*)p = v; }
+
+SLIP_INLINE NativeInts broadcast_int(int32_t number) { return number - NativeInts{}; }
+SLIP_INLINE Native broadcast_part(float number) { return number - Native{}; }
+
+SLIP_INLINE NativeInts load_four(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return broadcast_int(four);
+}
+
+// One register of half-precision floats.
+SLIP_INLINE Native load_half(const void* p) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  return (Native)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
+#endif
+}
+
+// One register of integers of 8 bits as floats.
+SLIP_INLINE Native load_int8_part(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (Native)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  const NativeInts four = {p[0], p[1], p[2], p[3]};
+  return __builtin_convertvector(four, Native);
+#endif
+}
+
+// fma of one register.
+SLIP_INLINE Native fma_part(Native a, Native b, Native c) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return (Native)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+}
+
+// What a table of 16 bytes has at each index of 0 to 15.
+SLIP_INLINE NativeBytes look_up(const uint8_t* table, NativeBytes at) {
+#if defined(__AVX512F__)
+  const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  return (NativeBytes)_mm512_shuffle_epi8(all, (__m512i)at);
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return (NativeBytes)_mm256_shuffle_epi8(all, (__m256i)at);
+#else
+  return (NativeBytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)at);
+#endif
+}
+
+// Whether bytes of all eight bits without a sign are multiplied by one instruction; those with a sign are elsewhere.
+#if defined(__AVX512VNNI__)
+constexpr bool MULTIPLIES_UNSIGNED = true;
+#else
+constexpr bool MULTIPLIES_UNSIGNED = false;
+#endif
+
+// sums + a * b in each four bytes: `a` without a sign, below 128 unless MULTIPLIES_UNSIGNED, `b` from -127 to 127.
+SLIP_INLINE NativeInts dot(NativeInts sums, NativeBytes a, NativeInts b) {
+#if defined(__AVX512VNNI__)
+  return (NativeInts)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512F__)
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+  return sums + (NativeInts)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+  return sums + (NativeInts)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (NativeInts)vdotq_s32((int32x4_t)sums, (int8x16_t)a, (int8x16_t)b);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)a), vget_low_s8((int8x16_t)b));
+  const int16x8_t high = vmull_high_s8((int8x16_t)a, (int8x16_t)b);
+  return (NativeInts)vpadalq_s16((int32x4_t)sums, vpaddq_s16(low, high));
+#endif
+}
+
+// The same for `a` with a sign; not for what MULTIPLIES_UNSIGNED.
+SLIP_INLINE NativeInts dot_signed(NativeInts sums, NativeBytes a, NativeInts b) {
+#if defined(__AVX512F__)
+  const __mmask64 negative = _mm512_movepi8_mask((__m512i)a);
+  const __m512i turned = _mm512_mask_sub_epi8((__m512i)b, negative, _mm512_setzero_si512(), (__m512i)b);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)a), turned);
+  return sums + (NativeInts)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  const __m256i turned = _mm256_sign_epi8((__m256i)b, (__m256i)a);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), turned);
+  return sums + (NativeInts)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  return dot(sums, a, b);
+#endif
+}
+
+// Stores sixteen whole numbers from -128 to 127 as bytes.
+SLIP_INLINE void store_int8(int8_t* p, Floats v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v.part[0])));
+#else
+  float numbers[LANES];
+  memcpy(numbers, &v, sizeof(v));
+  for (Index i = 0; i < LANES; i++) p[i] = (int8_t)numbers[i];
+#endif
 }
 
 // Sums of floats that must not be rounded: eight doubles.

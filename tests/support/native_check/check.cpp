@@ -65,6 +65,74 @@ void check_products(Index k, Index out) {
   }
 }
 
+// Rows as blocks times weights of a GGUF format, whose bytes are random but for their scales.
+template <class F>
+void check_blocks(Format format, std::vector<Index> halves) {
+  const Index k = 512, out = 40, spans = k / F::SPAN, row_bytes = spans * F::STORED;
+  std::vector<uint8_t> stored(out * row_bytes), panels(2 * slip_panel_bytes(format, k));
+  for (auto& byte : stored) byte = (uint8_t)generator();
+  for (Index span = 0; span < out * spans; span++)
+    for (Index at : halves) {  // 0.001 to 0.008
+      const uint16_t half = (uint16_t)(0x1400 + generator() % 0xC00 + (generator() % 2 << 15));
+      memcpy(stored.data() + span * F::STORED + at, &half, 2);
+    }
+  Team three(3);
+  slip_pack_blocks(&three, format, stored.data(), nullptr, panels.data(), out, k);
+  const FormatPanel table[2] = {{format, panels.data()}, {format, panels.data() + slip_panel_bytes(format, k)}};
+  const Product product{BLOCKS, table, nullptr, nullptr, out, k};
+  const auto half_value = [](uint16_t half) {
+    return std::ldexp((half & 1023) + (half >> 10 & 31 ? 1024. : 0.), std::max(1, half >> 10 & 31) - 25) * (half >> 15 ? -1 : 1);
+  };
+  std::vector<double> exact(out * k);
+  for (Index i = 0; i < out * k; i++) {
+    StoredSpan span{};
+    F::read(stored.data() + i / F::SPAN * F::STORED, span);
+    const Index within = i % F::SPAN, number = within / F::PER_SCALE;
+    const int code = span.codes[within], middle = F::IS_CENTRED ? 1 << (F::LOW + F::HIGH - 1) : 0;
+    exact[i] = half_value(span.scale) * (F::HAS_BYTES ? span.scales[number] : 1) *
+               (F::IS_LISTED ? LISTED_VALUES[code] : code - middle);
+    if (F::HAS_LEAST) exact[i] += half_value(span.least) * (F::HAS_BYTES ? -span.leasts[number] : 1);
+  }
+  const auto x = noise(40 * k, 1.f / std::sqrt((float)k));
+  std::vector<RowBlock> rows(40 * k / BLOCK);
+  put_row_blocks(x.data(), 40 * k, rows.data());
+  std::vector<Element> whole(40 * out), few(40 * out), read(out * k);
+  slip_linear(&three, &product, x.data(), whole.data(), 40);
+  for (Index i = 0; i < 40; i++)
+    for (Index o = 0; o < out; o++) {
+      double expected = 0, size = 0;
+      for (Index j = 0; j < k; j++) {
+        const RowBlock& block = rows[(i * k + j) / BLOCK];
+        const double term = (double)block.scale * block.codes[j % BLOCK] * exact[o * k + j];
+        expected += term, size += std::abs(term);
+      }
+      check(std::abs(value(whole[i * out + o]) - expected) <= ROUNDING * std::abs(expected) + 1e-5 * size, "blocks", i, o);
+    }
+  std::vector<Index> order(out);
+  for (Index o = 0; o < out; o++) order[o] = o;
+  slip_read_rows(&three, &product, order.data(), read.data(), out);
+  for (Index i = 0; i < out * k; i++) check(is_near(value(read[i]), exact[i], 0, 2), "stored weight", i / k, i % k);
+  for (Index n : {1, 2, 3, 7}) {
+    slip_linear(&three, &product, x.data() + 2 * k, few.data(), n);
+    check(is_same(few.data(), whole.data() + 2 * out, n * out), "blocks in other company", n);
+  }
+}
+
+void check_all_blocks() {
+  check_blocks<OfQ4_0>(Q4_0, {0});
+  check_blocks<OfQ4_1>(Q4_1, {0, 2});
+  check_blocks<OfQ5_0>(Q5_0, {0});
+  check_blocks<OfQ5_1>(Q5_1, {0, 2});
+  check_blocks<OfQ8_0>(Q8_0, {0});
+  check_blocks<OfQ2_K>(Q2_K, {80, 82});
+  check_blocks<OfQ3_K>(Q3_K, {108});
+  check_blocks<OfQ4_K>(Q4_K, {0, 2});
+  check_blocks<OfQ5_K>(Q5_K, {0, 2});
+  check_blocks<OfQ6_K>(Q6_K, {208});
+  check_blocks<OfIQ4_NL>(IQ4_NL, {0});
+  check_blocks<OfIQ4_XS>(IQ4_XS, {0});
+}
+
 void check_rows() {
   const Index n = 37, width = 96;
   const auto x = noise(n * 2 * width, 3.f), weight = noise(width);
@@ -97,7 +165,7 @@ void check_attention(Index dim, Index length, Index count, Index window, float s
   for (Index i = 0; i < sequences * blocks; i++) tables[i] = (int32_t)(sequences * blocks - 1 - i);
   std::vector<Element> output(query.size()), alone(query.size());
   Attention a{query.data(), keys.data(), values.data(), counts.data(), lengths.data(), tables.data(), nullptr, nullptr,
-              output.data(), sequences, blocks, heads, kv_heads, dim, block_size, window, 0.3f, softcap};
+              output.data(), nullptr, sequences, blocks, heads, kv_heads, dim, block_size, window, 0, 0.3f, softcap};
   Team one(1), three(3);
   slip_attend(&three, &a);
   a.output = alone.data();
@@ -181,6 +249,7 @@ int main() {
   check_products(2, 32);
   check_products(34, 64);
   check_products(130, 96);
+  check_all_blocks();
   check_rows();
   check_rotation();
   for (Index dim : {32, 96}) {

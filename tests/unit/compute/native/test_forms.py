@@ -14,6 +14,7 @@ from engine.compute.attention import CpuAttention, LayerCall, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native import install
+from engine.compute.native.block_panels import joined
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import HeadNorms, NativeKernels
@@ -21,6 +22,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree
+from tests.support.gguf_blocks import BLOCK_FORMATS, in_blocks, random_blocks, unpacked
 from tests.support.native import EVERY_INSTRUCTION, compiled_draw, compiled_kernels
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.sampling_reference import Row, inputs_of
@@ -96,6 +98,23 @@ def test_products_with_integers(side: Side) -> None:
     side.assert_close(whole, x.double() @ exact.T, slack=4)
     for n in (1, 8, 9):
         assert torch.equal(side.kernels.linear(x[:n].contiguous(), packed), whole[:n])
+
+
+def test_products_with_stored_blocks(side: Side) -> None:
+    x = side.noise(40, 512, seed=2)
+    for kind in BLOCK_FORMATS:
+        stored = random_blocks(kind, 72, 512)
+        packed = joined([side.kernels.pack_blocks(int(kind), stored, 512)])
+        exact = unpacked(kind, stored)
+        whole = side.kernels.linear(x, packed)
+        expected = in_blocks(x) @ exact.double().T
+        near = side.rounding * 2
+        torch.testing.assert_close(
+            whole.double(), expected, rtol=near, atol=1e-5 * float(expected.abs().max())
+        )
+        for n in (1, 2, 3, 4, 7):
+            assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
+        side.assert_close(side.kernels.read_rows(packed, torch.arange(72)), exact)
 
 
 def test_rows(side: Side) -> None:
@@ -224,7 +243,13 @@ def test_the_fastest_form_that_the_cpu_has_is_chosen(monkeypatch: pytest.MonkeyP
     def without(*names: str) -> dict[str, bool]:
         return {name: name not in names for name in has}
 
-    for missing, expected in (((), "bf16"), (("avx512_bf16",), "avx512"), (("avx512_vl",), "v3")):
+    cases = (
+        ((), "bf16"),
+        (("avx512_bf16",), "vnni"),
+        (("avx512_vnni",), "avx512"),
+        (("avx512_vl",), "v3"),
+    )
+    for missing, expected in cases:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda missing=missing: without(*missing))
         assert choose_build(torch.float32).form.name == expected
         assert choose_build(torch.float16, "v3").form.name == "v3"

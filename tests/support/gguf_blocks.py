@@ -1,0 +1,50 @@
+"""Weights as GGUF files store them: random bytes whose scales are numbers."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Format
+from gguf import dequantize
+
+# Of each format, the byte offsets of the half-precision numbers in a block.
+SCALES_AT = {
+    Format.Q4_0: (0,),
+    Format.Q4_1: (0, 2),
+    Format.Q5_0: (0,),
+    Format.Q5_1: (0, 2),
+    Format.Q8_0: (0,),
+    Format.Q2_K: (80, 82),
+    Format.Q3_K: (108,),
+    Format.Q4_K: (0, 2),
+    Format.Q5_K: (0, 2),
+    Format.Q6_K: (208,),
+    Format.IQ4_NL: (0,),
+    Format.IQ4_XS: (0,),
+}
+BLOCK_FORMATS = tuple(SCALES_AT)
+
+
+def random_blocks(kind: Format, out: int, in_features: int, seed: int = 0) -> torch.Tensor:
+    """Weights [out, in_features] in that format: bytes [out, bytes of a row]."""
+    rng = np.random.default_rng(seed)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (out, in_features // numbers, size), dtype=np.uint8)
+    for at in SCALES_AT[kind]:
+        scales = rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])
+        blocks[:, :, at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return torch.from_numpy(blocks.reshape(out, -1))
+
+
+def unpacked(kind: Format, stored: torch.Tensor) -> torch.Tensor:
+    """The numbers [out, in_features] in float32, by the `gguf` package."""
+    return torch.from_numpy(dequantize(stored.numpy(), kind))
+
+
+def in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """The rows of x as the kernels round them, in float64: 32 numbers have the scale of their largest."""
+    parts = x.float().view(len(x), -1, 32)
+    largest = parts.abs().amax(-1, keepdim=True)
+    codes = torch.where(largest > 0, parts * (torch.tensor(127.0) / largest), 0.0).round()
+    return (codes.double() * (largest / 127).double()).view(x.shape)
