@@ -19,6 +19,7 @@ from engine.compute.loading.support import read_architecture
 from engine.compute.native.drawing import find_row_draw
 from engine.compute.native.install import with_kernels
 from engine.compute.native.scratch import scratch_bytes
+from engine.compute.native.stored import take_weights
 from engine.compute.recurrent.slot_states import state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.model_runner import ForDrafts
@@ -50,7 +51,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     directory = resolve_model(settings.model, settings.home)
     read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
-    loaded = load_model(directory, settings.model)
+    loaded = take_weights(load_model(directory, settings.model), settings.model, settings.home)
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)

@@ -21,9 +21,10 @@ from engine.compute.drafters.draft_loader import (
 )
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
 from engine.compute.loading.default_sampling import read_default_sampling
+from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
-from engine.compute.loading.model_files import read_json
+from engine.compute.loading.model_files import gguf_of, read_json
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
 from engine.compute.loading.support import Architecture
 from engine.compute.native.forms import NativeUnavailable
@@ -114,7 +115,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
     found.model = model = ModelFacts(
         settings.model.model, source.how, None if directory is None else str(directory), source.pending
     )
-    if source.gguf is not None:
+    if source.gguf is not None and not source.as_it_is:
         _check_room(found, settings.home, 8 * source.gguf.stat().st_size)
     stored = found.attempt(lambda: read_stored(source))
     if stored is None:
@@ -135,6 +136,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         if directory is not None and source.pending is None:
             found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
+        if source.as_it_is:
+            _describe_stored(model, source)
         model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline))
         if settings.model.quantization == "int8" and model.compiled is not None:
             model.quantized = foresee_weights(outline.model, outline.dtype)
@@ -168,6 +171,15 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.weight_bytes = weight_bytes(outline.model)
     model.max_model_len = outline.max_model_len
     model.vocab_size = outline.vocab_size
+
+
+def _describe_stored(model: ModelFacts, source: FoundModel) -> None:
+    """The weights of a GGUF file that is run as it is."""
+    path = source.gguf or (None if source.directory is None else gguf_of(source.directory))
+    if path is not None:
+        formats = read_gguf(path).format_bytes
+        model.weight_bytes = sum(formats.values())
+        model.dtype_why = f"to compute in; the weights stay in {', '.join(formats)}"
 
 
 def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel) -> str:

@@ -320,7 +320,7 @@ def test_a_cpu_without_the_instructions(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert refused(tmp_path, caplog) == "the CPU has no instructions for bf16 or avx512 or v3"
+    assert refused(tmp_path, caplog) == "the CPU has no instructions for bf16 or vnni or avx512 or v3"
 
 
 @pytest.mark.usefixtures("fit_cpu")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Format
 from gguf import dequantize
+from numpy.typing import NDArray
 
 # Of each format, the byte offsets of the half-precision numbers in a block.
 SCALES_AT = {
@@ -23,23 +24,44 @@ SCALES_AT = {
     Format.IQ4_NL: (0,),
     Format.IQ4_XS: (0,),
 }
+# The standard deviation of what comes out of random bytes.
+_SPREADS = {
+    Format.Q4_0: 0.03,
+    Format.Q4_1: 0.06,
+    Format.Q5_0: 0.06,
+    Format.Q5_1: 0.12,
+    Format.Q8_0: 0.45,
+    Format.Q2_K: 0.12,
+    Format.Q3_K: 0.24,
+    Format.Q4_K: 2.2,
+    Format.Q5_K: 4.3,
+    Format.Q6_K: 8.1,
+    Format.IQ4_NL: 0.42,
+    Format.IQ4_XS: 7.8,
+}
 BLOCK_FORMATS = tuple(SCALES_AT)
 
 
-def random_blocks(kind: Format, out: int, in_features: int, seed: int = 0) -> torch.Tensor:
-    """Weights [out, in_features] in that format: bytes [out, bytes of a row]."""
+def random_blocks(
+    kind: Format, out: int, in_features: int, seed: int = 0, spread: float | None = None
+) -> NDArray[np.uint8]:
+    """Weights [out, in_features] in that format: bytes [out, bytes of a row].
+
+    `spread` is their standard deviation, about; None for whatever comes.
+    """
     rng = np.random.default_rng(seed)
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (out, in_features // numbers, size), dtype=np.uint8)
     for at in SCALES_AT[kind]:
-        scales = rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])
+        factor = 1.0 if spread is None else spread / _SPREADS[kind]
+        scales = factor * rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])
         blocks[:, :, at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
-    return torch.from_numpy(blocks.reshape(out, -1))
+    return blocks.reshape(out, -1)
 
 
-def unpacked(kind: Format, stored: torch.Tensor) -> torch.Tensor:
+def unpacked(kind: Format, stored: NDArray[np.uint8]) -> torch.Tensor:
     """The numbers [out, in_features] in float32, by the `gguf` package."""
-    return torch.from_numpy(dequantize(stored.numpy(), kind))
+    return torch.from_numpy(dequantize(stored, kind))
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:

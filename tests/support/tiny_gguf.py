@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf.quants import quantize
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
-from tests.support.tiny_models import CHAT_TEMPLATE, EOS_ID, tiny_config, tiny_model, tiny_tokenizer
+from tests.support.gguf_blocks import random_blocks, unpacked
+from tests.support.tiny_models import (
+    CHAT_TEMPLATE,
+    EOS_ID,
+    VOCAB_SIZE,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -41,19 +53,8 @@ def save_tiny_gguf(
     `extra` may add metadata or tensors to the writer.
     """
     config = tiny_config("llama")
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    writer = _begun(path, config, rope_theta)
+    heads = _interleaved_heads(config)
     for name, parameter in tiny_model("llama").state_dict().items():
         weights = parameter.numpy()
         for part, num_heads in heads.items():
@@ -62,11 +63,71 @@ def save_tiny_gguf(
         if (tensor := _gguf_name(name)) != without:
             _add_tensor(writer, tensor, weights, quantization)
     extra(writer)
+    _finish(writer)
+    return path
+
+
+def save_block_gguf(
+    path: Path, family: str, kinds: Sequence[gguf.GGMLQuantizationType], **changes: Any
+) -> PreTrainedModel:
+    """Write a random model of `family` whose matrices are random blocks of `kinds` in turn.
+
+    The model in float32, with the numbers that the blocks stand for.
+    """
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": VOCAB_SIZE}
+    model = tiny_model(family, **(sizes | changes))
+    config = model.config
+    writer = _begun(path, config, config.rope_parameters["rope_theta"])
+    heads = _interleaved_heads(config) if family == "llama" else {}
+    head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    matrices = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            writer.add_tensor(_gguf_name(name), parameter.numpy())
+        elif name not in head:
+            kind = kinds[matrices % len(kinds)]
+            matrices += 1
+            out, width = parameter.shape
+            blocks = random_blocks(kind, out, width, seed=matrices, spread=0.05)
+            numbers = unpacked(kind, blocks)
+            for part, num_heads in heads.items():
+                if part in name:
+                    numbers = torch.from_numpy(_apart(numbers.numpy(), num_heads))
+            parameter.data.copy_(numbers)
+            writer.add_tensor(_gguf_name(name), blocks, raw_dtype=kind)
+    _finish(writer)
+    return model
+
+
+def _begun(path: Path, config: Any, rope_theta: float) -> Any:
+    """A writer that has the settings and the tokenizer."""
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer)
+    return writer
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def _interleaved_heads(config: Any) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp interleaves."""
+    return {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
 
 
 def _add_tensor(
@@ -99,6 +160,12 @@ def _gguf_name(name: str) -> str:
         return f"{_OUTER[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{_NAMES[part]}.{suffix}"
+
+
+def _apart(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Undoes `_interleave`."""
+    shape = (num_heads, weights.shape[0] // num_heads // 2, 2, weights.shape[1])
+    return np.ascontiguousarray(weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape))
 
 
 def _interleave(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

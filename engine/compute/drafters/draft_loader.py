@@ -21,6 +21,7 @@ from engine.compute.loading.model_files import first_line
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import exact_context_limit, read_architecture
 from engine.compute.native.install import with_kernels
+from engine.compute.native.stored import take_weights
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import check_forward
@@ -62,7 +63,7 @@ def _load_drafter(
     source = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
     directory = resolve_model(source, settings.home)
     check_vocabulary(target_directory, directory)
-    loaded = _load(directory, source, target.max_model_len)
+    loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
     block_size = settings.cache.kv_block_size
     sizes = DraftSizes(
         vocab_size=target.vocab_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.compute.loading.gguf_model import name_file
+from engine.compute.loading.gguf_names import tensor_names
 from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.progress_bars import no_progress_bars
@@ -34,6 +32,7 @@ from engine.errors import StartRefused, UnsupportedModel
 log = logging.getLogger("slipstream.model")
 
 CONVERTER_VERSION = 1
+TEXTS_VERSION = -1
 _DTYPE = torch.bfloat16
 _EOS_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SPECIAL_TOKENS = {
@@ -68,6 +67,31 @@ def convert_gguf(source: Path, directory: Path) -> None:
         tokenizer.save_pretrained(directory)
 
 
+def prepare_gguf(source: Path, directory: Path) -> None:
+    """Fill `directory` with all but the weights of the model in `source`, which stay there.
+
+    Raises StartRefused as `convert_gguf` does.
+    """
+    log.info("reading the tokenizer and the settings in %s, once", source.name)
+    try:
+        file = read_gguf(source)
+        config, _ = read_gguf_config(file)
+        model_class = find_model_class(config)
+        check_supported(Architecture(config, model_class))
+        check_num_layers(config, len(file.tensors))
+        tokenizer = _read_tokenizer(source, file)
+    except StartRefused:
+        raise
+    except Exception as error:  # a damaged file fails in any of a dozen ways
+        raise StartRefused(f"{source} cannot be converted: {first_line(error)}.") from error
+    config.architectures, config.dtype = [model_class.__name__], _DTYPE
+    tokenizer.model_max_length = config.max_position_embeddings
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=_eos_token_ids(file) or None).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    name_file(directory, source)
+
+
 def _read_model(source: Path, file: GgufFile) -> Any:
     """The model with every parameter filled, on the CPU in bfloat16."""
     config, settings = read_gguf_config(file)
@@ -88,7 +112,7 @@ def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[
     """The weights by their name in the model, dequantized; transformers gathers experts as it goes."""
     architecture = file.values["general.architecture"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
-    names = get_gguf_hf_weights_map(_NamedWeights(model, depth=1), processor)
+    names = tensor_names(model, processor)
     gathered: dict[str, Any] = {"config": settings, "tensors": {}}
     tensors: dict[str, Tensor] = {}
     for tensor in _with_progress(file.tensors):
@@ -104,29 +128,6 @@ def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[
             raise UnsupportedModel(f"The GGUF tensor {result.name} has no place in {type(model).__name__}.")
     tensors.update({name: tensor.to(_DTYPE) for name, tensor in gathered["tensors"].items()})
     return tensors
-
-
-class _NamedWeights:
-    """The part of a module that the name table looks at, only `depth` levels deep.
-
-    Given the module itself it would build one table for each of the hundreds of submodules.
-    """
-
-    def __init__(self, module: Any, depth: int) -> None:
-        self._module = module
-        self._depth = depth
-        self.config = getattr(module, "config", None)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights, on the meta device."""
-        weights: dict[str, Tensor] = self._module.state_dict()
-        return weights
-
-    def named_children(self) -> Iterator[tuple[str, _NamedWeights]]:
-        """The direct children, if they are to be looked at."""
-        if self._depth:
-            for name, child in self._module.named_children():
-                yield name, _NamedWeights(child, self._depth - 1)
 
 
 def _read_tokenizer(source: Path, file: GgufFile) -> Any:

@@ -9,6 +9,7 @@ over, which makes this fifty times as fast as a reader that keeps them.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, dequantize
-from gguf.quants import quant_shape_to_byte_shape
+from gguf.quants import quant_shape_from_byte_shape, quant_shape_to_byte_shape
 from numpy.typing import NDArray
 
 Scalar = int | float | bool | str
@@ -35,6 +36,12 @@ class GgufTensor:
     name: str
     quantization: GGMLQuantizationType
     blocks: NDArray[np.uint8]
+
+    @property
+    def num_columns(self) -> int:
+        """How many numbers a row has."""
+        shape: tuple[int, ...] = quant_shape_from_byte_shape(self.blocks.shape, self.quantization)
+        return shape[-1]
 
     def values(self) -> NDArray[np.float32]:
         """The numbers. Raises NotImplementedError for a block format that cannot be unpacked."""
@@ -55,6 +62,14 @@ class GgufFile:
 
     values: dict[str, Scalar | GgufList]
     tensors: tuple[GgufTensor, ...]
+
+    @property
+    def format_bytes(self) -> dict[str, int]:
+        """How many bytes of tensors there are in each format, by its name, most first."""
+        count: Counter[str] = Counter()
+        for tensor in self.tensors:
+            count[tensor.quantization.name] += tensor.blocks.nbytes
+        return dict(count.most_common())
 
 
 class _TensorHead(NamedTuple):

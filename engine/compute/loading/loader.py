@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from config import ModelSettings
 from engine.compute import attention
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.loading.layer_probe import probe_layers
+from engine.compute.loading.gguf_model import load_gguf_model
+from engine.compute.loading.layer_probe import ProbeResult, probe_layers
 from engine.compute.loading.model_files import (
     check_model_files,
     count_tensors,
     first_line,
+    gguf_of,
     read_json,
     weight_files,
 )
@@ -84,8 +86,12 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     on_kernels = may_use_kernels(architecture.model_class, device, settings)
     dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
-    model = _load_weights(directory, architecture.config, dtype).to(device)
-    probe = probe_layers(model, model.config.get_text_config(decoder=True))
+    if (source := gguf_of(directory)) is not None:
+        model = load_gguf_model(source, copy.deepcopy(architecture.config), dtype)
+        probe = _probe_without_weights(architecture.config, dtype)
+    else:
+        model = _load_weights(directory, architecture.config, dtype).to(device)
+        probe = probe_layers(model, model.config.get_text_config(decoder=True))
     return LoadedModel(
         model=model,
         config=model.config.get_text_config(decoder=True),
@@ -97,6 +103,17 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         layers=probe.layers,
         states=probe.states,
     )
+
+
+def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> ProbeResult:
+    """What the layers of such a model are; stored weights are slow to compute with."""
+    config = copy.deepcopy(config)
+    config.get_text_config(
+        decoder=True
+    ).pad_token_id = None  # models look for it in the numbers of their input
+    with torch.device("meta"), no_remarks():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return probe_layers(model.eval(), model.config.get_text_config(decoder=True))
 
 
 def choose_device(asked: str) -> torch.device:
@@ -214,7 +231,7 @@ def leave_file(model: PreTrainedModel) -> None:
 
     Weights lie in their file's memory, which is given back with the last of them.
     """
-    embedding = model.get_input_embeddings().weight
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
     for parameter in model.parameters():
         if parameter is embedding or parameter.dim() == 1:
             parameter.data = parameter.data.clone()

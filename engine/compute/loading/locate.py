@@ -10,7 +10,7 @@ from huggingface_hub import constants, snapshot_download
 
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
-from engine.compute.loading.gguf_convert import CONVERTER_VERSION
+from engine.compute.loading.gguf_convert import CONVERTER_VERSION, TEXTS_VERSION
 from engine.compute.loading.missing_model import BUILT_IN
 from engine.compute.loading.model_files import check_configuration, check_model_files
 from engine.compute.loading.model_source import (
@@ -18,6 +18,7 @@ from engine.compute.loading.model_source import (
     find_bundled_gguf,
     installed_model,
     resolve_model,
+    runs_as_it_is,
 )
 from engine.errors import StartRefused
 
@@ -27,13 +28,15 @@ class FoundModel:
     """What there is of a model. `how` says where it is from, `pending` what a start does before loading it.
 
     `directory` is a safetensors model's, with its weights unless something is `pending`; None when there is
-    only the file `gguf`, which is not converted yet, or nothing at all yet.
+    only the file `gguf`, which is not converted yet, or nothing at all yet. `as_it_is` says that the weights
+    stay as a GGUF file has them.
     """
 
     how: str
     directory: Path | None = None
     gguf: Path | None = None
     pending: str | None = None
+    as_it_is: bool = False
 
 
 def find_model(settings: ModelSettings, home: Path) -> FoundModel:
@@ -63,12 +66,16 @@ def _find_converted(settings: ModelSettings, source: Path, home: Path, what: str
     def refuse(_source: Path, _directory: Path) -> None:
         raise _NotConverted
 
+    as_it_is = settings.model.lower() not in BUILT_IN and runs_as_it_is(source, settings)
+    version = TEXTS_VERSION if as_it_is else CONVERTER_VERSION
+    pending = "reads its tokenizer and settings, once" if as_it_is else "converts it to safetensors, once"
     try:
-        directory = convert_once(source, home / "models", refuse, CONVERTER_VERSION)
+        directory = convert_once(source, home / "models", refuse, version)
     except _NotConverted:
-        return FoundModel(what, gguf=source, pending="converts it to safetensors, once")
-    check_model_files(directory)
-    return FoundModel(f"{what}, converted", directory)
+        return FoundModel(what, gguf=source, pending=pending, as_it_is=as_it_is)
+    if not as_it_is:
+        check_model_files(directory)
+    return FoundModel(f"{what}, {'run as it is' if as_it_is else 'converted'}", directory, as_it_is=as_it_is)
 
 
 def _find_download(settings: ModelSettings, home: Path) -> FoundModel:

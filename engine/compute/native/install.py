@@ -22,6 +22,7 @@ from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal
 from engine.compute.native.scratch import foreseen_bytes
+from engine.compute.native.stored import kernels_of
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.errors import StartRefused
@@ -45,10 +46,13 @@ def with_kernels(
         return replace(loaded, kernels_used="torch's (--compile off)")
     try:
         build = usable_build(loaded, settings.cpu_kernels)
-        kernels = NativeKernels(library(home, build), build.dtype)
+        kernels_of_stored = kernels_of(loaded.model)
+        kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
         loaded = install(loaded, kernels)
         if settings.quantization == "int8":
+            if kernels_of_stored is not None:
+                raise unquantized("the weights are quantized already")
             quantize(loaded, kernels)
         join_layers(loaded, kernels)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
@@ -116,7 +120,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     places = find_places(loaded.model, loaded.dtype)
     before = packed_sample(PackedForward(loaded))
     count = _replace_all(loaded, places, kernels)
-    if not count:
+    if not count and kernels_of(loaded.model) is None:
         raise _nothing_to_do(loaded)
     if count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.compute.attention import LayerCall, PagedRows
 from engine.compute.native.block_panels import PLAIN, BlockPanels
@@ -103,7 +105,11 @@ class NativeKernels:
         return bool(self._panel_bytes(block_format, in_features))
 
     def pack_blocks(
-        self, block_format: int, stored: torch.Tensor, in_features: int, order: torch.Tensor | None = None
+        self,
+        block_format: int,
+        stored: NDArray[np.uint8],
+        in_features: int,
+        order: NDArray[np.int64] | None = None,
     ) -> BlockPanels:
         """Weights as a GGUF file stores them, bytes [out, bytes of a row], in panels.
 
@@ -113,8 +119,8 @@ class NativeKernels:
         panels = torch.empty(
             -(-out // PANEL), self._panel_bytes(block_format, in_features), dtype=torch.uint8
         )
-        row_numbers = None if order is None else order.data_ptr()
-        addresses = (stored.data_ptr(), row_numbers, panels.data_ptr())
+        rows = None if order is None else order.ctypes.data
+        addresses = (stored.ctypes.data, rows, panels.data_ptr())
         self._pack_blocks(self.team.handle, block_format, *addresses, out, in_features)
         return BlockPanels(block_format, panels, out, in_features)
 

@@ -12,34 +12,83 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from engine.compute.native.block_panels import BlockPanels, joined
 from engine.compute.native.families import is_whole
 from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, HeadNorms, NativeKernels
+from engine.compute.native.packed_weights import PackedWeights
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class NativeLinear(nn.Module):
-    """One or more projections of the same input, side by side."""
+    """One or more projections of the same input, side by side; some may be of this kind already."""
 
-    def __init__(self, kernels: NativeKernels, *linears: nn.Linear) -> None:
+    in_features: int
+    out_features: int
+
+    def __init__(self, kernels: NativeKernels, *linears: nn.Linear | NativeLinear) -> None:
         super().__init__()
-        self._kernels = kernels
-        weights = [linear.weight.detach() for linear in linears]
-        self.in_features = weights[0].shape[1]
-        self.out_features = sum(len(weight) for weight in weights)
-        together = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.weights = kernels.pack(together, _joined_bias(linears))
+        self.kernels = kernels
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self.weights = _joined_weights(kernels, linears)
+
+    @classmethod
+    def of(cls, kernels: NativeKernels, weights: PackedWeights) -> NativeLinear:
+        """One with weights that are packed."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.kernels, made.weights = kernels, weights
+        made.in_features, made.out_features = weights.in_features, weights.out
+        return made
 
     @staticmethod
     def fits(linear: nn.Module, dtype: torch.dtype) -> bool:
         """True for a plain projection that can be packed."""
         return type(linear) is nn.Linear and NativeKernels.packs(linear.weight, dtype)
 
+    @staticmethod
+    def joins(linear: nn.Module, dtype: torch.dtype) -> bool:
+        """True for one that may stand beside others, packed or not."""
+        if isinstance(linear, NativeLinear):
+            return linear.kernels.dtype is dtype and linear.out_features % PANEL == 0
+        return NativeLinear.fits(linear, dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features).contiguous()
-        return self._kernels.linear(rows, self.weights).view(*x.shape[:-1], self.out_features)
+        return self.kernels.linear(rows, self.weights).view(*x.shape[:-1], self.out_features)
+
+
+class NativeEmbedding(nn.Module):
+    """Rows of weights in blocks; `scale` is what the model multiplies them with, if anything."""
+
+    def __init__(self, kernels: NativeKernels, weights: PackedWeights, scale: float | None) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._weights = weights
+        self._scale = None if scale is None else torch.tensor(scale).to(kernels.dtype)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[...] to [..., hidden]."""
+        rows = self._kernels.read_rows(self._weights, token_ids.flatten()).view(*token_ids.shape, -1)
+        return rows if self._scale is None else rows * self._scale
+
+
+def _joined_weights(kernels: NativeKernels, linears: Sequence[nn.Linear | NativeLinear]) -> PackedWeights:
+    """Packed together; those that are packed in blocks are not copied."""
+    bias = _joined_bias(linears, kernels.dtype)
+    if not any(isinstance(linear, NativeLinear) for linear in linears):
+        weights = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
+        return kernels.pack(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+    parts: list[BlockPanels] = []
+    for linear in linears:
+        if isinstance(linear, NativeLinear):
+            parts += linear.weights.parts
+        else:
+            parts.append(kernels.pack_plain(linear.weight.detach()))
+    return joined(parts, bias)
 
 
 class NativeRmsNorm(nn.Module):
@@ -146,11 +195,10 @@ class NativeAttention(nn.Module):
         )
 
     @staticmethod
-    def rotates(original: _SelfAttention, rotation: Any) -> bool:
+    def rotates(original: _SelfAttention, rotation: Any, dtype: torch.dtype) -> bool:
         """True for angles that our kernel takes: whole heads, in the model's own number format."""
         return isinstance(rotation, tuple) and all(
-            part.dtype is original.q_proj.weight.dtype and part.shape[-1] == original.head_dim
-            for part in rotation
+            part.dtype is dtype and part.shape[-1] == original.head_dim for part in rotation
         )
 
     def forward(
@@ -169,20 +217,25 @@ class NativeAttention(nn.Module):
         return self.output(attended.flatten(1))[None], None
 
 
-def _linears(parent: nn.Module, names: Sequence[str], dtype: torch.dtype) -> list[nn.Linear]:
+_LINEARS = (nn.Linear, NativeLinear)
+
+
+def _linears(parent: nn.Module, names: Sequence[str], dtype: torch.dtype) -> list[nn.Linear | NativeLinear]:
     """The children of these names if all of them can be packed, else none."""
-    found = [child for name in names if isinstance(child := getattr(parent, name, None), nn.Linear)]
-    return found if len(found) == len(names) and all(NativeLinear.fits(each, dtype) for each in found) else []
+    found = [child for name in names if isinstance(child := getattr(parent, name, None), _LINEARS)]
+    whole = len(found) == len(names) and all(NativeLinear.joins(each, dtype) for each in found)
+    return found if whole else []
 
 
-def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
-    if all(linear.bias is None for linear in linears):
+def _joined_bias(linears: Sequence[nn.Linear | NativeLinear], dtype: torch.dtype) -> torch.Tensor | None:
+    biases = [linear.weights.bias if isinstance(linear, NativeLinear) else linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
         return None
-    biases = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-        for linear in linears
+    whole = [
+        torch.zeros(linear.out_features, dtype=dtype) if bias is None else bias.detach()
+        for linear, bias in zip(linears, biases, strict=True)
     ]
-    return torch.cat(biases)
+    return torch.cat(whole)
 
 
 def _norm_parts(norm: Any) -> tuple[torch.Tensor, float]:

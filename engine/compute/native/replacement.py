@@ -51,7 +51,8 @@ def _equal_attention(
 ) -> nn.Module | None:
     """As `make_equal`; the keys and values it leaves behind must be equal too."""
     call = observation.calls.get(original.layer_idx)
-    if call is None or not NativeAttention.rotates(original, seen.options.get("position_embeddings")):
+    rotation = seen.options.get("position_embeddings")
+    if call is None or not NativeAttention.rotates(original, rotation, kernels.dtype):
         return None
     made = NativeAttention(kernels, original, call)
     output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))

@@ -7,6 +7,7 @@ import platform
 import shutil
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from engine.errors import StartRefused
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import EVERY_INSTRUCTION, compiled_home
-from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import (
     FAMILIES,
     MAX_POSITIONS,
@@ -234,3 +235,15 @@ def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
     assert told() == "not used: there is no C++ compiler (no-such-compiler)"
     assert not home.exists(), "looking changes nothing"
+
+
+def test_a_gguf_file_that_is_run_as_it_is(tmp_path: Path) -> None:
+    """What its weights take is what the file has, not what they would unpack to."""
+    path = tmp_path / "model.gguf"
+    save_block_gguf(path, "llama", [gguf.GGMLQuantizationType.Q4_K])
+    settings = load_settings([str(path)], environ={"SLIPSTREAM_HOME": str(compiled_home())})
+    model = diagnose(settings).model
+    assert model is not None and model.weight_bytes is not None and model.num_parameters is not None
+    assert model.pending == "reads its tokenizer and settings, once"
+    assert model.dtype_why == "to compute in; the weights stay in Q4_K, F32"
+    assert model.weight_bytes < model.num_parameters

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Format
+from numpy.typing import NDArray
 
 from engine.compute.native.block_panels import PLAIN, joined
 from engine.compute.native.kernels import NativeKernels
@@ -30,7 +32,11 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed(
-    kernels: NativeKernels, kind: Format, stored: torch.Tensor, width: int, bias: torch.Tensor | None = None
+    kernels: NativeKernels,
+    kind: Format,
+    stored: NDArray[np.uint8],
+    width: int,
+    bias: torch.Tensor | None = None,
 ) -> PackedWeights:
     return joined([kernels.pack_blocks(int(kind), stored, width)], bias)
 
@@ -53,7 +59,7 @@ def test_products_are_of_the_stored_weights(
 def test_a_row_is_read_as_it_was_stored(kernels: NativeKernels, kind: Format) -> None:
     stored = random_blocks(kind, 70, 512)
     order = torch.randperm(70, generator=torch.Generator().manual_seed(3))
-    weights = joined([kernels.pack_blocks(int(kind), stored, 512, order)])
+    weights = joined([kernels.pack_blocks(int(kind), stored, 512, order.numpy())])
     chosen = torch.tensor([69, 0, 31, 32, 69])
     expected = unpacked(kind, stored)[order][chosen].bfloat16()
     assert torch.equal(kernels.read_rows(weights, chosen), expected)

@@ -1,0 +1,124 @@
+"""Models whose weights stay as their GGUF file has them, but for the rounding of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Format
+
+from config import ModelSettings, load_settings
+from engine.compute.loading import loader, model_source
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_files import gguf_of
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.forms import NativeUnavailable
+from engine.compute.native.install import with_kernels
+from engine.compute.native.modules import NativeEmbedding, NativeLinear
+from engine.compute.native.stored import take_weights
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import logits_distance, packed_sample
+from engine.errors import StartRefused
+from tests.support.gguf_blocks import BLOCK_FORMATS
+from tests.support.native import compiled_home
+from tests.support.packed import as_loaded
+from tests.support.speculated import single_threaded
+from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
+
+Q4_K_M = (Format.Q4_K, Format.Q6_K, Format.Q5_0, Format.Q8_0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def settings_of(path: Path, *flags: str) -> ModelSettings:
+    return load_settings([str(path), *flags], environ={}).model
+
+
+def stored(path: Path, dtype: str = "float32") -> LoadedModel:
+    """The model with modules that unpack what the file has."""
+    settings = settings_of(path, "--dtype", dtype)
+    return load_model(resolve_model(settings, compiled_home()), settings)
+
+
+def served(path: Path, dtype: str = "float32") -> LoadedModel:
+    """The same on the kernels."""
+    home, settings = compiled_home(getattr(torch, dtype)), settings_of(path, "--dtype", dtype)
+    loaded = take_weights(stored(path, dtype), settings, home)
+    return with_kernels(loaded, settings, home, lambda: pytest.fail("the kernels are of no use"))
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS, ids=lambda kind: kind.name)
+def test_unpacked_weights_are_the_files(kind: Format, tmp_path: Path) -> None:
+    """Their numbers are those of the `gguf` package: the logits are the dequantised model's."""
+    path = tmp_path / "model.gguf"
+    expected = packed_sample(PackedForward(as_loaded(save_block_gguf(path, "llama", [kind]))))
+    loaded = stored(path)
+    assert isinstance(loaded.model.get_input_embeddings(), StoredEmbedding)
+    assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Path) -> None:
+    """Files mix formats, so that the parts of one product have several."""
+    path = tmp_path / "model.gguf"
+    expected = packed_sample(PackedForward(as_loaded(save_block_gguf(path, family, Q4_K_M))))
+    loaded = served(path)
+    assert isinstance(loaded.model.base_model, NativeDecoder)
+    assert not any(isinstance(module, StoredLinear | StoredEmbedding) for module in loaded.model.modules())
+    assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
+
+
+def test_a_tied_head_reads_the_embeddings_panels(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = save_block_gguf(path, "llama", [Format.Q6_K], tie_word_embeddings=True)
+    loaded = served(path)
+    head, embedding = loaded.model.get_output_embeddings(), loaded.model.base_model.embed_tokens
+    assert isinstance(head, NativeLinear) and isinstance(embedding, NativeEmbedding)
+    assert head.weights.parts[0] is embedding._weights.parts[0]
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
+
+
+def test_the_same_file_elsewhere_is_found_there(tmp_path: Path) -> None:
+    path, moved = tmp_path / "model.gguf", tmp_path / "there" / "model.gguf"
+    save_block_gguf(path, "llama", [Format.Q8_0])
+    first = resolve_model(settings_of(path), compiled_home())
+    assert gguf_of(first) == path.resolve()
+    moved.parent.mkdir()
+    path.rename(moved)
+    assert resolve_model(settings_of(moved), compiled_home()) == first
+    assert gguf_of(first) == moved.resolve()
+
+
+def test_without_kernels_the_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    save_block_gguf(path, "llama", [Format.Q8_0])
+    assert gguf_of(resolve_model(settings_of(path, "--compile", "off"), tmp_path / "home")) is None
+
+    def no_compiler() -> str:
+        raise NativeUnavailable("none")
+
+    monkeypatch.setattr(loader, "find_compiler", no_compiler)
+    assert not model_source.runs_as_it_is(path, settings_of(path))
+
+
+def test_a_file_of_plain_numbers_is_converted(tmp_path: Path) -> None:
+    path = save_tiny_gguf(tmp_path / "plain.gguf")
+    assert gguf_of(resolve_model(settings_of(path), tmp_path / "home")) is None
+
+
+def test_weights_that_are_stored_in_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_block_gguf(path, "llama", [Format.Q8_0])
+    settings, home = settings_of(path, "--quantization", "int8"), compiled_home()
+    loaded = take_weights(load_model(resolve_model(settings, home), settings), settings, home)
+    with pytest.raises(StartRefused, match="--quantization int8: the weights are quantized already"):
+        with_kernels(loaded, settings, home, lambda: loaded)
