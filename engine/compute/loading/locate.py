@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants
 
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_convert import CONVERTER_VERSION, TEXTS_VERSION
+from engine.compute.loading.hub_fetch import cached_snapshot
+from engine.compute.loading.hub_files import read_hub_name
+from engine.compute.loading.hub_model import cached_gguf
 from engine.compute.loading.missing_model import BUILT_IN
 from engine.compute.loading.model_files import check_configuration, check_model_files
 from engine.compute.loading.model_source import (
-    REPO_ID,
     find_bundled_gguf,
     installed_model,
+    is_file_name,
     resolve_model,
     runs_as_it_is,
 )
 from engine.errors import StartRefused
+
+
+_DOWNLOADS: Final = "downloads it from the Hugging Face hub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,11 @@ def find_model(settings: ModelSettings, home: Path) -> FoundModel:
     path = Path(os.path.expanduser(name))
     if distribution is not None and installed_model(name).is_dir():
         return FoundModel("built in, converted by the installation", resolve_model(settings, home))
-    if distribution is not None or path.suffix.lower() == ".gguf":
+    if distribution is not None or is_file_name(path):
         source = path if distribution is None else find_bundled_gguf(distribution)
         what = "a GGUF file" if distribution is None else f"built in, from the package {distribution}"
+        if settings.revision is not None or not source.is_file():
+            resolve_model(settings, home)  # refuses before it converts anything
         return _find_converted(settings, source, home, what)
     if os.path.exists(path):
         return FoundModel("a directory", resolve_model(settings, home))
@@ -60,9 +69,6 @@ class _NotConverted(Exception):
 
 
 def _find_converted(settings: ModelSettings, source: Path, home: Path, what: str) -> FoundModel:
-    if settings.revision is not None or not source.is_file():
-        resolve_model(settings, home)  # refuses before it converts anything
-
     def refuse(_source: Path, _directory: Path) -> None:
         raise _NotConverted
 
@@ -80,16 +86,25 @@ def _find_converted(settings: ModelSettings, source: Path, home: Path, what: str
 
 def _find_download(settings: ModelSettings, home: Path) -> FoundModel:
     """A Hugging Face repo: in the local cache, whole or in part, or not there yet."""
-    if constants.HF_HUB_OFFLINE or not REPO_ID.fullmatch(settings.model):
-        return FoundModel("in the Hugging Face cache", resolve_model(settings, home))
-    pending = "downloads it from the Hugging Face hub"
+    name = read_hub_name(settings.model)
+    whole = "in the Hugging Face cache"
+    if name is None:
+        return FoundModel(whole, resolve_model(settings, home))  # refuses it
     try:
-        directory = Path(snapshot_download(settings.model, revision=settings.revision, local_files_only=True))
-    except Exception:  # not in the cache, or no repo id: the hub's client raises what it likes
-        return FoundModel("not on this machine yet", pending=pending)
+        directory = cached_snapshot(name, settings.revision)
+    except StartRefused:
+        if constants.HF_HUB_OFFLINE:
+            raise
+        return FoundModel("not on this machine yet", pending=_DOWNLOADS)
+    if (gguf := cached_gguf(name, directory)) is not None:
+        return _find_converted(settings, gguf, home, f"a GGUF file {whole}")
+    if constants.HF_HUB_OFFLINE:
+        return FoundModel(whole, resolve_model(settings, home))  # or refuses it
+    if name.pick is not None:
+        return FoundModel("not on this machine yet", pending=_DOWNLOADS)
     check_configuration(directory)
     try:
         check_model_files(directory)
     except StartRefused:
-        return FoundModel("in the Hugging Face cache, in part", directory, pending=pending)
-    return FoundModel("in the Hugging Face cache", directory)
+        return FoundModel(f"{whole}, in part", directory, pending=_DOWNLOADS)
+    return FoundModel(whole, directory)

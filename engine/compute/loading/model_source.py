@@ -7,40 +7,21 @@ once.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from importlib import metadata
 from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from config import ModelSettings
 from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.gguf_model import has_blocks, name_file
 from engine.compute.loading.gguf_settings import read_gguf_config
-from engine.compute.loading.missing_model import (
-    BUILT_IN,
-    no_such_file,
-    no_such_repo,
-    not_fetched,
-    nothing_of_that_name,
-)
-from engine.compute.loading.model_files import check_configuration, check_model_files, first_line, gguf_of
-from engine.compute.loading.support import find_model_class, read_architecture
+from engine.compute.loading.hub_files import read_hub_name
+from engine.compute.loading.hub_model import fetch_model
+from engine.compute.loading.missing_model import BUILT_IN, no_such_file, nothing_of_that_name
+from engine.compute.loading.model_files import check_model_files, gguf_of
+from engine.compute.loading.support import find_model_class
 from engine.errors import StartRefused
-
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-# Folders of a repo hold other formats, and so do these files beside the sharded weights.
-_LEFT_OUT = ("*/*", "consolidated*", "*.index.*.json")
 
 
 def resolve_model(settings: ModelSettings, home: Path) -> Path:
@@ -49,21 +30,31 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     Conversions are kept under `home`, downloads in Hugging Face's own cache. Raises StartRefused, one line.
     """
     name = settings.model
-    directory, source = Path(os.path.expanduser(name)), None
+    directory, source, revision = Path(os.path.expanduser(name)), None, settings.revision
     if distribution := BUILT_IN.get(name.lower()):
         directory = installed_model(name)
         source = None if directory.is_dir() else find_bundled_gguf(distribution)
-    elif directory.suffix.lower() == ".gguf":
+    elif is_file_name(directory):
         source = directory
     elif not os.path.exists(directory):  # unlike Path.exists, False for an impossible name
-        return _download(name, settings.revision)
-    if settings.revision is not None:
-        raise StartRefused(f"--revision {settings.revision}: {name} is no Hugging Face repo.")
+        if (hub_name := read_hub_name(name)) is None:
+            raise StartRefused(nothing_of_that_name(name))
+        fetched, revision = fetch_model(hub_name, revision), None
+        if fetched.is_dir():
+            return fetched
+        source = fetched
+    if revision is not None:
+        raise StartRefused(f"--revision {revision}: {name} is no Hugging Face repo.")
     if source is not None:
         as_it_is = name.lower() not in BUILT_IN and runs_as_it_is(source, settings)
         directory = _prepare(source, home) if as_it_is else _convert(source, home)
     check_model_files(directory)
     return directory
+
+
+def is_file_name(path: Path) -> bool:
+    """True for the path of a GGUF file, there or not; `ORG/REPO:file.gguf` is one of a repo's."""
+    return path.suffix.lower() == ".gguf" and (path.exists() or ":" not in path.name)
 
 
 def installed_model(name: str, prefix: Path | None = None) -> Path:
@@ -119,34 +110,3 @@ def _convert(source: Path, home: Path) -> Path:
     from engine.compute.loading.gguf_convert import CONVERTER_VERSION, convert_gguf
 
     return convert_once(source, home / "models", convert_gguf, CONVERTER_VERSION)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    """The local copy of a Hugging Face repo: its texts first, and the weights only if they can be served."""
-    if not REPO_ID.fullmatch(name):
-        raise StartRefused(nothing_of_that_name(name))
-    directory = _fetch(name, revision, _TEXT_FILES)
-    check_configuration(directory)
-    read_architecture(directory)
-    directory = _fetch(name, revision, (*_TEXT_FILES, "*.safetensors"))
-    check_model_files(directory)
-    return directory
-
-
-def _fetch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Download what is missing of the files that match. Raises StartRefused."""
-    wanted = name if revision is None else f"{name} at {revision}"
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_LEFT_OUT)
-            )
-        )
-    except GatedRepoError as error:
-        raise StartRefused(f"{name} is gated: accept its terms and set HF_TOKEN.") from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
-        if isinstance(error, LocalEntryNotFoundError):
-            raise StartRefused(not_fetched(name, revision)) from error
-        raise StartRefused(no_such_repo(name, revision)) from error
-    except Exception as error:  # the hub's client lets errors of its HTTP library through
-        raise StartRefused(f"{wanted} cannot be downloaded: {first_line(error)}.") from error
