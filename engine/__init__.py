@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
@@ -40,7 +41,7 @@ from engine.plan.request import (
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
-from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
+from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts, StoredModel
 from engine.startup.host_memory import memory_bytes
 from engine.startup.host_tuning import freeze_heap, prepare_process
 from engine.text.closed_schema import closed_schema
@@ -119,6 +120,20 @@ def diagnose(settings: Settings) -> Diagnosis:
     return examine(settings)
 
 
+def list_models(home: Path) -> tuple[list[StoredModel], list[str]]:
+    """The models on this machine, and what of the Hugging Face cache cannot be read. No network is used."""
+    from engine.startup.stored_models import list_models as look
+
+    return look(home)
+
+
+def pull_model(name: str, revision: str | None) -> Path:
+    """Fetch what `serve` reads of a Hugging Face repo; its directory or GGUF file. Raises StartRefused."""
+    from engine.compute.loading.model_source import pull_model as pull
+
+    return pull(name, revision)
+
+
 __all__ = [
     "INPUT_KEY",
     "MAX_PRIORITY",
@@ -170,6 +185,7 @@ __all__ = [
     "SpecStats",
     "SpeculationOptions",
     "StartRefused",
+    "StoredModel",
     "StructureKind",
     "StructuredOutput",
     "TokenLogprobs",
@@ -185,9 +201,11 @@ __all__ = [
     "diagnose",
     "frames_of",
     "freeze_heap",
+    "list_models",
     "memory_bytes",
     "owned_salt",
     "prepare_process",
+    "pull_model",
     "thread_stacks",
     "train_medusa_heads",
     "usable_cores",

@@ -11,6 +11,24 @@ from engine.errors import StartRefused
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on this machine. `name` is what `serve` takes, with `revision` where that is not None.
+
+    `stored` is its format and numbers (safetensors BF16, GGUF Q4_K_M), `last_used` a Unix time as the file
+    system keeps it, `reason` why it cannot be served, None where it can.
+    """
+
+    name: str
+    revision: str | None
+    kept_in: str
+    path: str
+    size_bytes: int
+    stored: str
+    last_used: float
+    reason: str | None
+
+
 @dataclass(slots=True)
 class DeviceFacts:
     """What computes. `features` are instructions or capabilities that matter for speed, by name.

@@ -145,6 +145,20 @@ def doctor(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def models(argv: Sequence[str]) -> int:
+    """List the models on this machine. Raises SettingsError."""
+    from server.commands.models import run
+
+    return run(argv)
+
+
+def pull(argv: Sequence[str]) -> int:
+    """Fetch a model from the Hugging Face hub. Raises SettingsError before anything is asked."""
+    from server.commands.pull import run
+
+    return run(argv)
+
+
 def _version() -> str:
     try:
         return version("slipstream")
@@ -160,4 +174,6 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "bench": bench,
     "chat": chat,
     "doctor": doctor,
+    "models": models,
+    "pull": pull,
 }

@@ -18,6 +18,8 @@ commands:
   serve [MODEL] [options]           load a model and serve it until Ctrl-C
   run [QUESTION] [options]          talk with a model in this process, without a server
   doctor [MODEL] [--load] [...]     say what serve would use, and what would stop it; takes serve's options
+  pull REPO[:QUANTIZATION]          fetch a model from the Hugging Face hub, or go on fetching it
+  models [--json]                   list the models on this machine and whether they can be served
   config show [--origins] [...]     print the settings that serve would use; takes serve's options
   chat [MESSAGE] [--url URL]        talk with a server's model, on a terminal or in a pipe
   bench [--url URL] [options]       load a server and measure its latency and throughput

@@ -44,7 +44,9 @@ class FakeHub:
     def fetched(self) -> list[str]:
         """The names of the files whose content was asked for."""
         return [
-            path.rpartition("/")[2] for method, path, _ in self.asked if method == "GET" and "/resolve/" in path
+            path.rpartition("/")[2]
+            for method, path, _ in self.asked
+            if method == "GET" and "/resolve/" in path
         ]
 
     def tree(self, repo: str) -> list[dict[str, object]]:
@@ -64,88 +66,90 @@ class FakeHub:
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
     """A hub that serves until the block ends."""
-    hub = FakeHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server = _Server(("127.0.0.1", 0), _Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    server.hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield hub
+        yield server.hub
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Server(ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self.hub = FakeHub()
 
-        def do_GET(self) -> None:
-            self._answer()
 
-        def do_HEAD(self) -> None:
-            self._answer()
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
 
-        def _answer(self) -> None:
-            path = unquote(urlsplit(self.path).path).lstrip("/")
-            hub.asked.append((self.command, path, self.headers.get("range")))
-            is_api = path.startswith("api/models/")
-            words = path.removeprefix("api/models/").split("/")
-            repo, verb, revision, name = "/".join(words[:2]), *(words[2:4] + ["", ""])[:2], "/".join(words[4:])
-            if repo in hub.forbidden:
-                self._refuse(403, "")
-            elif repo not in hub.repos:
-                self._refuse(401, "RepoNotFound")
-            elif revision not in ("", "main", COMMIT):
-                self._refuse(404, "RevisionNotFound")
-            elif is_api and verb == "tree":
-                self._say(json.dumps(hub.tree(repo)).encode())
-            elif is_api:
-                self._say(json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
-            elif repo in hub.gated:
-                self._refuse(403, "GatedRepo")
-            elif name not in hub.repos[repo]:
-                self._refuse(404, "EntryNotFound")
-            else:
-                self._give(name, hub.repos[repo][name])
+    def do_GET(self) -> None:
+        hub = self.server.hub
+        path = unquote(urlsplit(self.path).path).lstrip("/")
+        hub.asked.append((self.command, path, self.headers.get("range")))
+        is_api = path.startswith("api/models/")
+        words = path.removeprefix("api/models/").split("/")
+        repo, name = "/".join(words[:2]), "/".join(words[4:])
+        verb, revision = [*words[2:4], "", ""][:2]
+        if (refused := self._refusal(repo, revision, None if is_api else name)) is not None:
+            self._say(*refused, b"")
+        elif not is_api:
+            self._give(name, hub.repos[repo][name])
+        elif verb == "tree":
+            self._say(200, "", json.dumps(hub.tree(repo)).encode())
+        else:
+            self._say(200, "", json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
 
-        def _refuse(self, status: int, code: str) -> None:
-            self.send_response(status)
-            if code:
-                self.send_header("x-error-code", code)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    do_HEAD = do_GET
 
-        def _say(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def _refusal(self, repo: str, revision: str, name: str | None) -> tuple[int, str] | None:
+        """Status and code, as the hub answers; `name` is a file's, None for its API."""
+        hub = self.server.hub
+        if repo in hub.forbidden:
+            return 403, ""
+        if repo not in hub.repos:
+            return 401, "RepoNotFound"
+        if revision not in ("", "main", COMMIT):
+            return 404, "RevisionNotFound"
+        if name is not None and repo in hub.gated:
+            return 403, "GatedRepo"
+        return (404, "EntryNotFound") if name is not None and name not in hub.repos[repo] else None
 
-        def _give(self, name: str, content: bytes) -> None:
-            begin = int((self.headers.get("range") or "bytes=0-")[len("bytes=") :].partition("-")[0])
-            self.send_response(206 if begin else 200)
-            if begin:
-                self.send_header("content-range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
-            self.send_header("etag", hashlib.sha256(content).hexdigest())
-            self.send_header("x-repo-commit", COMMIT)
-            self.send_header("content-length", str(len(content) - begin))
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            rest = content[begin:]
-            cuts = hub.cuts.get(name, [])
-            cut = cuts.pop(0) if cuts else hub.hold_after.get(name, len(rest))
-            self.wfile.write(rest[:cut])
-            if cut < len(rest):
-                if name in hub.hold_after:
-                    hub.held.set()
-                    self.connection.recv(1)  # until the other side has gone
-                self.close_connection = True
+    def _say(self, status: int, code: str, body: bytes) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("x-error-code", code)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    def _give(self, name: str, content: bytes) -> None:
+        hub = self.server.hub
+        begin = int((self.headers.get("range") or "bytes=0-")[len("bytes=") :].partition("-")[0])
+        self.send_response(206 if begin else 200)
+        if begin:
+            self.send_header("content-range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        self.send_header("etag", hashlib.sha256(content).hexdigest())
+        self.send_header("x-repo-commit", COMMIT)
+        self.send_header("content-length", str(len(content) - begin))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        rest = content[begin:]
+        cuts = hub.cuts.get(name, [])
+        cut = cuts.pop(0) if cuts else hub.hold_after.get(name, len(rest))
+        self.wfile.write(rest[:cut])
+        if cut < len(rest):
+            if name in hub.hold_after:
+                hub.held.set()
+                self.connection.recv(1)  # until the other side has gone
+            self.close_connection = True
 
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        pass

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from httpx2 import TransportError
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -28,8 +29,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
-from httpx2 import TransportError
+from huggingface_hub.utils import WeakFileLock, build_hf_headers
+from huggingface_hub.utils.tqdm import tqdm
 
 from config.units import rough_size
 from engine.compute.loading.hub_files import HubName
@@ -87,9 +88,7 @@ def fetch_files(listing: Listing, revision: str | None, files: Sequence[str]) ->
         patterns = [glob.escape(file) for file in files]
         bar = None if any(_is_huge(listing.files[file]) for file in files) else _NoBar
         return Path(
-            snapshot_download(
-                listing.name.repo, revision=revision, allow_patterns=patterns, tqdm_class=bar
-            )
+            snapshot_download(listing.name.repo, revision=revision, allow_patterns=patterns, tqdm_class=bar)
         )
 
 
@@ -127,18 +126,19 @@ def hub_refusals(repo: str, revision: str | None) -> Iterator[None]:
         status = error.response.status_code
         if status in (401, 403):
             raise StartRefused(
-                f"{wanted}: {constants.ENDPOINT} refuses access with {status}: set HF_TOKEN to one that has it."
+                f"{wanted}: {constants.ENDPOINT} refuses access with {status}: set HF_TOKEN to one "
+                "that has it."
             ) from error
         raise StartRefused(f"{wanted} cannot be downloaded: {first_line(error)}.") from error
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise StartRefused(f"{wanted} cannot be downloaded: {first_line(error)}.") from error
 
 
-class _NoBar(tqdm):  # type: ignore[misc]
+class _NoBar(tqdm):
     """Draws nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": True})
+        super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def _is_huge(entry: RepoFile) -> bool:
@@ -187,7 +187,9 @@ def _check_room(store: Path, missing: Sequence[RepoFile]) -> None:
     folder = next(path for path in (store, *store.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if wanted > 0 and wanted + _SPARE_BYTES > free:
-        raise StartRefused(f"{folder} has {rough_size(free)} free, and {rough_size(wanted)} are to be fetched.")
+        raise StartRefused(
+            f"{folder} has {rough_size(free)} free, and {rough_size(wanted)} are to be fetched."
+        )
 
 
 def _digest(entry: RepoFile) -> str:

@@ -47,7 +47,7 @@ def read_hub_name(name: str) -> HubName | None:
 
 
 def text_files(files: Sequence[str]) -> list[str]:
-    """The configuration, the tokenizer and the templates among a repo's `files`; folders hold other formats."""
+    """The configuration, tokenizer and templates among a repo's `files`; folders hold other formats."""
     return [
         file
         for file in files
@@ -95,7 +95,7 @@ def gguf_name(name: HubName, files: Sequence[str]) -> str | None:
 def _refusal(name: HubName, models: Sequence[str], found: Sequence[str]) -> str:
     if found and all(_PART.search(Path(file).stem) for file in found):
         return f"{name} is split into {len(found)} files; only GGUF files in one piece are read."
-    choice = ", ".join(_shortest(file, models) for file in (found or models)[:_MOST_NAMED])
+    choice = ", ".join(short_pick(file, models) for file in (found or models)[:_MOST_NAMED])
     if name.pick is None:
         return f"{name.repo} has several GGUF files: name one, as in {name.repo}:Q4_K_M. It has {choice}."
     if found:
@@ -110,8 +110,8 @@ def _is_meant(file: str, pick: str) -> bool:
     return word in (low, Path(low).name) or re.search(rf"(^|[-._]){re.escape(word)}$", stem) is not None
 
 
-def _shortest(file: str, models: Sequence[str]) -> str:
-    """What names `file` among `models`: its quantization where no other has it."""
+def short_pick(file: str, models: Sequence[str]) -> str:
+    """What picks `file` among `models`: its quantization where no other has it, else its path."""
     match = _QUANTIZATION.search(_PART.sub("", Path(file).stem))
     alone = match and sum(_is_meant(other, match[1]) for other in models) == 1
     return match[1] if match and alone else file

@@ -26,7 +26,6 @@ from engine.compute.loading.model_source import (
 )
 from engine.errors import StartRefused
 
-
 _DOWNLOADS: Final = "downloads it from the Hugging Face hub"
 
 

@@ -52,6 +52,18 @@ def resolve_model(settings: ModelSettings, home: Path) -> Path:
     return directory
 
 
+def pull_model(name: str, revision: str | None) -> Path:
+    """The directory or GGUF file of a Hugging Face repo, fetched as a start would. Raises StartRefused."""
+    path = Path(os.path.expanduser(name))
+    if name.lower() in BUILT_IN:
+        raise StartRefused(f"{name} is built in: there is nothing to pull.")
+    if os.path.exists(path) or is_file_name(path):
+        raise StartRefused(f"{name} is a path: only a Hugging Face repo can be pulled.")
+    if (hub_name := read_hub_name(name)) is None:
+        raise StartRefused(nothing_of_that_name(name))
+    return fetch_model(hub_name, revision)
+
+
 def is_file_name(path: Path) -> bool:
     """True for the path of a GGUF file, there or not; `ORG/REPO:file.gguf` is one of a repo's."""
     return path.suffix.lower() == ".gguf" and (path.exists() or ":" not in path.name)

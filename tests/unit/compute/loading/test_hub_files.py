@@ -37,8 +37,8 @@ def test_only_texts_at_the_top_are_read_and_no_code() -> None:
     files = [
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja",
         "merges.txt", "model.safetensors.index.json", "modeling_evil.py", "pytorch_model.bin", "README.md",
-        "onnx/config.json", "original/params.json", "training_args.bin", "x.pkl", "model.safetensors.index.fp16.json",
-        "consolidated.safetensors.index.json",
+        "onnx/config.json", "original/params.json", "training_args.bin", "x.pkl",
+        "model.safetensors.index.fp16.json", "consolidated.safetensors.index.json",
     ]  # fmt: skip
     assert text_files(files) == files[:7]
 
@@ -56,7 +56,9 @@ def test_safetensors_are_read_and_nothing_beside_them(tmp_path: Path) -> None:
 
 
 def test_pickled_weights_are_refused_before_they_are_fetched(tmp_path: Path) -> None:
-    with pytest.raises(StartRefused, match=r"no safetensors weights \(only pytorch_model\.bin, which could run"):
+    with pytest.raises(
+        StartRefused, match=r"no safetensors weights \(only pytorch_model\.bin, which could run"
+    ):
         weight_names(HubName("org/m"), ["pytorch_model.bin", "sub/x.bin"], tmp_path)
 
 
@@ -85,7 +87,11 @@ def test_the_only_gguf_file_needs_no_name() -> None:
         ("Q4_K", GGUFS, "org/m has no GGUF file Q4_K. It has IQ4_XS, Q4_K_M, Q4_K_S, Q8_0."),
         ("Q4_XS", GGUFS, "org/m has no GGUF file Q4_XS."),
         ("Q4_0", ["config.json", "model.safetensors"], "org/m has no GGUF files; without :Q4_0 "),
-        ("Q4_0", ["a-Q4_0.gguf", "b-Q4_0.gguf"], "could be several files: name one of a-Q4_0.gguf, b-Q4_0.gguf"),
+        (
+            "Q4_0",
+            ["a-Q4_0.gguf", "b-Q4_0.gguf"],
+            "could be several files: name one of a-Q4_0.gguf, b-Q4_0.gguf",
+        ),
         ("Q8_0", ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"], "is split into 2 files"),
     ],
 )

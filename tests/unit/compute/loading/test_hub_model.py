@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants as hub_constants
-import huggingface_hub.file_download
 import pytest
 
 from config import ModelSettings
-from engine.compute.loading import hub_fetch
 from engine.compute.loading.locate import find_model
 from engine.compute.loading.model_source import resolve_model
 from engine.errors import StartRefused, UnsupportedModel
@@ -37,7 +36,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> Iterator
         monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hub_constants, "DOWNLOAD_CHUNK_SIZE", 1024)
-        monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda _: None)
+        monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
         hub.add("org/tiny", tiny)
         yield hub
 
@@ -146,7 +145,7 @@ def test_without_the_hub_the_cache_is_served_and_what_lacks_is_said(
 def test_a_full_disk_is_said_before_anything_is_fetched(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = hub_fetch.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(hub_fetch.shutil, "disk_usage", lambda _: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert "has 0 MiB free" in refusal(tmp_path, "org/tiny")
     assert hub.fetched() == []
