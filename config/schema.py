@@ -117,7 +117,7 @@ class ModelSettings(Section):
         "auto", description="kernels compiled for this CPU; auto = where that is possible"
     )
     cpu_kernels: CpuKernels = Field(
-        "auto", description="instructions of the kernels; auto = the fastest this CPU has"
+        "auto", description="instructions of the kernels; auto = this CPU's fastest"
     )
     quantization: Quantization = Field(
         "none", description="weights as compiled kernels read them; int8 = half the memory, nearly exact"
