@@ -24,7 +24,7 @@ from tests.e2e.wire import Wire, ask
 from tests.support.fake_engine import FakeEngine
 
 VOID = {"meta", "link", "input", "path", "br"}
-PURE = ("words.js", "history.js", "figures.js", "event_stream.js")
+PURE = ("words.js", "history.js", "figures.js", "event_stream.js", "tokens.js")
 
 
 class Outline(HTMLParser):
@@ -257,48 +257,63 @@ def test_events_are_whole_wherever_the_bytes_are_cut() -> None:
     assert found == [['{"a":"é\\n"}', "x", "y\nz", "[DONE]"]] * (len(stream) + 1)
 
 
+OWN, DRAFT = "target", "draft"
+
+
 @pytest.mark.parametrize(
     ("chunks", "pieces"),
     [
-        pytest.param([(["one"], "one")], [("one", False)], id="alone"),
-        pytest.param([(["a", "b", "c"], "abc")], [("a", True), ("b", True), ("c", False)], id="drafted"),
-        pytest.param([(["a", "b", "<end>"], "ab")], [("a", True), ("b", True), ("", False)], id="end"),
+        pytest.param([("one", "t", "one")], [("one", OWN)], id="alone"),
+        pytest.param([("a|b|c", "ddt", "abc")], [("a", DRAFT), ("b", DRAFT), ("c", OWN)], id="drafted"),
         pytest.param(
-            [([b"\xe2\x82", b"\xac", "!"], "€!")], [("", True), ("€", True), ("!", False)], id="bytes"
+            [("a|b", "dt", "a"), ("c", "t", "bc")], [("a", DRAFT), ("b", OWN), ("c", OWN)], id="held"
+        ),
+        pytest.param([("ab|c", "dt", "a", "bc")], [("a", DRAFT), ("b", DRAFT), ("c", OWN)], id="within"),
+        pytest.param([(b"\xe2\x82|\xac|!", "dtd", "€!")], [("€", OWN), ("!", DRAFT)], id="bytes"),
+        pytest.param([(b"\xe2", "d", ""), (b"\x82\xac|x", "td", "€x")], [("€", OWN), ("x", DRAFT)], id="cut"),
+        pytest.param(
+            [("<think>|\n|the|</think>|\n\n|the|m", "tdtdtdt", "the", "them")],
+            [("the", DRAFT), ("them", None)],
+            id="one chunk with the same word on both sides of a mark",
         ),
         pytest.param(
-            [([b"\xe2"], ""), ([b"\x82\xac", "x"], "€x")], [("", False), ("€", True), ("x", False)], id="cut"
+            [("<think>|\n", "dt", ""), ("t", "d", "t"), ("he|</think>|It", "tdt", "he", "It")],
+            [("t", DRAFT), ("he", OWN), ("It", OWN)],
+            id="marks",
         ),
-        pytest.param([(["held", " back", "x"], "d backx")], [("d back", True), ("x", False)], id="held"),
-        pytest.param([(["p", "q"], "other")], [("other", True), ("", False)], id="unspelt"),
         pytest.param(
-            [(["p", "q"], "other"), (["r"], "r")], [("other", True), ("", False), ("r", False)], id="after"
+            [("p|q", "dd", "other"), ("r", "t", "r")], [("other", None), ("r", OWN)], id="spelt otherwise"
         ),
+        pytest.param([("\ufeff|a", "dt", "\ufeffa")], [("\ufeff", DRAFT), ("a", OWN)], id="byte order mark"),
     ],
 )
-def test_all_but_the_last_token_of_a_chunk_were_drafted(
-    chunks: list[tuple[list[str | bytes], str]], pieces: list[tuple[str, bool]]
+def test_what_is_shown_is_traced_to_its_tokens(
+    chunks: list[tuple[str | bytes, ...]], pieces: list[tuple[str, str | None]]
 ) -> None:
-    choices = []
-    for tokens, text in chunks:
-        spelt = [token.encode() if isinstance(token, str) else token for token in tokens]
-        content = [
-            {"token": each.decode("utf-8", "replace"), "bytes": list(each), "logprob": 0.0} for each in spelt
-        ]
-        choice = {
-            "delta": {"content": text},
-            "token_ids": [1] * len(tokens),
-            "logprobs": {"content": content},
-        }
-        choices.append(choice)
-    found = compute(f"(s => {json.dumps(choices)}.flatMap(choice => s.split(choice)))(new ChunkSplitter())")
-    assert [(each["text"], each["drafted"]) for each in found] == pieces
+    """A chunk: its tokens, a letter for where each comes from, and the texts that are shown then."""
+    steps = []
+    for tokens, origins, *texts in chunks:
+        spelt = tokens if isinstance(tokens, bytes) else tokens.encode()
+        content = [{"bytes": list(each), "logprob": 0.0} for each in spelt.split(b"|")]
+        names = [DRAFT if each == "d" else OWN for each in origins]
+        steps.append([{"token_origins": names, "logprobs": {"content": content}}, texts])
+    found = compute(f"""(trail => {json.dumps(steps)}.flatMap(([choice, texts]) => {{
+        trail.add(choice);
+        return texts.flatMap(text => trail.take(text));
+    }}))(new TokenTrail())""")
+    words = {True: DRAFT, False: OWN, None: None}
+    assert [(each["text"], words[each["drafted"]]) for each in found] == pieces
 
 
-def test_chunks_without_logprobs_still_tell_how_many() -> None:
-    chunk = '{"delta": {"content": "abc"}, "token_ids": [1, 2, 3], "logprobs": null}'
-    found = compute(f"new ChunkSplitter().split({chunk})")
-    assert [(each["text"], each["drafted"]) for each in found] == [("abc", True), ("", False)]
+def test_tokens_that_show_nothing_are_not_kept_for_ever() -> None:
+    chunk = (
+        '{"token_origins": ["draft", "target"], "logprobs": {"content": [{"bytes": [97]}, {"bytes": [98]}]}}'
+    )
+    found = compute(f"""(trail => {{
+      const counts = [...Array(5000)].map(() => trail.add({chunk}));
+      return [counts.at(-1), trail.waiting.length, trail.take("ab").map(each => each.text)];
+    }})(new TokenTrail())""")
+    assert found == [{"count": 2, "drafted": 1}, 4096, ["a", "b"]]
 
 
 def test_numbers_are_said_shortly() -> None:

@@ -29,6 +29,7 @@ from engine import (
     InvalidRequest,
     OutputDelta,
     Overloaded,
+    RequestExplanation,
     RequestTiming,
     SpecStats,
     StructuredOutput,
@@ -250,6 +251,10 @@ class FakeEngine:
         self.cancelled.append((request_id, abort))
         return True
 
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        open_streams = (each for each in self.streams if not each.over.is_set())
+        return next((each.explain() for each in open_streams if each.request_id == request_id), None)
+
     def tenant_shares(self) -> dict[str, float]:
         return {"tenant-a": 0.75, "other": 0.25}
 
@@ -363,6 +368,26 @@ class FakeStream:
             reason, stop_reason, error, num_prompt, self.num_sent, 2, TIMING, self.engine.speculation
         )
         return delta._replace(finish=finish)
+
+    def explain(self) -> RequestExplanation:
+        """It runs; of its drafts those that were sent are accepted."""
+        num_prompt, sent = len(self.request.prompt_token_ids), self.num_sent
+        return RequestExplanation(
+            request_id=self.request_id,
+            status="running",
+            waits_because=None,
+            position=None,
+            priority=self.request.priority,
+            deadline_s=None,
+            preemptions=(),
+            num_known_tokens=num_prompt + sent,
+            num_output_tokens=sent,
+            num_computed_tokens=num_prompt + sent,
+            num_cached_tokens=0,
+            num_draft_tokens=2 * self.num_drafts,
+            num_accepted_tokens=self.num_drafts,
+            num_blocks=1,
+        )
 
     def close(self) -> None:
         if not self.over.is_set():

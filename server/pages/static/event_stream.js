@@ -1,5 +1,5 @@
 "use strict";
-// Server-sent events out of a body, and which tokens of an event were drafted.
+// Server-sent events out of a body.
 
 const LOST = "The connection was lost before the reply was complete.";
 
@@ -43,42 +43,4 @@ async function* readEvents(body) {
   } finally {
     reader.cancel().catch(() => {});
   }
-}
-
-// Cuts each chunk of one choice into its tokens.
-//
-// A step commits the drafts it accepted and then one token of its own, and sends them as one chunk: all but
-// the last were drafted. Steps that a slow reader made the server merge cannot be told apart here; the count
-// in the reply's own account can, and is shown beside.
-class ChunkSplitter {
-  constructor() {
-    this.decoder = new TextDecoder(); // holds the bytes of a character that is not complete
-  }
-
-  // [{text, drafted, probability}] in order; the texts join to the chunk's.
-  split(choice) {
-    const text = choice.delta?.content ?? "";
-    const tokens = choice.logprobs?.content ?? [];
-    const count = choice.token_ids?.length ?? tokens.length;
-    const texts = this.align(text, tokens);
-    if (texts !== null && tokens.length === count) {
-      return texts.map((part, i) => piece(part, i < count - 1, tokens[i]));
-    }
-    if (count < 2) return [piece(text, false, tokens[0])];
-    const last = tokens.at(-1)?.token ?? "";
-    const end = last !== "" && text.endsWith(last) ? text.length - last.length : text.length;
-    return [piece(text.slice(0, end), true), piece(text.slice(end), false, tokens.at(-1))];
-  }
-
-  // One text a token, null when their bytes do not spell `text`. The last may be one that is not shown.
-  align(text, tokens) {
-    const texts = tokens.map(({ bytes }) => this.decoder.decode(new Uint8Array(bytes ?? []), { stream: true }));
-    if (texts.join("") === text) return texts;
-    this.decoder = new TextDecoder();
-    return texts.slice(0, -1).join("") === text ? [...texts.slice(0, -1), ""] : null;
-  }
-}
-
-function piece(text, drafted, token) {
-  return { text, drafted, probability: token === undefined ? null : Math.exp(token.logprob) };
 }

@@ -16,7 +16,8 @@ class Page {
   constructor() {
     this.figures = new Figures();
     this.access = new Access(() => this.start());
-    this.prompts = new PromptBox(this.access);
+    this.chat = new Chat(this.access);
+    this.requests = new LiveRequests(this.access);
     this.timer = null;
     this.controller = null; // of the look that runs
     document.getElementById("theme").addEventListener("click", toggleTheme);
@@ -42,7 +43,11 @@ class Page {
 
   async look(signal) {
     const timed = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
-    const [state, problem] = await Promise.all([this.readState(timed), this.readFigures(timed)]);
+    const [state, problem] = await Promise.all([
+      this.readState(timed),
+      this.readFigures(timed),
+      this.readRequests(timed),
+    ]);
     if (signal.aborted) return;
     const unreachable = state === "unreachable";
     const element = document.getElementById("state");
@@ -77,6 +82,15 @@ class Page {
     } catch (error) {
       if (error.status === 401) return "The figures need an API key on this server: give one under “API key”.";
       return error.message;
+    }
+  }
+
+  // What stands in its way stands in that of the figures, too, which say so.
+  async readRequests(signal) {
+    try {
+      this.chat.showLive(await this.requests.read(signal));
+    } catch {
+      if (!signal.aborted) this.requests.forget();
     }
   }
 
