@@ -32,7 +32,7 @@ class Tokenizer:
         tokenizer.json, for a model that needs its own code, a decoder that cannot be streamed or a broken
         template.
         """
-        tokenizer = _load(directory)
+        tokenizer = load_fast_tokenizer(directory)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -180,8 +180,8 @@ def _describe(tokenizer: Any) -> dict[str, object]:
     }
 
 
-def _load(directory: Path) -> Any:
-    """The transformers tokenizer in `directory`, backed by the `tokenizers` package."""
+def load_fast_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer in `directory`, backed by the `tokenizers` package. Raises StartRefused."""
     # Here, because it brings torch along, which the server does without until it loads the model.
     from transformers import AutoTokenizer
 

@@ -11,10 +11,13 @@ import huggingface_hub.constants as hub_constants
 import pytest
 
 from config import ModelSettings
+from engine.compute.embedding.embedder import load_embedder
+from engine.compute.embedding.source import is_embedding_model, resolve_embedding_model
 from engine.compute.loading.locate import find_model
 from engine.compute.loading.model_source import resolve_model
 from engine.errors import StartRefused, UnsupportedModel
 from tests.support.fake_hub import FakeHub, fake_hub
+from tests.support.tiny_embedders import save_embedder
 from tests.support.tiny_gguf import save_tiny_gguf
 from tests.support.tiny_models import save_tiny_model
 
@@ -66,6 +69,32 @@ def test_only_what_serving_reads_is_fetched_and_only_once(hub: FakeHub, tmp_path
     hub.asked.clear()
     assert resolve(tmp_path, "org/tiny") == directory
     assert hub.fetched() == []
+
+
+def test_an_embedding_model_comes_with_its_modules_and_no_other_format(hub: FakeHub, tmp_path: Path) -> None:
+    made = save_embedder(tmp_path / "made", heads=("Dense", "Normalize"))
+    hub.add("org/embedder", made)
+    others = {"onnx/model.onnx": b"x", "openvino/config.json": b"x", "pytorch_model.bin": b"x"}
+    hub.repos["org/embedder"] |= others
+    settings = ModelSettings(model="org/embedder")
+    assert not is_embedding_model(settings, may_fetch=False)
+    assert is_embedding_model(settings) and not is_embedding_model(ModelSettings(model="org/tiny"))
+    assert sorted(set(hub.fetched())) == ["config.json", "modules.json"]
+    directory = resolve_embedding_model(settings)
+    names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    assert not names & set(others)
+    assert {"1_Pooling/config.json", "2_Dense/model.safetensors", WEIGHTS, "tokenizer.json"} <= names
+    assert is_embedding_model(settings, may_fetch=False)
+    assert load_embedder(directory, ModelSettings(device="cpu")).info.dimensions == 16
+    hub.asked.clear()
+    assert resolve_embedding_model(settings) == directory and hub.fetched() == []
+
+
+@pytest.mark.parametrize("name", ["org/nowhere", "org/tiny:F32", "./nowhere", "nowhere.gguf"])
+def test_an_embedding_model_that_is_nowhere(hub: FakeHub, name: str) -> None:
+    assert not is_embedding_model(ModelSettings(model=name))
+    with pytest.raises(StartRefused):
+        resolve_embedding_model(ModelSettings(model=name))
 
 
 def test_one_gguf_file_is_fetched_and_converted(hub: FakeHub, tmp_path: Path) -> None:
