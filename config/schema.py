@@ -96,6 +96,13 @@ def _refuse_without(section: Section, name: str, value: str, needed: str) -> Non
         raise PydanticCustomError("needs", "--{flag} beside it", {"name": name, "value": value, "flag": flag})
 
 
+def _name_of(model: str) -> str:
+    """A model's name in the API: its own, without what only a path needs."""
+    name = model.removeprefix("./").rstrip("/")
+    name = name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+    return name or model
+
+
 class ModelSettings(Section):
     """What is served and how it is loaded."""
 
@@ -123,15 +130,23 @@ class ModelSettings(Section):
         "none", description="weights as compiled kernels read them; int8 = half the memory, nearly exact"
     )
 
+    embedding_model: TextOrNone = Field(
+        None,
+        description="Hugging Face repo id or directory of an embedding model or reranker served beside MODEL",
+    )
+
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names under which the API knows the model; the first one is shown in replies.
 
         Unless they are given it is MODEL without what only a path needs: ./ before it, / or .gguf behind.
         """
-        name = self.model.removeprefix("./").rstrip("/")
-        name = name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
-        return self.served_model_name or (name or self.model,)
+        return self.served_model_name or (_name_of(self.model),)
+
+    @property
+    def embedding_name(self) -> str | None:
+        """The name under which the API knows the embedding model beside MODEL; None without one."""
+        return None if self.embedding_model is None else _name_of(self.embedding_model)
 
     @model_validator(mode="after")
     def _kernels_for_integers(self) -> Self:

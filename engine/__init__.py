@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
+from engine.compute.embedding.records import EmbedderInfo, EncodedText
+from engine.embeddings.metrics import EmbeddingMetrics
+from engine.embeddings.service import EmbeddingRequest, EmbeddingService
+from engine.embeddings.shared_thread import GAP_LIMIT_S, SharedThread
+from engine.embeddings.text_reader import EmbeddingParts, TextReading
 from engine.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -41,7 +47,15 @@ from engine.plan.request import (
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
-from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts, StoredModel
+from engine.startup.diagnosis import (
+    CacheFacts,
+    DeviceFacts,
+    Diagnosis,
+    DraftFacts,
+    EmbeddingFacts,
+    ModelFacts,
+    StoredModel,
+)
 from engine.startup.host_memory import memory_bytes
 from engine.startup.host_tuning import freeze_heap, prepare_process
 from engine.text.closed_schema import closed_schema
@@ -72,11 +86,17 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
     `faults` is for tests: it will go wrong in these ways.
     """
 
-    def load(*factories: PartFactories) -> EngineParts:
+    def load(*factories: PartFactories) -> EngineParts | None:
         # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
+        from engine.compute.embedding.source import is_embedding_model
         from engine.startup.build import load_parts
 
-        return load_parts(settings, *factories)
+        return None if is_embedding_model(settings.model) else load_parts(settings, *factories)
+
+    def load_embeddings() -> EmbeddingParts | None:
+        from engine.startup.build_embeddings import load_embedding_parts
+
+        return load_embedding_parts(settings)
 
     server = settings.server
     limits = EngineLimits(
@@ -86,12 +106,16 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
         server.queue_timeout,
         has_tenants=len(server.api_key) > 1 or server.api_key_file is not None,
     )
-    executors = Executors.threads(usable_cores())
+    thread = SharedThread(GAP_LIMIT_S)
+    executors = replace(Executors.threads(usable_cores()), target=thread)
     if not faults:
-        return Engine(load, limits, executors=executors)
-    from engine.faults.faulty_engine import FaultyEngine
+        engine = Engine(load, limits, executors=executors)
+    else:
+        from engine.faults.faulty_engine import FaultyEngine
 
-    return FaultyEngine(faults, load, limits, executors)
+        engine = FaultyEngine(faults, load, limits, executors)
+    engine.companion = EmbeddingService(engine, load_embeddings, thread, limits)
+    return engine
 
 
 def train_medusa_heads(
@@ -154,6 +178,12 @@ __all__ = [
     "DeviceFacts",
     "Diagnosis",
     "DraftFacts",
+    "EmbedderInfo",
+    "EmbeddingFacts",
+    "EmbeddingMetrics",
+    "EmbeddingRequest",
+    "EmbeddingService",
+    "EncodedText",
     "Engine",
     "EngineDead",
     "EngineError",
@@ -188,6 +218,7 @@ __all__ = [
     "StoredModel",
     "StructureKind",
     "StructuredOutput",
+    "TextReading",
     "TokenLogprobs",
     "ToolChoice",
     "ToolRules",

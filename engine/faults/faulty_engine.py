@@ -26,7 +26,7 @@ class FaultyEngine(Engine):
     def __init__(
         self,
         faults: Iterable[PlannedFault],
-        load: Callable[[PartFactories], EngineParts],
+        load: Callable[[PartFactories], EngineParts | None],
         limits: EngineLimits | None = None,
         executors: Executors | None = None,
     ) -> None:

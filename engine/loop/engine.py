@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from engine.errors import EngineDead, EngineError, Overloaded, RequestFailed, frames_of
+from engine.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestFailed, frames_of
 from engine.loop.engine_loop import EngineLoop
-from engine.loop.engine_parts import EngineInfo, EngineLimits, EngineParts, EngineState, Executors
+from engine.loop.engine_parts import Companion, EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.open_requests import Ending, OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_thread import TextThread
@@ -38,12 +38,13 @@ _LAST_MOMENT_S = 0.2  # for a step that hangs to come back all the same, before 
 class Engine:
     """One model, one loop, many streams. Every method is for the event-loop thread.
 
-    `load` builds the parts; it runs on the target thread so that the server can answer meanwhile.
+    `load` builds the parts; it runs on the target thread so that the server can answer meanwhile. It gives
+    None where nothing generates: then only the `companion` is served.
     """
 
     def __init__(
         self,
-        load: Callable[[], EngineParts],
+        load: Callable[[], EngineParts | None],
         limits: EngineLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         executors: Executors | None = None,
@@ -71,27 +72,35 @@ class Engine:
         self._loop: EngineLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._died = asyncio.Event()
+        self.companion: Companion | None = None
 
     # Life.
 
     async def start(self) -> None:
         """Load the model, then serve until `stop`; one that came meanwhile counts. Raises StartRefused."""
         parts = await asyncio.get_running_loop().run_in_executor(self._executors.target, self._load)
-        self._parts = parts
-        self.metrics.speculation = parts.batcher.decoder.stats
-        self._loop = EngineLoop(
-            parts, self._requests, self.metrics, self._executors, self._clock, self._watchdog
-        )
+        if self.companion is not None:
+            await self.companion.start()
+        if parts is not None:
+            self._parts = parts
+            self.metrics.speculation = parts.batcher.decoder.stats
+            self._loop = EngineLoop(
+                parts, self._requests, self.metrics, self._executors, self._clock, self._watchdog
+            )
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
-            self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
+            if self._loop is not None:
+                self._task = asyncio.create_task(self._serve(self._loop), name="slipstream-engine-loop")
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new work, let what is accepted finish for up to `timeout_s`, then end the rest at once."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
         try:
-            await asyncio.wait_for(self._requests.wait_until_none(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._requests.wait_until_none()
+                if self.companion is not None:
+                    await self.companion.wait_until_none()
         except TimeoutError:
             self._end_all()
 
@@ -105,6 +114,8 @@ class Engine:
             death.cancel()
             await asyncio.wait([self._task], timeout=_LAST_MOMENT_S)
         self._text.close()
+        if self.companion is not None:
+            self.companion.stop()
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
 
     async def wait_dead(self) -> None:
@@ -118,6 +129,8 @@ class Engine:
         for request in self._requests.all():
             assert self._loop is not None
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="drain"))
+        if self.companion is not None:
+            self.companion.end_all(error)
 
     async def _serve(self, loop: EngineLoop) -> None:
         try:
@@ -146,6 +159,8 @@ class Engine:
         """End everything for good; the first fault is what it died of."""
         self.state = EngineState.DEAD
         self.fault = self.fault or fault
+        if self.companion is not None:
+            self.companion.end_all(self.fault)
         try:
             loop.fail_all(self.fault)
         finally:
@@ -170,8 +185,14 @@ class Engine:
     @property
     def _loaded(self) -> EngineParts:
         if self._parts is None:
-            raise Overloaded("The model is still loading.", code="loading")
+            self._check_open()
+            raise InvalidRequest("This server generates no text: it serves an embedding model alone.")
         return self._parts
+
+    @property
+    def generates(self) -> bool:
+        """False once it is known that only the companion is served."""
+        return self._parts is not None or self.state is EngineState.LOADING
 
     def gauges(self) -> EngineGauges:
         """The state of this instant, all zero while loading."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
+from engine.errors import EngineError
 from engine.loop.daemon_executor import DaemonExecutor
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import StepInputs, StepResult
@@ -85,6 +86,22 @@ class AheadRunner(StepRunner, Protocol):
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch."""
+
+
+class Companion(Protocol):
+    """What is served beside the generator, or alone, and shares its life and its target thread."""
+
+    async def start(self) -> None:
+        """Load it. Raises StartRefused."""
+
+    async def wait_until_none(self) -> None:
+        """Return when none of its requests is open."""
+
+    def end_all(self, error: EngineError) -> None:
+        """End each of them with `error`."""
+
+    def stop(self) -> None:
+        """Take no more work; all requests have been ended."""
 
 
 @dataclass(frozen=True, slots=True)

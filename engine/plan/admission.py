@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from engine.plan.request import GenerationRequest, Request, SamplingParams
 from engine.plan.scheduling.request_queue import RequestQueue
 
 TENANT_SHARE = 7 / 8  # of the queue's places, that one of several tenants may have
+
+
+class Weighed(Protocol):
+    """What waits: a request, or the texts of one."""
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose it is."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How much of it waits."""
+
+
+class WeighedQueue(Protocol):
+    """Where it waits; `num_tokens` are those of all."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Weighed]: ...
+    @property
+    def num_tokens(self) -> int:
+        """See above."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +65,7 @@ class Admission:
         permit.callback(self._give_back, num_requests, tenant)
         return permit
 
-    def check_tokens(self, records: Sequence[Request], queue: RequestQueue) -> None:
+    def check_tokens(self, records: Sequence[Weighed], queue: WeighedQueue) -> None:
         """Raise Overloaded when one reply's prompts overfill the queue; an empty queue takes any one."""
         if records and len(records) + len(queue) > 1:
             num_tokens, tenant = sum(record.num_tokens for record in records), records[0].tenant

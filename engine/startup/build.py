@@ -26,6 +26,7 @@ from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import check_forward
 from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
+from engine.embeddings.shared_thread import GAP_LIMIT_S, LEAST_TURN_S
 from engine.errors import StartRefused
 from engine.loop.engine_parts import EngineInfo, EngineParts
 from engine.plan.kv.paged_kv_manager import PagedKvManager
@@ -40,9 +41,6 @@ from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
-
-# Where the user leaves it to us: with prompts computed beside them, streams go on at seven tokens a second.
-_GAP_LIMIT_S = 0.15
 
 
 def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
@@ -248,6 +246,11 @@ def count_host_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int)
     return settings.cache.swap_space // block_bytes
 
 
+def step_limit_s(settings: Settings) -> float:
+    """How long a step should take while streams wait: the rest of the gap is for a pass of embeddings."""
+    return GAP_LIMIT_S if settings.model.embedding_model is None else GAP_LIMIT_S - LEAST_TURN_S
+
+
 def make_kv_manager(
     settings: Settings, info: EngineInfo, num_host_blocks: int, *, can_rewind: bool
 ) -> PagedKvManager:
@@ -283,7 +286,7 @@ def make_batcher(
         prefix_caching=settings.cache.prefix_caching and kv.can_rewind,
         preemption=scheduler.preemption if kv.can_rewind else "recompute",
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
-        gap_limit_s=_GAP_LIMIT_S if scheduler.max_prefill_tokens is None else None,
+        gap_limit_s=step_limit_s(settings) if scheduler.max_prefill_tokens is None else None,
     )
     policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
     return kind(config, kv, policy, decoder=decoder)

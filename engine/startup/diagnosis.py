@@ -101,6 +101,19 @@ class DraftFacts:
 
 
 @dataclass(slots=True)
+class EmbeddingFacts:
+    """An embedding model or reranker; `pooling` is empty for what scores pairs. `pending`: see ModelFacts."""
+
+    name: str
+    directory: str | None
+    pending: str | None
+    architecture: str | None = None
+    pooling: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    weight_bytes: int | None = None
+
+
+@dataclass(slots=True)
 class Diagnosis:
     """What was found. `problems` stop a start, `warnings` do not; None is what a problem kept from sight."""
 
@@ -108,17 +121,20 @@ class Diagnosis:
     model: ModelFacts | None = None
     cache: CacheFacts | None = None
     drafts: DraftFacts | None = None
+    embeddings: EmbeddingFacts | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def needed_bytes(self) -> int | None:
-        """What weights, scratch, K/V, states and the draft model take of the memory; None if unknown."""
+        """What all weights, scratch, K/V and states take of the memory; None if unknown."""
         if self.model is None or self.model.weight_bytes is None or self.cache is None:
             return None
         drafts = self.drafts
         draft_bytes = 0 if drafts is None else (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
         model_bytes = self.model.weight_bytes + self.model.scratch_bytes
+        if self.embeddings is not None:
+            model_bytes += self.embeddings.weight_bytes or 0
         return model_bytes + self.cache.kv_bytes + self.cache.seats_bytes + draft_bytes
 
     def attempt(self, check: Callable[[], T]) -> T | None:

@@ -21,6 +21,7 @@ CONTRACT = {
         "compile": "auto",
         "cpu-kernels": "auto",
         "quantization": "none",
+        "embedding-model": "",
     },
     "cache": {
         "kv-block-size": "16",

@@ -22,7 +22,7 @@ from engine.errors import (
     StartRefused,
 )
 from engine.loop.engine import Engine
-from engine.loop.engine_parts import EngineLimits, EngineState
+from engine.loop.engine_parts import EngineLimits, EngineParts, EngineState
 from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.step_records import StepInputs
 from tests.support.engines import EngineShape, collect, make_parts, running_engine, text_tokenizer
@@ -414,7 +414,7 @@ async def test_a_refused_start_says_so_and_leaves_no_thread() -> None:
     def load() -> None:
         raise StartRefused("no such model")
 
-    engine = Engine(load)  # type: ignore[arg-type]
+    engine = Engine(load)
     with pytest.raises(Overloaded, match="loading"):
         engine.admit(1)
     with pytest.raises(StartRefused, match="no such model"):
@@ -428,11 +428,11 @@ async def test_stop_while_loading_serves_nothing() -> None:
     shape = EngineShape()
     parts = make_parts(shape, FakeRunner(shape.num_blocks, shape.block_size))
 
-    def load() -> object:
+    def load() -> EngineParts:
         release.wait(10)
         return parts
 
-    engine = Engine(load)  # type: ignore[arg-type]
+    engine = Engine(load)
     start = asyncio.create_task(engine.start())
     await asyncio.sleep(0)
     stop = asyncio.create_task(engine.drain(0))
