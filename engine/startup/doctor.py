@@ -20,6 +20,7 @@ from engine.compute.drafters.draft_loader import (
     named_as_draft,
 )
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
+from engine.compute.embedding.source import is_embedding_model
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
@@ -40,6 +41,7 @@ from engine.startup.build import (
     use_compute_threads,
     worthwhile_threads,
 )
+from engine.startup.build_embeddings import examine_embeddings
 from engine.startup.build_speculation import draft_methods, load_sources
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
@@ -58,6 +60,9 @@ def diagnose(settings: Settings, *, reads_tokenizer: bool = True) -> Diagnosis:
     device = found.attempt(lambda: choose_device(settings.model.device))
     if device is not None:
         found.device = _describe_device(device, settings.model.device)
+    found.attempt(lambda: examine_embeddings(found, settings))
+    if is_embedding_model(settings.model, may_fetch=False):
+        return found
     source = found.attempt(lambda: find_model(settings.model, settings.home))
     if source is not None:
         _examine_model(found, settings, source, reads_tokenizer)

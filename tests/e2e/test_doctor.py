@@ -66,7 +66,8 @@ def test_json_holds_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> 
     found: dict[str, Any] = json.loads(out)
     assert code == 0 and found["ok"] is True and found["problems"] == []
     assert set(found) == {
-        *("ok", "problems", "warnings", "machine", "device", "model", "cache", "drafts", "server", "loaded")
+        *("ok", "problems", "warnings", "machine", "device", "model", "cache", "drafts", "server", "loaded"),
+        "embeddings",
     }
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["cache"]["kv_bytes"] <= 2**20

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from config.units import rough_size
-from engine import CacheFacts, DeviceFacts, DraftFacts, ModelFacts
+from engine import CacheFacts, DeviceFacts, DraftFacts, EmbeddingFacts, ModelFacts
 from server.commands.doctor.report import MachineFacts, Report, ServerFacts
 
 Row = tuple[str, str]
@@ -53,6 +53,8 @@ def _sections(report: Report) -> Iterator[tuple[str, list[Row]]]:
         yield "memory", list(_memory(report, engine.model, engine.cache))
     if engine.drafts is not None:
         yield "drafts", list(_drafts(engine.drafts))
+    if engine.embeddings is not None:
+        yield "embeddings", list(_embeddings(engine.embeddings))
     yield "server", list(_server(report.server))
     if report.loaded is not None:
         loaded = report.loaded
@@ -112,6 +114,21 @@ def _model(model: ModelFacts) -> Iterator[Row]:
     if model.default_sampling:
         named = ", ".join(f"{name} {value:g}" for name, value in model.default_sampling.items())
         yield "sampling", f"{named} where a request does not say"
+
+
+def _embeddings(facts: EmbeddingFacts) -> Iterator[Row]:
+    yield "name", facts.name
+    if facts.directory is not None:
+        yield "directory", facts.directory
+    if facts.pending is not None:
+        yield "at start", f"serve {facts.pending}"
+    if facts.architecture is not None:
+        gives = f"pooled by {' and '.join(facts.pooling)}" if facts.pooling else "scores pairs of texts"
+        yield "class", f"{facts.architecture}, {gives}"
+    if facts.max_model_len is not None:
+        yield "context", f"{facts.max_model_len:,} tokens a text"
+    if facts.weight_bytes is not None:
+        yield "weights", rough_size(facts.weight_bytes)
 
 
 def _count(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from engine.compute.native import compiler
 from engine.compute.native.forms import forms_of
 from engine.errors import StartRefused
 from engine.startup.build import load_parts
+from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import EVERY_INSTRUCTION, compiled_home
+from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import (
     FAMILIES,
@@ -144,8 +147,9 @@ def test_a_damaged_model_is_a_problem_in_the_same_words(damage: object, model: P
 @pytest.mark.parametrize("kind", ["bert", "classifier"])
 def test_a_model_of_another_kind_is_a_problem_in_the_words_of_loading(kind: str, tmp_path: Path) -> None:
     settings = settings_for(save_foreign_model(kind, tmp_path))
+    load = load_embedding_parts if kind == "classifier" else load_parts
     with pytest.raises(StartRefused) as refused:
-        load_parts(settings)
+        load(settings)
     assert diagnose(settings).problems == [str(refused.value)]
 
 
@@ -247,3 +251,30 @@ def test_a_gguf_file_that_is_run_as_it_is(tmp_path: Path) -> None:
     assert model.pending == "reads its tokenizer and settings, once"
     assert model.dtype_why == "to compute in; the weights stay in Q4_K, F32"
     assert model.weight_bytes < model.num_parameters
+
+
+def test_an_embedding_model_beside_the_model_or_alone(model: Path, tmp_path: Path) -> None:
+    embedder = save_embedder(tmp_path / "embedder")
+    found = diagnose(settings_for(model, "--embedding-model", str(embedder)))
+    assert found.problems == [] and found.model is not None and found.embeddings is not None
+    facts = found.embeddings
+    assert (facts.architecture, facts.pooling, facts.max_model_len) == ("BertModel", ("mean",), 64)
+    assert found.needed_bytes is not None and facts.weight_bytes is not None
+    alone = diagnose(settings_for(embedder))
+    assert alone.problems == [] and alone.model is None and alone.embeddings == facts
+
+
+def test_an_embedding_model_that_a_start_refuses(model: Path, tmp_path: Path) -> None:
+    nowhere = settings_for(model, "--embedding-model", str(tmp_path / "nowhere"))
+    labels = settings_for(save_cross_encoder(tmp_path / "labels", num_labels=3))
+    embedder = save_embedder(tmp_path / "embedder")
+    twice = settings_for(embedder, "--embedding-model", str(embedder))
+    for settings, match in (
+        (nowhere, "no directory"),
+        (labels, "3 scores"),
+        (twice, "an embedding model itself"),
+    ):
+        (problem,) = diagnose(settings).problems
+        assert match in problem
+        with pytest.raises(StartRefused, match=re.escape(problem)):
+            load_embedding_parts(settings)

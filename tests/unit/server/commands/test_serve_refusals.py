@@ -47,7 +47,7 @@ def settings_for(models: Path, name: str, *flags: str) -> Settings:
         ("missing.gguf", (), "There is no file "),
         ("empty", (), "is no model directory: it has no config.json."),
         ("bert", (), "BertLMHeadModel cannot be served exactly: it attends to later tokens."),
-        ("classifier", (), " does not fit its configuration: missing_keys lm_head.weight."),
+        ("classifier", (), " gives 2 scores to a pair of texts, and one is served."),
         ("llama", ("--kv-cache-memory", "900TiB"), " of memory: lower --kv-cache-memory."),
         ("llama", ("--num-kv-blocks", "1000000000000"), " of memory: lower --num-kv-blocks."),
         ("llama", ("--kv-cache-memory", "1KiB"), "The KV cache is too small"),
