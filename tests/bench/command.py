@@ -15,6 +15,7 @@ from config import load_settings
 from tests.bench.attention import run_attention
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
+from tests.bench.embeddings import run_embeddings
 from tests.bench.host import run_host
 from tests.bench.kernels import run_kernels
 from tests.bench.load import run_load
@@ -52,18 +53,20 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scrape": run_scrape,
     "speculation": run_speculation,
     "repetitive": run_repetitive,
+    "embeddings": run_embeddings,
     "peers": run_peers,
     "served": lambda context: run_load(context, served=True, peer=False),
     "transformers": lambda context: run_load(context, served=False, peer=True),
 }
+NEED_MORE = ("embeddings", "peers")  # an embedding model and its own library; engines
 
 
 def plan(names: Sequence[str]) -> list[Benchmark]:
     """The benchmarks to run, each once; `served` and `transformers` together are one run of both.
 
-    By default all but `peers`, which needs to be told of some.
+    By default all but those that need to be told of something.
     """
-    chosen = [name for name in BENCHMARKS if name in names or not (names or name == "peers")]
+    chosen = [name for name in BENCHMARKS if name in names or not (names or name in NEED_MORE)]
     if "served" in chosen and "transformers" in chosen:
         kept = [BENCHMARKS[name] for name in chosen if name not in ("served", "transformers")]
         return [*kept, lambda context: run_load(context, served=True, peer=True)]
@@ -74,7 +77,10 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure Slipstream's speed.")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but peers"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}; default: all but embeddings and peers",
     )
     parser.add_argument("--runs", type=int, default=3, help="runs of each; the median is shown (default 3)")
     parser.add_argument("--json", type=Path, help="where to write the report (default .bench/TIME.json)")

@@ -13,7 +13,7 @@ from tests.bench.workloads import Prompt, Workload
 
 def test_all_benchmarks_run_by_default_and_load_runs_once() -> None:
     assert read_arguments([]).names == []
-    assert len(plan([])) == len(BENCHMARKS) - 2  # two are one run, and peers need to be named
+    assert len(plan([])) == len(BENCHMARKS) - 3  # two are one run, and two need to be named
     assert plan(["transformers", "host"]) == [BENCHMARKS["host"], BENCHMARKS["transformers"]]
     assert plan(["served"]) == [BENCHMARKS["served"]]
 
