@@ -13,6 +13,8 @@ from engine import Engine, EngineError
 from server.api import requests
 from server.api.anthropic import routes as anthropic
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from server.api.embeddings import routes as embeddings
+from server.api.embeddings.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.llama_cpp import infill
 from server.api.llama_cpp.protocol import InfillRequest
 from server.api.ollama import routes as ollama
@@ -49,6 +51,9 @@ BODIES = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
     InfillRequest,
     TokenizeRequest,
     DetokenizeRequest,
@@ -95,6 +100,7 @@ def build_app(
         chat,
         responses,
         anthropic,
+        embeddings,
         models,
         tokens,
         requests,

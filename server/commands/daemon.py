@@ -91,7 +91,11 @@ class Daemon:
         await self._engine.wait_dead()
 
     def _tell_ready(self, seconds: float) -> None:
-        info, url = self._engine.info, url_of(self._listener)
+        url = url_of(self._listener)
+        if not self._engine.generates:
+            self._tell_embeddings_ready(url, seconds)
+            return
+        info = self._engine.info
         name = self._settings.model.served_names[0]
         log.info(
             "serving %s on %s",
@@ -108,6 +112,12 @@ class Daemon:
                 "rows": lambda: start_rows(name, url, info, seconds),
             },
         )
+
+    def _tell_embeddings_ready(self, url: str, seconds: float) -> None:
+        """The same of an embedding model that is served alone."""
+        name = self._settings.model.served_names[0]
+        rows = {"rows": lambda: [f"{name} is ready at {url}/v1/embeddings, loaded in {seconds:.1f} s"]}
+        log.info("serving embeddings of %s on %s", name, url, extra=rows)
 
     def _tell_of_work(self) -> None:
         """What the engine did, unless it did nothing."""

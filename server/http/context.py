@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from config import Settings
-from engine import Engine, EngineInfo, Overloaded
+from engine import EmbeddingService, Engine, EngineInfo, InvalidRequest, Overloaded
 from server.api.generation import Accepted
 from server.api.live_replies import LiveReplies
 from server.api.responses.store import StoredResponses
@@ -49,11 +49,31 @@ class ServerContext:
         return self.settings.model.served_names
 
     @property
+    def embeddings(self) -> EmbeddingService | None:
+        """What embeds and scores; None where it is not even looked for a model that does."""
+        companion = self.engine.companion
+        return companion if isinstance(companion, EmbeddingService) else None
+
+    @property
+    def generator_names(self) -> tuple[str, ...]:
+        """The names of the model that generates; none where an embedding model is served alone."""
+        return self.served_names if self.engine.generates else ()
+
+    @property
+    def embedding_names(self) -> tuple[str, ...]:
+        """The names of the embedding model or reranker, if one is served."""
+        name = self.settings.model.embedding_name
+        if name is not None:
+            return (name,)
+        is_alone = not self.engine.generates and self.embeddings is not None
+        return self.served_names if is_alone else ()
+
+    @property
     def info(self) -> EngineInfo | None:
         """What was loaded, None before that; for replies that do not wait for the model."""
         try:
             return self.engine.info
-        except Overloaded:
+        except (InvalidRequest, Overloaded):
             return None
 
 

@@ -14,7 +14,7 @@ from prometheus_client import ProcessCollector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import BatchMetrics, EngineGauges, FinishReason, SpecStats
+from engine import BatchMetrics, EmbeddingMetrics, EngineGauges, FinishReason, SpecStats
 from server.http.context import ServerContext
 from server.observability.exposition import (
     OPENMETRICS,
@@ -34,7 +34,17 @@ PREFIX = "slipstream_"
 _REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining", "deadline_exceeded")
 _ABORTS = ("disconnect", "cancel", "drain", "timeout")
 _PREEMPTIONS = ("recompute", "swap")
-_STAGES = ("tokenizer", "grammar", "forward", "sampler", "detokenizer", "drafter", "watchdog", "kv")
+_STAGES = (
+    "tokenizer",
+    "grammar",
+    "forward",
+    "sampler",
+    "detokenizer",
+    "drafter",
+    "embedding",
+    "watchdog",
+    "kv",
+)
 _METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa")
 _DROPS = ("stale", "cancelled", "error", "late")
 _RUN_AHEADS = ("hit", "miss")
@@ -126,10 +136,26 @@ class MetricsPage:
         page.add("http_requests", "counter", "HTTP requests answered.", answered)
         for name, text, field in _HISTOGRAMS:
             page.add_histograms(name, text, [((), getattr(metrics, field))])
+        self._write_embeddings(page)
         steps = (((("phase", phase),), histogram) for phase, histogram in metrics.step_duration.items())
         page.add_histograms("step_duration_seconds", "Time of one step.", steps)
         _add_facts(page, "build", "The server's version.", {"version": server_version()})
         _add_facts(page, "cache_config", "The K/V cache as it was sized, once loaded.", self._cache_config())
+
+    def _write_embeddings(self, page: Exposition) -> None:
+        """At zero where no embedding model is served."""
+        service = self._context.embeddings
+        found = EmbeddingMetrics() if service is None else service.metrics
+        waiting = 0 if service is None else service.num_waiting
+        _add(page, "num_embedding_requests_waiting", "gauge", "Requests with texts in no batch yet.", waiting)
+        _add(page, "embedding_texts", "counter", "Texts and pairs embedded or scored.", found.texts)
+        _add(page, "embedding_tokens", "counter", "Tokens of them.", found.tokens)
+        for name, text, histogram in (
+            ("request_latency_seconds", "From arrival to the vectors or scores.", found.request_latency),
+            ("batch_duration_seconds", "Time of a batch, with the steps inside of it.", found.batch_duration),
+            ("batch_tokens", "Tokens in a batch.", found.batch_tokens),
+        ):
+            page.add_histograms(f"embedding_{name}", text, [((), histogram)])
 
     def _write_process(self, page: Exposition) -> None:
         for family in self._process.collect():

@@ -65,8 +65,12 @@ async def test_every_body_has_an_example_that_the_server_takes() -> None:
     async with server_url(FakeEngine()) as url:
         paths = (await ask(url, "GET", "/openapi.json")).json()["paths"]
         posts = {
-            path: kinds["post"] for path, kinds in paths.items() if "requestBody" in kinds.get("post", {})
-        }
+            path: kinds["post"]
+            for path, kinds in paths.items()
+            if "requestBody" in kinds.get("post", {})
+            and kinds["post"]["tags"] != ["embeddings"]
+            and path != "/infill"
+        }  # those two need models of another kind, which the tests of their own have
         assert len(posts) >= 4
         for path, operation in posts.items():
             example = operation["requestBody"]["content"]["application/json"]["example"]

@@ -35,6 +35,8 @@ ROUTES = {
     ("post", "/v1/messages/count_tokens"),
     *(("post", path) for path in ("/api/chat", "/api/generate", "/api/show")),
     *(("get", path) for path in ("/api/tags", "/api/ps", "/api/version")),
+    ("post", "/v1/embeddings"),
+    *(("post", path) for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")),
     ("get", "/v1/models"),
     ("get", "/v1/models/{model_id}"),
     ("post", "/tokenize"),

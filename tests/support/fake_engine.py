@@ -132,6 +132,8 @@ class FakeEngine:
     cancelled: list[tuple[str, str]] = field(default_factory=list)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
+    companion: None = None
+    generates: bool = True
 
     @property
     def info(self) -> EngineInfo:

@@ -21,18 +21,20 @@ _CONTRACT = {
     "gauge": """
         num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_ratio kv_cache_blocks
         engine_heartbeat_age_seconds speculation_draft_length speculation_acceptance_ratio
-        speculation_speedup_ratio tenant_share_ratio build_info cache_config_info""",
+        speculation_speedup_ratio num_embedding_requests_waiting tenant_share_ratio build_info
+        cache_config_info""",
     "counter": """
         requests requests_rejected request_aborts preemptions prompt_tokens prompt_tokens_cached
         generation_tokens prefix_cache_queries prefix_cache_hits spec_decode_num_drafts
         spec_decode_num_draft_tokens spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
         spec_decode_draft_tokens_dropped spec_decode_run_ahead spec_decode_n1_fallbacks engine_errors
-        deadline_missed http_requests ignored_parameters""",
+        deadline_missed http_requests ignored_parameters embedding_texts embedding_tokens""",
     "histogram": """
         time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
         step_duration_seconds step_batched_tokens draft_duration_seconds verify_duration_seconds
-        request_prompt_tokens request_generation_tokens request_preemptions""",
+        request_prompt_tokens request_generation_tokens request_preemptions
+        embedding_request_latency_seconds embedding_batch_duration_seconds embedding_batch_tokens""",
 }
 
 
