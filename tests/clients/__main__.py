@@ -24,14 +24,16 @@ async def run(python: str, arguments: list[str]) -> int:
 
 async def _run(python: str, arguments: list[str], home: Path) -> int:
     async with (
-        server_url(ScriptedEngine()) as scripted,
-        server_process(DEFAULT_MODEL, home=home) as server,
+        server_url(ScriptedEngine(), ollama_api=True) as scripted,
+        server_process(DEFAULT_MODEL, "--ollama-api", home=home) as server,
     ):
         await server.until_ready()
         command = (python, "-m", "pytest", "-c", str(CASES / "pytest.ini"), "--rootdir", str(CASES))
         cut = ("--confcutdir", str(CASES))  # the conftest of the other tests needs what they need
         urls = ("--scripted-url", scripted, "--default-url", server.url)
-        process = await asyncio.create_subprocess_exec(*command, *cut, str(CASES), *urls, *arguments)
+        converted = next((home / "models").iterdir())
+        given = (*urls, "--tokenizer", str(converted), *arguments)
+        process = await asyncio.create_subprocess_exec(*command, *cut, str(CASES), *given)
         return await process.wait()
 
 

@@ -9,6 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--scripted-url", default="http://127.0.0.1:8000")
     parser.addoption("--default-url", default="http://127.0.0.1:8000")
     parser.addoption("--node", default="nowhere")
+    parser.addoption("--tokenizer", default="nowhere")  # a folder with the default model's
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,18 @@ name = "here"
 base_url = "{url}/v1"
 wire_api = "responses"
 """
+OPENCODE: dict[str, Any] = {
+    "autoupdate": False,
+    "share": "disabled",
+    "permission": {"*": "allow"},
+    "provider": {
+        "here": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"apiKey": "none"},
+            "models": {"test-model": {"tool_call": True, "limit": {"context": 100000, "output": 4096}}},
+        }
+    },
+}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +47,7 @@ def node(pytestconfig: pytest.Config) -> Path:
 
 def run(*command: str, folder: Path, **variables: str) -> str:
     """What a command writes; it must end well."""
-    env = {**os.environ, "HOME": str(folder), **variables}
+    env = {**os.environ, "HOME": str(folder), "PWD": str(folder), **variables}
     done = subprocess.run(
         command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TURN_S
     )
@@ -76,3 +88,18 @@ def test_codex(node: Path, scripted: str, tmp_path: Path) -> None:
     assert "command_execution" in [item["type"] for item in items]
     assert items[-1]["type"] == "agent_message" and items[-1]["text"] == "The answer is 42."
     assert events[-1]["type"] == "turn.completed"
+
+
+def test_opencode(node: Path, scripted: str, tmp_path: Path) -> None:
+    """One turn that runs a tool, and the answer to what came of it."""
+    settings = json.loads(json.dumps(OPENCODE))
+    settings["provider"]["here"]["options"]["baseURL"] = f"{scripted}/v1"
+    (tmp_path / "opencode.json").write_text(json.dumps(settings))
+    opencode = str(node / "node_modules/.bin/opencode")
+    command = (opencode, "run", "--model", "here/test-model", "--format", "json", "--title", "t", "hi")
+    told = run(*command, folder=tmp_path, OPENCODE_DISABLE_MODELS_FETCH="1", OPENCODE_DISABLE_AUTOUPDATE="1")
+    events: list[dict[str, Any]] = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    kinds = [event["type"] for event in events]
+    assert "tool_use" in kinds and "error" not in kinds, told
+    texts = [event["part"]["text"] for event in events if event["type"] == "text"]
+    assert texts[-1] == "The answer is 42."
