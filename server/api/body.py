@@ -19,7 +19,7 @@ from server.http.body_room import lease_of, parsed_bytes
 from server.http.context import context_of, exchange_of
 from server.http.errors import invalid, shown
 from server.http.json_body import parse_json
-from server.http.json_parts import do_nothing
+from server.http.json_parts import Rest, do_nothing
 from server.http.middleware import usable_label
 from server.observability.http_metrics import MAX_NAMES
 
@@ -46,14 +46,13 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
 
     unknown: list[UnknownField] = []
 
-    def check(data: dict[str, Any]) -> M:
+    def check(data: dict[str, Any], rest: Rest) -> M:
         if len(data) > MAX_FIELDS:
             raise invalid(f"The body has {len(data)} fields; the limit is {MAX_FIELDS}.")
         check_refusals(data, refusals)
-        body = kind.model_validate(data)
-        unknown.extend(
-            dict.fromkeys(unknown_fields(body, data, refusals, is_deep=not isinstance(body, ExtraFields)))
-        )
+        body = kind.model_validate(data, context=rest)
+        is_deep = not isinstance(body, ExtraFields)
+        unknown.extend(dict.fromkeys(unknown_fields(body, data, refusals, is_deep=is_deep, rest=rest)))
         return body
 
     body = await read_body(request, check)
@@ -61,22 +60,23 @@ async def read_fields(request: Request, kind: type[M], refusals: Mapping[str, Re
     return body
 
 
-async def read_body(request: Request, check: Callable[[dict[str, Any]], M]) -> M:
-    """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError."""
+async def read_body(request: Request, check: Callable[[dict[str, Any], Rest], M]) -> M:
+    """What `check` makes of the request's JSON object; a large one is read off the loop. Raises ApiError.
+
+    `check` is given what it has to call now and then, to let others run.
+    """
     content, lease = await _take_body(request), lease_of(request.scope)
     turns = context_of(request).large_bodies
 
-    def read(rest: Callable[[], None] = do_nothing) -> M:
+    def read(rest: Rest) -> M:
         try:
-            data = parse_json(content, rest)
-            rest()
-            return check(data)
+            return check(parse_json(content, rest), rest)
         except ValidationError as error:
             raise describe(error) from None
 
     if len(content) <= _SMALL_BYTES:
         lease.hold(len(content) + parsed_bytes(content))
-        return read()
+        return read(do_nothing)
     needed = await turns.run(lambda: parsed_bytes(content), 0)
     lease.hold(len(content) + needed)
     found = await turns.run(lambda: read(turns.rest), len(content))

@@ -76,7 +76,7 @@ async def cancel_request(request: Request, request_id: RequestName) -> Response:
 @router.patch("/v1/requests/{request_id:live}", openapi_extra=json_body(RequestPatch, {"priority": -5}))
 async def change_request(request: Request, request_id: RequestName) -> Response:
     """Give it another priority or deadline, from the next step on; then as GET."""
-    patch = await read_body(request, RequestPatch.model_validate)
+    patch = await read_body(request, lambda data, _: RequestPatch.model_validate(data))
     if patch.priority is None and patch.deadline_ms is None:
         raise invalid("Nothing to change: give 'priority', 'deadline_ms' or both.")
     reply, context = find_reply(request, request_id), context_of(request)

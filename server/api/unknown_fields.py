@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from server.api.field_words import close_name
+from server.http.json_parts import Rest, do_nothing
 
 
 class UnknownField(NamedTuple):
@@ -24,13 +25,16 @@ def unknown_fields(
     *,
     place: str = "",
     is_deep: bool = True,
+    rest: Rest = do_nothing,
 ) -> Iterator[UnknownField]:
     """The fields of `data`, from which `part` was made, that are not among its own; in the order of `data`.
 
     `is_deep`: those of the objects inside as well. APIs whose objects have many fields that say nothing here
     have them looked at by their own routes.
+    `rest` is called before each part, to let others run.
     Objects that a field takes as they are, such as a schema or metadata, have no unknown fields.
     """
+    rest()
     fields = {field.alias or name: name for name, field in type(part).model_fields.items()}
     unread: Collection[str] = getattr(part, "unread", ())
     for key, value in data.items():
@@ -43,11 +47,11 @@ def unknown_fields(
             continue
         found = getattr(part, fields[key])
         if isinstance(found, BaseModel) and isinstance(value, Mapping):
-            yield from unknown_fields(found, value, place=f"{place}{key}.")
+            yield from unknown_fields(found, value, place=f"{place}{key}.", rest=rest)
         elif isinstance(found, list) and isinstance(value, list) and not _holds_numbers(found):
             for one, given in zip(found, value, strict=False):
                 if isinstance(one, BaseModel) and isinstance(given, Mapping):
-                    yield from unknown_fields(one, given, place=f"{place}{key}[].")
+                    yield from unknown_fields(one, given, place=f"{place}{key}[].", rest=rest)
 
 
 def _holds_numbers(values: list[object]) -> bool:

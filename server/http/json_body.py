@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from server.http.errors import invalid
-from server.http.json_parts import WINDOW, count_marks, do_nothing, read_in_parts
+from server.http.json_parts import WINDOW, Rest, count_marks, do_nothing, read_in_parts
 
 # The parser makes an object of each: more memory than the body by far. Conversations with thousands of
 # messages and tools have fewer parts, and the longest prompts of token ids fewer values.
@@ -39,7 +39,7 @@ _REASONS: Mapping[str, str] = {
 _NO_VALUE = "a value is missing or misspelt (strings take double quotes, and there is no NaN)"
 
 
-def parse_json(body: bytes | bytearray, rest: Callable[[], None] = do_nothing) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray, rest: Rest = do_nothing) -> dict[str, Any]:
     """The JSON object in `body`; strict: no NaN, no lone surrogate, no endless number, nesting or list.
 
     Raises ApiError. Takes up to a second for a body of the default limit, and the interpreter for a few
@@ -66,7 +66,7 @@ def _what_is_wrong(body: bytes | bytearray, message: str) -> str:
     return f"The body is not valid JSON: {reason}{where}."
 
 
-def find_too_many(json: bytes | bytearray, rest: Callable[[], None] = do_nothing) -> str | None:
+def find_too_many(json: bytes | bytearray, rest: Rest = do_nothing) -> str | None:
     """What `json` holds more of than is read, None if nothing; whatever text spells does not count."""
     num_values = json.count(b",")
     if num_values <= MAX_VALUES and sum(map(json.count, (b"[", b"{", b":"))) <= MAX_PARTS:

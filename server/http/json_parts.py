@@ -10,12 +10,14 @@ import enum
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
 WINDOW = 16_384  # bytes of one run: a few milliseconds, whatever they hold
 MAX_DEPTH = 200  # the parser's own
+
+Rest: TypeAlias = Callable[[], None]  # called between two short runs, so that others can have theirs
 
 _BACKSLASH, _QUOTE, _LIST = b'\\"['
 _OPEN, _CLOSE, _BLANKS = b"[{", b"]}", b" \t\r\n"
@@ -81,7 +83,7 @@ def _end_of_string(text: bytes | bytearray, start: int) -> int:
 
 
 def do_nothing() -> None:
-    """A rest that is none."""
+    """The Rest of those that nobody waits for."""
 
 
 def count_marks(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
@@ -122,7 +124,7 @@ class _Level:
     state: _State = _State.START
 
 
-def read_in_parts(text: bytes | bytearray, rest: Callable[[], None] = do_nothing) -> Any:
+def read_in_parts(text: bytes | bytearray, rest: Rest = do_nothing) -> Any:
     """What `from_json` makes of `text`, without NaN, but in many short runs with a `rest` after each.
 
     Raises ValueError.
@@ -133,7 +135,7 @@ def read_in_parts(text: bytes | bytearray, rest: Callable[[], None] = do_nothing
 class _Reader:
     """One text being read."""
 
-    def __init__(self, text: bytes | bytearray, rest: Callable[[], None]) -> None:
+    def __init__(self, text: bytes | bytearray, rest: Rest) -> None:
         self._text = text
         self._rest = rest
         # The whole is the one element of a list whose brackets are not there.

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WrapValidator,
     model_validator,
 )
@@ -41,7 +42,10 @@ PromptItem: TypeAlias = str | list[int]
 
 
 class BodyPart(BaseModel):
-    """An object in a request body: strictly typed. The docstring below a field is its public description."""
+    """An object in a request body: strictly typed. The docstring below a field is its public description.
+
+    A validation's context, where there is one, is called before each part, to let others run.
+    """
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
@@ -49,8 +53,10 @@ class BodyPart(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_num_fields(cls, value: object) -> object:
+    def _check_num_fields(cls, value: object, info: ValidationInfo) -> object:
         """Each field that is not known costs a finding, and all of them are made in one run."""
+        if info.context is not None:
+            info.context()
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             refuse(f"has {len(value)} fields; the limit is {MAX_FIELDS}")
         return value

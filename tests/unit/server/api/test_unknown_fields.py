@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from server.api.openai.protocol import ChatCompletionRequest
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.unknown_fields import UnknownField, unknown_fields
 
@@ -25,3 +26,15 @@ def test_objects_in_a_list_are() -> None:
     data = {"messages": [{"role": "user", "content": "a", "colour": 1}]}
     body = TokenizeRequest.model_validate(data)
     assert list(unknown_fields(body, data)) == [UnknownField("messages[].colour", None)]
+
+
+def test_before_each_part_of_a_body_others_may_run() -> None:
+    """While it is checked as well as while unknown fields are looked for."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    data = {"messages": [{"role": "assistant", "tool_calls": [call] * 10}] * 20}
+    num_parts = 1 + 20 * (1 + 10 * 2)
+    rests: list[str] = []
+    body = ChatCompletionRequest.model_validate(data, context=lambda: rests.append("checked"))
+    assert rests.count("checked") >= num_parts
+    assert not list(unknown_fields(body, data, rest=lambda: rests.append("looked at")))
+    assert rests.count("looked at") >= num_parts
