@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
+from engine import FillInMiddle
 from server.pages.api_page import SCRIPT_PATH, STYLE_PATH, load_api_page
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import ask
@@ -62,7 +63,8 @@ async def test_the_description_says_that_a_key_is_asked_for_only_where_one_is() 
 
 
 async def test_every_body_has_an_example_that_the_server_takes() -> None:
-    async with server_url(FakeEngine()) as url:
+    marks = FillInMiddle(1, 2, 3, frozenset())
+    async with server_url(FakeEngine(fill_in_middle=marks)) as url:
         paths = (await ask(url, "GET", "/openapi.json")).json()["paths"]
         posts = {
             path: kinds["post"]
