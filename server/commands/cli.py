@@ -159,6 +159,13 @@ def pull(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def completion(argv: Sequence[str]) -> int:
+    """Print a script that completes commands in a shell. Raises SettingsError."""
+    from server.commands.completion.command import run
+
+    return run(argv)
+
+
 def _version() -> str:
     try:
         return version("slipstream")
@@ -176,4 +183,5 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "doctor": doctor,
     "models": models,
     "pull": pull,
+    "completion": completion,
 }

@@ -24,6 +24,7 @@ commands:
   chat [MESSAGE] [--url URL]        talk with a server's model, on a terminal or in a pipe
   bench [--url URL] [options]       load a server and measure its latency and throughput
   train-medusa [MODEL] [...]        train Medusa heads, which draft tokens for that model
+  completion SHELL                  print a script that completes all this in bash, fish or zsh
 
 options:
   -h, --help                        show this help; COMMAND --help shows a command's own

@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
     0 done, 1 a fault, 2 the model, the prompts or the samples cannot be used, 130 ended by Ctrl-C.
     """
-    parser = _make_parser()
+    parser = medusa_parser()
     if {"-h", "--help"}.intersection(argv):
         print(parser.format_help(), end="")
         return OK
@@ -127,7 +127,8 @@ def _stopping_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def medusa_parser() -> argparse.ArgumentParser:
+    """The parser; its help text is the command's."""
     parser = _Parser(
         prog="slipstream train-medusa",
         usage="slipstream train-medusa [MODEL] --output DIR [options]",
