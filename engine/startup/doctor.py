@@ -143,7 +143,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         _describe_model(model, outline, dtype, settings.model.dtype)
         if source.as_it_is:
             _describe_stored(model, source)
-        model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline))
+        model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline, source.as_it_is))
         if settings.model.quantization == "int8" and model.compiled is not None:
             model.quantized = foresee_weights(outline.model, outline.dtype)
         _warn_of_slow_dtype(found, settings, outline)
@@ -187,12 +187,12 @@ def _describe_stored(model: ModelFacts, source: FoundModel) -> None:
         model.dtype_why = f"to compute in; the weights stay in {', '.join(formats)}"
 
 
-def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel) -> str:
+def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel, has_stored: bool) -> str:
     """What they are used for; notes the memory they work in. Raises StartRefused as loading would."""
     if settings.model.compile == "off":
         return "not used: --compile off"
     try:
-        used_for = foresee(outline, settings.home, settings.model.cpu_kernels)
+        used_for = foresee(outline, settings.home, settings.model.cpu_kernels, formats=has_stored)
         num_tokens = settings.scheduler.max_num_batched_tokens
         model.scratch_bytes = foresee_scratch(outline, max(worthwhile_threads()), num_tokens)
         return used_for

@@ -181,7 +181,7 @@ def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")
-    builds = [KernelBuild(form, dtype) for form in FORMS.get(machine, ()) for dtype in ELEMENTS]
+    builds = [KernelBuild(form, dtype, formats=True) for form in FORMS.get(machine, ()) for dtype in ELEMENTS]
     assert asked == [(bundled_library(tmp_path, build), build) for build in builds]
 
 

@@ -16,7 +16,7 @@ from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear
 from engine.compute.native.decoder import NativeDecoder
-from engine.compute.native.forms import NativeUnavailable
+from engine.compute.native.forms import NativeUnavailable, forms_of
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
 from engine.compute.native.stored import take_weights
@@ -38,6 +38,10 @@ def small() -> Iterator[None]:
         yield
 
 
+# Of the kernels in float32, which are compiled for tests/unit/compute/native/test_forms.py too.
+FORM = forms_of()[-1].name if forms_of() else "auto"
+
+
 def settings_of(path: Path, *flags: str) -> ModelSettings:
     return load_settings([str(path), *flags], environ={}).model
 
@@ -45,12 +49,14 @@ def settings_of(path: Path, *flags: str) -> ModelSettings:
 def stored(path: Path, dtype: str = "float32") -> LoadedModel:
     """The model with modules that unpack what the file has."""
     settings = settings_of(path, "--dtype", dtype)
-    return load_model(resolve_model(settings, compiled_home()), settings)
+    return load_model(resolve_model(settings, path.parent / "home"), settings)
 
 
 def served(path: Path, dtype: str = "float32") -> LoadedModel:
     """The same on the kernels."""
-    home, settings = compiled_home(getattr(torch, dtype)), settings_of(path, "--dtype", dtype)
+    form = FORM if dtype == "float32" else "auto"
+    home = compiled_home(getattr(torch, dtype), form, formats=True)
+    settings = settings_of(path, "--dtype", dtype, "--cpu-kernels", form)
     loaded = take_weights(stored(path, dtype), settings, home)
     return with_kernels(loaded, settings, home, lambda: pytest.fail("the kernels are of no use"))
 
@@ -90,11 +96,12 @@ def test_a_tied_head_reads_the_embeddings_panels(tmp_path: Path) -> None:
 def test_the_same_file_elsewhere_is_found_there(tmp_path: Path) -> None:
     path, moved = tmp_path / "model.gguf", tmp_path / "there" / "model.gguf"
     save_block_gguf(path, "llama", [Format.Q8_0])
-    first = resolve_model(settings_of(path), compiled_home())
+    home = tmp_path / "home"
+    first = resolve_model(settings_of(path), home)
     assert gguf_of(first) == path.resolve()
     moved.parent.mkdir()
     path.rename(moved)
-    assert resolve_model(settings_of(moved), compiled_home()) == first
+    assert resolve_model(settings_of(moved), home) == first
     assert gguf_of(first) == moved.resolve()
 
 
@@ -118,7 +125,7 @@ def test_a_file_of_plain_numbers_is_converted(tmp_path: Path) -> None:
 def test_weights_that_are_stored_in_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     save_block_gguf(path, "llama", [Format.Q8_0])
-    settings, home = settings_of(path, "--quantization", "int8"), compiled_home()
+    settings, home = settings_of(path, "--quantization", "int8"), compiled_home(formats=True)
     loaded = take_weights(load_model(resolve_model(settings, home), settings), settings, home)
     with pytest.raises(StartRefused, match="--quantization int8: the weights are quantized already"):
         with_kernels(loaded, settings, home, lambda: loaded)

@@ -34,25 +34,27 @@ def _compiled(build: KernelBuild) -> Path:
     return library(_home(), build)
 
 
-def build_here(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> KernelBuild:
+def build_here(
+    dtype: torch.dtype = torch.bfloat16, form: str = "auto", *, formats: bool = False
+) -> KernelBuild:
     """The kernels of that form for models of that type.
 
     Skips the test with the reason where no machine like this could have them.
     """
     try:
-        build = choose_build(dtype, form)
+        build = choose_build(dtype, form, formats=formats)
         find_compiler()
     except NativeUnavailable as reason:
         pytest.skip(f"compiled kernels: {reason}")
     return build
 
 
-def compiled_home(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> Path:
+def compiled_home(dtype: torch.dtype = torch.bfloat16, form: str = "auto", *, formats: bool = False) -> Path:
     """A home with the kernels in it, compiled once a process; as `build_here`.
 
     Source that does not compile fails the test.
     """
-    _compiled(build_here(dtype, form))
+    _compiled(build_here(dtype, form, formats=formats))
     return _home()
 
 
@@ -61,9 +63,11 @@ def _loaded(build: KernelBuild) -> NativeKernels:
     return NativeKernels(_compiled(build), build.dtype)
 
 
-def compiled_kernels(dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> NativeKernels:
+def compiled_kernels(
+    dtype: torch.dtype = torch.bfloat16, form: str = "auto", *, formats: bool = False
+) -> NativeKernels:
     """The kernels, loaded once a process; as `compiled_home`."""
-    return _loaded(build_here(dtype, form))
+    return _loaded(build_here(dtype, form, formats=formats))
 
 
 def compiled_draw(form: str = "auto", dtype: torch.dtype = torch.bfloat16) -> NativeDraw:

@@ -164,9 +164,11 @@ struct OfIQ4_XS : Layout<4, 0, Value::LISTED, Scale::BYTES_OF_32> {
   }
 };
 
-// Calls `work` with an object of the format's type; false for an unknown format.
+// Calls `work` with an object of the format's type; false for an unknown format, which is every one in a library that
+// is compiled without SLIP_FORMATS: most models have none, and all that is made for each takes most of the time.
 template <class Work>
 inline bool with_format(Index format, Work work) {
+#if defined(SLIP_FORMATS)
   switch (format) {
     case Q4_0: work(OfQ4_0()); return true;
     case Q4_1: work(OfQ4_1()); return true;
@@ -182,6 +184,9 @@ inline bool with_format(Index format, Work work) {
     case IQ4_XS: work(OfIQ4_XS()); return true;
     default: return false;
   }
+#else
+  return false;
+#endif
 }
 
 }  // namespace

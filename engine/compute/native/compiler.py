@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from engine.compute.native.forms import ELEMENTS, KernelBuild, NativeUnavailable, forms_of
@@ -47,26 +48,32 @@ def library(home: Path, build: KernelBuild, prefix: Path | None = None) -> Path:
 
 
 def find_library(home: Path, build: KernelBuild, prefix: Path | None = None) -> Path | None:
-    """Where `library` finds the kernels without compiling anything; None where it would have to."""
+    """Where `library` finds the kernels without compiling anything; None where it would have to.
+
+    One with formats serves models without them too and comes first, so that a model has all from one library.
+    """
     bundled = bundled_library(Path(sys.prefix if prefix is None else prefix), build)
     if _is_whole(bundled):
         return bundled
-    own = home / "native" / file_name(build)
-    return own if _is_settled(home) and _is_ours(own.parent) and _is_ours(own) and _is_whole(own) else None
+    folder = home / "native"
+    if not (_is_settled(home) and _is_ours(folder)):
+        return None
+    files = (folder / file_name(each) for each in (replace(build, formats=True), build))
+    return next((file for file in files if _is_ours(file) and _is_whole(file)), None)
 
 
 def bundled_library(prefix: Path, build: KernelBuild) -> Path:
-    """Where an installation under `prefix` has the kernels of this source, if at all."""
-    return prefix / BUNDLED / file_name(build)
+    """Where an installation under `prefix` has the kernels of this source, if at all. They have formats."""
+    return prefix / BUNDLED / file_name(replace(build, formats=True))
 
 
 def compile_all(prefix: Path) -> list[Path]:
-    """Every form and dtype for CPUs of this kind, where an installation below `prefix` finds it.
+    """Every form and dtype for CPUs of this kind, with formats, for an installation below `prefix`.
 
     This CPU need not have the instructions. Raises NativeUnavailable when compiling fails.
     """
     made = []
-    for build in (KernelBuild(form, dtype) for form in forms_of() for dtype in ELEMENTS):
+    for build in (KernelBuild(form, dtype, formats=True) for form in forms_of() for dtype in ELEMENTS):
         made.append(bundled_library(prefix, build))
         compile_into(made[-1], build)
     return made

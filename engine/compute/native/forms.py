@@ -56,15 +56,20 @@ _ARCHITECTURES = {"AMD64": "x86_64", "arm64": "aarch64"}
 
 @dataclass(frozen=True, slots=True)
 class KernelBuild:
-    """One compiled library: the instructions it is made of, and the numbers it computes with."""
+    """One compiled library: the instructions it is made of, and the numbers it computes with.
+
+    With `formats` it multiplies weights of few bits too, and takes several times as long to compile.
+    """
 
     form: CpuForm
     dtype: torch.dtype
+    formats: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
         """What the compiler is told."""
-        return (*self.form.flags, f"-DSLIP_ELEMENT={ELEMENTS.index(self.dtype)}")
+        formats = ("-DSLIP_FORMATS",) if self.formats else ()
+        return (*self.form.flags, f"-DSLIP_ELEMENT={ELEMENTS.index(self.dtype)}", *formats)
 
     def __str__(self) -> str:
         """In words."""
@@ -77,14 +82,14 @@ def forms_of(machine: str | None = None) -> tuple[CpuForm, ...]:
     return FORMS.get(_ARCHITECTURES.get(machine, machine), ())
 
 
-def choose_build(dtype: torch.dtype, asked: str = "auto") -> KernelBuild:
+def choose_build(dtype: torch.dtype, asked: str = "auto", *, formats: bool = False) -> KernelBuild:
     """The fastest library for this CPU, or that of the form `asked`. Raises NativeUnavailable for none."""
     if dtype not in ELEMENTS:
         raise NativeUnavailable(f"they do not compute in {str(dtype).removeprefix('torch.')}")
     known = forms_of()
     found = next((form for form in known if asked in ("auto", form.name) and form.is_here), None)
     if found is not None:
-        return KernelBuild(found, dtype)
+        return KernelBuild(found, dtype, formats)
     if asked != "auto":
         here = ", ".join(form.name for form in known if form.is_here) or "none"
         raise NativeUnavailable(f"--cpu-kernels {asked}: this CPU has {here}")

@@ -89,9 +89,12 @@ def usable_build(loaded: LoadedModel, asked: str) -> KernelBuild:
     return choose_build(loaded.dtype, asked)
 
 
-def foresee(outline: LoadedModel, home: Path, asked: str) -> str:
-    """What a start would use the kernels for, in words. Compiles nothing. Raises NativeUnavailable."""
-    build = usable_build(outline, asked)
+def foresee(outline: LoadedModel, home: Path, asked: str, *, formats: bool = False) -> str:
+    """What a start would use the kernels for, in words; with `formats`, for weights of few bits.
+
+    Compiles nothing. Raises NativeUnavailable.
+    """
+    build = replace(usable_build(outline, asked), formats=formats)
     is_ready = find_library(home, build) is not None
     if not is_ready:
         find_compiler()

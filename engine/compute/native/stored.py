@@ -37,7 +37,7 @@ def take_weights(loaded: LoadedModel, settings: ModelSettings, home: Path) -> Lo
     if not stored:
         return loaded
     try:
-        build = choose_build(loaded.dtype, settings.cpu_kernels)
+        build = choose_build(loaded.dtype, settings.cpu_kernels, formats=True)
         kernels = NativeKernels(library(home, build), build.dtype)
     except NativeUnavailable as reason:
         log.warning("weights are unpacked for each use, which is slow: %s", reason)

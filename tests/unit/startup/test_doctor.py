@@ -245,10 +245,11 @@ def test_a_gguf_file_that_is_run_as_it_is(tmp_path: Path) -> None:
     """What its weights take is what the file has, not what they would unpack to."""
     path = tmp_path / "model.gguf"
     save_block_gguf(path, "llama", [gguf.GGMLQuantizationType.Q4_K])
-    settings = load_settings([str(path)], environ={"SLIPSTREAM_HOME": str(compiled_home())})
+    settings = load_settings([str(path)], environ={"SLIPSTREAM_HOME": str(tmp_path / "home")})
     model = diagnose(settings).model
     assert model is not None and model.weight_bytes is not None and model.num_parameters is not None
     assert model.pending == "reads its tokenizer and settings, once"
+    assert model.compiled is not None and "the first start compiles them" in model.compiled
     assert model.dtype_why == "to compute in; the weights stay in Q4_K, F32"
     assert model.weight_bytes < model.num_parameters
 

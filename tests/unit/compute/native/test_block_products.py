@@ -19,7 +19,7 @@ ROWS = (1, 2, 3, 6, 7, 12, 13, 32, 95, 96, 97)  # around one tile, one block of 
 
 @pytest.fixture(scope="module")
 def kernels() -> NativeKernels:
-    return compiled_kernels()
+    return compiled_kernels(formats=True)
 
 
 @pytest.fixture(autouse=True)

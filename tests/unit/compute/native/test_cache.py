@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_a_home_in_which_anybody_can_put_another_folder_in_place_of_ours_is_not_
     assert compiler.find_library(home, BUILD, home / "prefix") is None
     with pytest.raises(NativeUnavailable, match="open to all"):
         compiler.library(home, BUILD, home / "prefix")
+
+
+def test_a_library_with_formats_serves_models_without(home: Path, compiled: list[Path]) -> None:
+    """Not the other way round: compiled without formats, a library knows none."""
+    with_formats = replace(BUILD, formats=True)
+    plain = compiler.library(home, BUILD, home / "prefix")
+    assert compiler.find_library(home, with_formats, home / "prefix") is None
+    made = compiler.library(home, with_formats, home / "prefix")
+    assert made != plain and len(compiled) == 2
+    assert compiler.find_library(home, BUILD, home / "prefix") == made
+    assert [build for build in (BUILD, with_formats) if "-DSLIP_FORMATS" in build.flags] == [with_formats]
 
 
 def test_what_an_installation_brings_is_as_good_as_its_code(

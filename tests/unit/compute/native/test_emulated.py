@@ -25,7 +25,7 @@ def run_program(folder: Path, program: Path, element: int) -> subprocess.Complet
     (form,) = FORMS["aarch64"]
     flags = ("-O2", "-static", "-std=c++20", "-ffp-contract=off", "-pthread", "-Wno-psabi", *form.flags)
     made = folder / "check"
-    command = [COMPILER, *flags, f"-DSLIP_ELEMENT={element}", "-o", str(made), str(program)]
+    command = [COMPILER, *flags, f"-DSLIP_ELEMENT={element}", "-DSLIP_FORMATS", "-o", str(made), str(program)]
     subprocess.run(command, check=True, timeout=120)
     return subprocess.run([EMULATOR, str(made)], capture_output=True, text=True, timeout=120, check=False)
 

@@ -33,6 +33,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-17}
 # Each form and each dtype once; compiling all takes longer.
 ALWAYS = ("v3 bfloat16", "avx512 float16", "v3 float32", "neon bfloat16", "neon float16", "neon float32")
+# Of these with formats, which take several times as long to compile.
+WITH_FORMATS = ("v3 float32", "neon float32")
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,28 @@ class Side:
         torch.testing.assert_close(found.double(), expected.double(), rtol=near, atol=near / 4)
 
 
-def builds() -> list[object]:
+def builds(always: tuple[str, ...]) -> list[object]:
     names = [f"{form.name} {dtype}" for form in forms_of() for dtype in DTYPES]
     return [
-        pytest.param(name, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        pytest.param(name, id=name, marks=() if name in always else pytest.mark.slow)
         for name in names
         if name != "bf16 bfloat16"  # has modules of its own
     ]
 
 
-@pytest.fixture(scope="module", params=builds())
+@pytest.fixture(scope="module", params=builds(ALWAYS))
 def side(request: pytest.FixtureRequest) -> Side:
-    form, dtype = request.param.split()
-    kernels = compiled_kernels(DTYPES[dtype], form)
+    return side_of(request.param, formats=request.param in WITH_FORMATS)
+
+
+@pytest.fixture(scope="module", params=builds(WITH_FORMATS))
+def side_with_formats(request: pytest.FixtureRequest) -> Side:
+    return side_of(request.param, formats=True)
+
+
+def side_of(name: str, formats: bool) -> Side:
+    form, dtype = name.split()
+    kernels = compiled_kernels(DTYPES[dtype], form, formats=formats)
     kernels.team.resize(2)
     return Side(kernels, form)
 
@@ -100,7 +111,8 @@ def test_products_with_integers(side: Side) -> None:
         assert torch.equal(side.kernels.linear(x[:n].contiguous(), packed), whole[:n])
 
 
-def test_products_with_stored_blocks(side: Side) -> None:
+def test_products_with_stored_blocks(side_with_formats: Side) -> None:
+    side = side_with_formats
     x = side.noise(40, 512, seed=2)
     for kind in BLOCK_FORMATS:
         stored = random_blocks(kind, 72, 512)
