@@ -13,7 +13,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
+from config.schema import ModelSettings
 from engine import (
     Engine,
     FinishReason,
@@ -26,11 +28,14 @@ from engine import (
     ToolRules,
     ToolSpec,
 )
+from engine.compute.drafters.draft_tree import default_tree
+from engine.compute.drafters.medusa_heads import MedusaHeads
+from engine.compute.loading.loader import load_model
 from engine.text.reply.pieces import CollectedReply
 from engine.text.reply.reply_reader import ReplyReader
 from tests.support.engines import Collected, collect
 from tests.support.speculated import engine_of, single_threaded
-from tests.support.tiny_models import save_tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 THINK_ID, END_ID = 510, 511
 MAX_TOKENS = 200
@@ -40,6 +45,8 @@ DRAFTS = {
     "ngram": ("--speculative-method", "ngram", *FIXED),
     "suffix": ("--speculative-method", "suffix", *FIXED),
     "predicted": FIXED,
+    "model": ("--speculative-method", "draft-model", "--speculation-schedule", "sync", *FIXED),
+    "medusa": ("--speculative-method", "medusa", *FIXED),
 }
 SCHEMA = {
     "type": "object",
@@ -211,18 +218,34 @@ def test_what_follows_the_reasoning_has_its_form(plain: Replies) -> None:
     assert num_answers
 
 
-SLOWER = [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("ngram", "suffix")]
+@pytest.fixture(scope="module")
+def drafting(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]]:
+    """The flags of each way to draft. The draft model thinks alike; the heads know nothing."""
+    heads = tmp_path_factory.mktemp("heads") / "medusa"
+    target = load_model(directory, ModelSettings(dtype="float32"))
+    MedusaHeads(target, 2, torch.arange(VOCAB_SIZE), default_tree(2, 12)).save(heads)
+    more = {"model": ("--draft-model", str(directory)), "medusa": ("--medusa-heads", str(heads))}
+    return {name: (*flags, *more.get(name, ())) for name, flags in DRAFTS.items()}
 
 
-@pytest.mark.parametrize(("name", "batch"), [("predicted", 1), *((name, 16) for name in DRAFTS), *SLOWER])
+QUICK = [("predicted", 1), ("predicted", 16), ("ngram", 16), ("suffix", 16)]
+SLOW = [(name, batch) for name in DRAFTS for batch in (1, 16) if (name, batch) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
 async def test_drafts_and_crowds_change_nothing(
-    name: str, batch: int, directory: Path, plain: Replies
+    name: str, batch: int, directory: Path, drafting: Mapping[str, Sequence[str]], plain: Replies
 ) -> None:
     predictions = {ask: reply.token_ids for ask, (reply, _) in plain.items() if name == "predicted"}
-    found = await replies(directory, *DRAFTS[name], batch=batch, predictions=predictions)
+    found = await replies(directory, *drafting[name], batch=batch, predictions=predictions)
     for ask, (reply, _) in found.items():
         assert reply.text == plain[ask][0].text, ask
         assert reply.token_ids == plain[ask][0].token_ids, ask
     if name == "predicted":  # so that many a draft holds the token at which the form begins
         stats = [reply.finish.speculation for reply, _ in found.values()]
         assert sum(each.num_accepted for each in stats if each is not None) > 200
+    if name in ("model", "medusa"):
+        stats = [reply.finish.speculation for reply, _ in found.values()]
+        assert sum(each.num_proposed for each in stats if each is not None) > 200
