@@ -31,7 +31,7 @@ help:
 	@echo "make test-sanitizers  the compiled kernels' tests under ThreadSanitizer, AddressSanitizer and UBSan (g++)"
 	@echo "make dashboards  write deploy/grafana/dashboards from their source"
 	@echo "make chart   write what of the Helm chart follows from settings, and the manifest without Helm"
-	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/"
+	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/ (MACHINE=aarch64: for those)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
@@ -131,7 +131,7 @@ dashboards: $(STAMP)
 
 wheel: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt wheel
-	@$(BIN)/python -m deploy.wheel.build dist
+	@$(BIN)/python -m deploy.wheel.build dist $(MACHINE)
 
 chart: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt helm-python-sdk

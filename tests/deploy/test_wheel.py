@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from deploy.wheel.build import build_wheel, platform_tag
 from engine.compute.native.compiler import find_library
 from engine.compute.native.forms import ELEMENTS, KernelBuild, forms_of
 from engine.compute.native.kernels import NativeKernels
+
+EM_AARCH64 = 183  # of the ELF header
 
 
 def test_the_tag_names_the_oldest_c_library_that_will_do(
@@ -25,6 +28,22 @@ def test_the_tag_names_the_oldest_c_library_that_will_do(
     assert platform_tag(libraries[1:]) == "manylinux_2_17_x86_64"
     monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
     assert platform_tag(libraries) == "macosx_14_0_arm64"
+    assert platform_tag(libraries, "aarch64") == "manylinux_2_34_aarch64"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not shutil.which("aarch64-linux-gnu-g++"), reason="no cross compiler (Debian: g++-aarch64-linux-gnu)"
+)
+def test_a_wheel_for_arm_is_made_on_another_machine(tmp_path: Path) -> None:
+    made = build_wheel(tmp_path, "aarch64")
+    assert re.fullmatch(r"slipstream-[\d.]+-py3-none-manylinux_2_\d+_aarch64\.whl", made.name)
+    with zipfile.ZipFile(made) as file:
+        libraries = [name for name in file.namelist() if name.endswith(".so")]
+        machines = {int.from_bytes(file.read(name)[18:20], "little") for name in libraries}
+    assert len(libraries) == len(forms_of("aarch64")) * len(ELEMENTS)
+    assert machines == {EM_AARCH64}
 
 
 @pytest.mark.slow

@@ -67,32 +67,36 @@ def bundled_library(prefix: Path, build: KernelBuild) -> Path:
     return prefix / BUNDLED / file_name(replace(build, formats=True))
 
 
-def compile_all(prefix: Path) -> list[Path]:
-    """Every form and dtype for CPUs of this kind, with formats, for an installation below `prefix`.
+def compile_all(prefix: Path, machine: str | None = None) -> list[Path]:
+    """Every form and dtype for CPUs of a kind, with formats, for an installation below `prefix`.
 
-    This CPU need not have the instructions. Raises NativeUnavailable when compiling fails.
+    This CPU need not have the instructions; for another `machine` than this one (as Python's `platform` calls
+    it) it takes that one's cross compiler. Raises NativeUnavailable when compiling fails.
     """
     made = []
-    for build in (KernelBuild(form, dtype, formats=True) for form in forms_of() for dtype in ELEMENTS):
+    compiler = None if machine is None else find_compiler((f"{machine}-linux-gnu-g++",))
+    kinds = ((form, dtype) for form in forms_of(machine) for dtype in ELEMENTS)
+    for build in (KernelBuild(form, dtype, formats=True) for form, dtype in kinds):
         made.append(bundled_library(prefix, build))
-        compile_into(made[-1], build)
+        compile_into(made[-1], build, compiler)
     return made
 
 
-def find_compiler() -> str:
+def find_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
     """The C++ compiler that would be used. Raises NativeUnavailable if there is none."""
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        raise NativeUnavailable(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
+        raise NativeUnavailable(f"there is no C++ compiler ({', '.join(names)})")
     return found
 
 
-def compile_into(target: Path, build: KernelBuild) -> None:
+def compile_into(target: Path, build: KernelBuild, compiler: str | None = None) -> None:
     """Compile to `target`, which is complete or as it was before; only this user can write there.
 
-    Raises NativeUnavailable, also where the directory is another user's.
+    `compiler` None is the one of this machine. Raises NativeUnavailable, also where the directory is another
+    user's.
     """
-    compiler = find_compiler()
+    compiler = find_compiler() if compiler is None else compiler
     log.info("compiling kernels for this CPU, once")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
