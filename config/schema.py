@@ -281,6 +281,10 @@ class ServerSettings(Section):
     max_stored_responses: Whole = Field(
         1000, ge=0, description="responses kept in memory for /v1/responses/{id}; 0 = none"
     )
+    state_dir: DirectoryOrNone = Field(
+        None, description="directory for files and batches, of one server; none = state in SLIPSTREAM_HOME"
+    )
+    max_file_size: Size = Field(200 * 2**20, ge=1, description="largest file that /v1/files takes")
     cors_origin: Origins = Field(
         (), description="pages of this origin may use the server; repeatable; * = any; none = its own only"
     )

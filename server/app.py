@@ -13,6 +13,10 @@ from engine import Engine, EngineError
 from server.api import requests
 from server.api.anthropic import routes as anthropic
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from server.api.batches import files
+from server.api.batches import routes as batches
+from server.api.batches.batches import Batches
+from server.api.batches.protocol import BatchRequest
 from server.api.embeddings import routes as embeddings
 from server.api.embeddings.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.llama_cpp import infill
@@ -57,6 +61,7 @@ BODIES = (
     InfillRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    BatchRequest,
     RequestPatch,
 )
 OLLAMA_BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest)
@@ -94,6 +99,7 @@ def build_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.slipstream = context
+    app.state.batches = Batches.of(context, app)
     for part in (
         completions,
         infill,
@@ -103,6 +109,8 @@ def build_app(
         embeddings,
         models,
         tokens,
+        files,
+        batches,
         requests,
         health,
         server_info,

@@ -214,6 +214,10 @@ class Engine:
             speculation_speedup=decoder.speedup,
         )
 
+    def decode_step_s(self, num_seqs: int) -> float | None:
+        """Measured seconds of a step of so many sequences, a token each; None while unknown."""
+        return self._loaded.batcher.decoder.costs.seconds(num_seqs, num_seqs)
+
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
     ) -> list[int]:

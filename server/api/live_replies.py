@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -11,6 +11,7 @@ class LiveReply:
     """One reply and the engine's requests behind it, one a choice.
 
     `label` is the caller's own id, None without one. `arrival_time` is in seconds of the engine's clock.
+    `is_background` says that nobody waits for it: it is a line of a batch.
     """
 
     reply_id: str
@@ -18,12 +19,18 @@ class LiveReply:
     tenant: str | None
     request_ids: Sequence[str]
     arrival_time: float
+    is_background: bool = False
 
 
 class LiveReplies:
-    """Finds a reply by its id or its label, for the tenant that made it and no other. Loop thread only."""
+    """Finds a reply by its id or its label, for the tenant that made it and no other. Loop thread only.
+
+    `on_change` is called when `num_interactive`, the choices that somebody waits for, has changed.
+    """
 
     def __init__(self) -> None:
+        self.num_interactive = 0
+        self.on_change: Callable[[], None] = lambda: None
         self._by_id: dict[str, LiveReply] = {}
         self._by_label: dict[tuple[str | None, str], list[LiveReply]] = {}
 
@@ -33,18 +40,27 @@ class LiveReplies:
     def open(self, reply: LiveReply) -> None:
         """A reply's requests were submitted."""
         self._by_id[reply.reply_id] = reply
+        self._count(reply, 1)
         if reply.label is not None:
             self._by_label.setdefault((reply.tenant, reply.label), []).append(reply)
 
     def close(self, reply: LiveReply) -> None:
         """It has ended, or its reader has gone. Safe to call twice."""
-        if self._by_id.pop(reply.reply_id, None) is None or reply.label is None:
+        if self._by_id.pop(reply.reply_id, None) is None:
+            return
+        self._count(reply, -1)
+        if reply.label is None:
             return
         key = (reply.tenant, reply.label)
         same = self._by_label[key]
         same.remove(reply)
         if not same:
             del self._by_label[key]
+
+    def _count(self, reply: LiveReply, sign: int) -> None:
+        if not reply.is_background:
+            self.num_interactive += sign * len(reply.request_ids)
+            self.on_change()
 
     def of(self, tenant: str | None) -> Iterator[LiveReply]:
         """The tenant's replies, oldest first."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine import (
+    MAX_PRIORITY,
     CompiledGrammar,
     Engine,
     EngineInfo,
@@ -111,7 +112,11 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     body.forget_input()
     lease.hold(submission.held_bytes + size.held_bytes)
     request_ids = [request.request_id for _, request in requests]
-    reply = LiveReply(submission.reply_id, exchange.caller_id, tenant, request_ids, exchange.arrival_time)
+    reply = LiveReply(
+        *(submission.reply_id, exchange.caller_id, tenant, request_ids),
+        arrival_time=exchange.arrival_time,
+        is_background=exchange.is_background,
+    )
     context.live.open(reply)
 
     def on_close() -> None:
@@ -197,7 +202,7 @@ def _make_requests(
                     seed=choice_seed(seed, j),
                     prompt_logprobs=None if j else sampling.prompt_logprobs,
                 ),
-                priority=priority_of(body),
+                priority=MAX_PRIORITY if submission.exchange.is_background else priority_of(body),
                 group=submission.reply_id,
                 tenant=submission.exchange.tenant,
                 arrival_time=submission.exchange.arrival_time,

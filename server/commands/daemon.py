@@ -143,6 +143,7 @@ class Daemon:
         """Let running requests finish; a second signal or a fault cuts that short. The exit code."""
         timeout_s = self._settings.server.drain_timeout
         log.info("draining for up to %g s; another signal ends at once", timeout_s)
+        await self._http.end_batches()
         draining = asyncio.create_task(self._engine.drain(timeout_s))
         hurried = asyncio.create_task(self._second_signal.wait())
         await asyncio.wait(

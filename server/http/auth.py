@@ -102,7 +102,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it before its body is read."""
-        if self._keys and scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if self._asks(scope):
             tenant = self._keys.tenant_of(scope["headers"])
             if tenant is None:
                 await _refusal().send(scope, receive, send)
@@ -112,6 +112,12 @@ class AuthMiddleware:
                 await self.app(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _asks(self, scope: Scope) -> bool:
+        """Whether the request needs a key; a line of a batch was sent with one."""
+        if not self._keys or scope["type"] != "http" or scope["path"] in self._open_paths:
+            return False
+        return not exchange_of(scope).is_background
 
 
 def _refusal() -> ErrorReply:

@@ -18,6 +18,7 @@ from server.http.peer import peer_of
 from server.http.upload_pace import UploadPace, UploadRoom
 
 _MAX_UPLOADS = 4  # bodies of the largest size that a tenant may send at once
+UPLOAD_PATH = "/v1/files"  # whose bodies are files: too large to be held in memory
 _LINE_BYTES = 4  # of a header: the colon, the space, the end of the line
 _MAX_DIGITS = 18
 
@@ -42,6 +43,12 @@ class ClientMiddleware:
             await self.app(scope, receive, send)
             return
         lease = give_lease(scope, self._room)
+        if scope["method"] == "POST" and scope["path"] == UPLOAD_PATH:
+            try:
+                await self._pass_on(scope, self._paced(scope, receive), send)
+            finally:
+                lease.release()
+            return
         try:
             watch = _Watch(receive, send, await self._read(scope, receive, lease))
         except ApiError as error:
@@ -55,6 +62,23 @@ class ClientMiddleware:
             await watch.run(self.app, scope)
         finally:
             lease.release()
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the route read the body itself, a piece at a time. Raises ClientGone."""
+        peer = peer_of(scope)
+
+        async def receive_well() -> Message:
+            message = await receive()
+            peer.check()  # its fault may have ended the body
+            return message
+
+        try:
+            peer.check()
+            check_size(scope, self._settings)
+        except ApiError as error:
+            await error.reply.send(scope, receive, send)
+            return
+        await self.app(scope, receive_well, send)
 
     def _paced(self, scope: Scope, receive: Receive) -> Receive:
         """`receive`, which waits its turn once more has come than an ordinary request has."""
@@ -90,13 +114,8 @@ def check_head(scope: Scope, settings: ServerSettings) -> int:
 
     Raises ApiError by the headers alone: too large, a body announced too large, or a body that is not JSON.
     """
-    headers = scope["headers"]
-    size = sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
-    size += len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
-    if size > settings.max_header_bytes:
-        message = f"The headers take {size} bytes; the limit is {settings.max_header_bytes}."
-        raise ApiError(ErrorReply(431, INVALID, message, code="headers_too_large"))
-    found = dict(headers)
+    check_size(scope, settings)
+    found = dict(scope["headers"])
     announced = announced_length(found.get(b"content-length", b"0"))
     if announced > settings.max_body_bytes:
         raise _body_too_large(settings.max_body_bytes)
@@ -105,6 +124,16 @@ def check_head(scope: Scope, settings: ServerSettings) -> int:
         message = "The body must be JSON: send it with 'content-type: application/json'."
         raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
     return settings.max_body_bytes if is_chunked else announced
+
+
+def check_size(scope: Scope, settings: ServerSettings) -> None:
+    """Refuse headers that are too large."""
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
+    size += len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    if size > settings.max_header_bytes:
+        message = f"The headers take {size} bytes; the limit is {settings.max_header_bytes}."
+        raise ApiError(ErrorReply(431, INVALID, message, code="headers_too_large"))
 
 
 def announced_length(value: bytes) -> int:

@@ -84,7 +84,8 @@ class Exchange:
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
     names the key used, never the key. `arrival_time` is in seconds of `clock`, which is the engine's so that
     both count from the same instant. `peer` is what its connection knows of the client. `accepted` is None
-    until a completion or chat request has its places in the queue.
+    until a completion or chat request has its places in the queue. `is_background` says that it is a
+    line of a batch, which came over no connection.
     """
 
     caller_id: str | None
@@ -94,6 +95,7 @@ class Exchange:
     tenant: str | None = None
     peer: Peer = field(default_factory=Peer)
     accepted: Accepted | None = None
+    is_background: bool = False
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     id_headers: tuple[bytes, ...] = (b"x-request-id",)  # that its id is sent in

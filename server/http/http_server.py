@@ -12,6 +12,7 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
+from server.api.batches.batches import Batches
 from server.http.connection import Connection, ConnectionHouse, ConnectionLimits
 from server.http.connection_gate import ConnectionGate, room_for
 from server.http.context import ServerContext
@@ -29,6 +30,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         context: ServerContext = app.state.slipstream
         self._history = context.history
+        self._batches: Batches = app.state.batches
         house = _house_for(context)
         super().__init__(
             uvicorn.Config(
@@ -45,14 +47,20 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and keep figures for the status page meanwhile."""
+        """Listen; keep figures for the status page and answer open batches meanwhile."""
         await super().startup(sockets)
         self._history.start()
+        self._batches.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop both."""
+        """Stop all of it."""
         self._history.stop()
+        await self._batches.stop()
         await super().shutdown(sockets)
+
+    async def end_batches(self) -> None:
+        """Let the lines of batches go at once: they run again after the next start. Safe to call twice."""
+        await self._batches.stop()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ class ExchangeMiddleware:
         if scope["type"] == "websocket":  # no route speaks it, and no key could be asked for
             await send({"type": "websocket.close"})
             return
-        if scope["type"] != "http":
+        if scope["type"] != "http" or EXCHANGE_KEY in scope:  # a line of a batch has one
             await self.app(scope, receive, send)
             return
         exchange = scope[EXCHANGE_KEY] = Exchange(caller_id_of(scope), clock=self._clock, peer=peer_of(scope))

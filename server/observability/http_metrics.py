@@ -22,6 +22,10 @@ def _foreseen_requests() -> Counter[tuple[str, int]]:
     return Counter(dict.fromkeys(_FORESEEN, 0))
 
 
+def _no_lines() -> Counter[str]:
+    return Counter(dict.fromkeys(("completed", "failed", "expired", "cancelled"), 0))
+
+
 @dataclass(slots=True)
 class HttpMetrics:
     """Running totals since the start; event-loop thread only.
@@ -32,6 +36,7 @@ class HttpMetrics:
 
     requests: Counter[tuple[str, int]] = field(default_factory=_foreseen_requests)
     ignored_parameters: int = 0
+    batch_lines: Counter[str] = field(default_factory=_no_lines)  # by how they ended
     _logged: set[str] = field(default_factory=set)
 
     def count_ignored(self, count: int, names: Sequence[str]) -> None:

@@ -128,6 +128,8 @@ class MetricsPage:
         for name, text, field in _COUNTERS:
             _add(page, name, "counter", text, getattr(metrics, field))
         _add(page, "ignored_parameters", "counter", "Unknown request fields.", http.ignored_parameters)
+        lines = _by("status", http.batch_lines)
+        page.add("batch_lines", "counter", "Lines of batches, by how they ended.", lines)
         _write_labelled_counters(page, metrics)
         _write_speculation(page, metrics.speculation)
         answered = (

@@ -62,6 +62,7 @@ async def served(
     try:
         yield url_of(listener)
     finally:
+        await http.end_batches()
         await _close(http, listener)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     if left:

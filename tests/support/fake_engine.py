@@ -168,6 +168,9 @@ class FakeEngine:
             self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
         )
 
+    def decode_step_s(self, num_seqs: int) -> float | None:
+        return 0.01
+
     def admit(self, num_requests: int, tenant: str | None = None) -> AbstractContextManager[object]:
         if self.refusal is not None:
             raise self.refusal

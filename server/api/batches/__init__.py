@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: jobs of many requests, answered in rows that nobody else uses."""

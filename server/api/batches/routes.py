@@ -1,0 +1,129 @@
+"""/v1/batches: make, list, look at and cancel jobs. A batch belongs to the key that made it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.batches.batches import batches_of
+from server.api.batches.files import find_file, owner_of
+from server.api.batches.objects import PAGE_PARAMETERS, batch_object, listing, read_page
+from server.api.batches.protocol import BatchRequest, window_s
+from server.api.batches.records import StoredBatch, StoredFile
+from server.api.batches.seats import LinePace
+from server.api.batches.store import BatchStore
+from server.api.body import read_fields
+from server.api.openapi import json_body
+from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
+from server.http.json_reply import json_response
+
+router = APIRouter(tags=["batches"])
+
+BATCHES_PATH = "/v1/batches"
+MAX_OPEN = 100  # batches of one tenant at once
+_CANCELLABLE = ("validating", "in_progress")
+
+BatchId = Annotated[str, Path(description="The id of a batch.")]
+
+_EXAMPLE = {
+    "input_file_id": "file-0123456789abcdef0123456789abcdef",
+    "endpoint": "/v1/chat/completions",
+    "completion_window": "24h",
+}
+
+
+@router.post(BATCHES_PATH, openapi_extra=json_body(BatchRequest, _EXAMPLE))
+async def create_batch(request: Request) -> Response:
+    """Answer the requests in a file until the end of a window, in seats that nobody else needs."""
+    batches, tenant = batches_of(request), owner_of(request)
+    body = await read_fields(request, BatchRequest, {})
+    file = await find_file(batches, tenant, body.input_file_id, "input_file_id")
+    if file.purpose != "batch":
+        raise invalid(f"The file's purpose is '{file.purpose}'; it must be 'batch'.", "input_file_id")
+    batch = await batches.state.run(lambda store: _add(store, batches.runner.pace, body, file))
+    batches.runner.start()
+    batches.runner.take(batch)
+    return json_response(batch_object(batch))
+
+
+@router.get(BATCHES_PATH, openapi_extra={"parameters": [*PAGE_PARAMETERS]})
+async def list_batches(request: Request) -> Response:
+    """The caller's batches, newest first."""
+    page, tenant = read_page(request.query_params, 100), owner_of(request)
+    found = await batches_of(request).state.run(lambda store: store.list_batches(tenant, page))
+    return json_response(listing([batch_object(batch) for batch in found], page))
+
+
+@router.get("/v1/batches/{batch_id}")
+async def get_batch(request: Request, batch_id: BatchId) -> Response:
+    """A batch as it stands."""
+    return json_response(batch_object(await _find_batch(request, batch_id)))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
+    """End a batch; what is answered already is in its output."""
+    batches = batches_of(request)
+    batch = await _find_batch(request, batch_id)
+    if batch.status == "cancelling":
+        return json_response(batch_object(batch))
+
+    def cancel(store: BatchStore) -> StoredBatch:
+        found = store.find_batch(batch.id, batch.tenant)
+        if found is None or found.status not in _CANCELLABLE:
+            raise _ended(batch if found is None else found)
+        return store.change_batch(batch.id, "cancelling")
+
+    batch = await batches.state.run(cancel)
+    batches.runner.start()
+    batches.runner.take(batch)
+    return json_response(batch_object(batch))
+
+
+def _add(store: BatchStore, pace: LinePace, body: BatchRequest, file: StoredFile) -> StoredBatch:
+    """A new batch. Raises ApiError when there are too many, or it cannot end in time."""
+    now, tenant = store.now(), file.tenant
+    expires_at = now + window_s(body.completion_window)
+    open_batches = store.open_batches()
+    if sum(batch.tenant == tenant for batch in open_batches) >= MAX_OPEN:
+        message = f"{MAX_OPEN} batches of this key are open, the limit: wait for one to end."
+        raise ApiError(ErrorReply(409, INVALID, message, code="too_many_batches"))
+    num_lines = file.num_lines + store.num_unanswered(expires_at)
+    needed_s = pace.needed_s(num_lines)
+    if needed_s is not None and needed_s > expires_at - now:
+        message = f"{num_lines} lines are to be answered until then, which takes about {needed_s:.0f} s at "
+        message += f"the measured rate; the completion window is {body.completion_window}."
+        raise ApiError(ErrorReply(400, INVALID, message, "completion_window", "completion_window_too_short"))
+    batch = StoredBatch(
+        id=f"batch_{uuid.uuid4().hex}",
+        tenant=tenant,
+        input_file_id=file.id,
+        endpoint=body.endpoint,
+        completion_window=body.completion_window,
+        status="validating",
+        created_at=now,
+        expires_at=expires_at,
+        metadata=None if body.metadata is None else json.dumps(body.metadata),
+    )
+    store.add_batch(batch)
+    return batch
+
+
+async def _find_batch(request: Request, batch_id: str) -> StoredBatch:
+    """The caller's batch. Raises ApiError (404)."""
+    tenant = owner_of(request)
+    found = await batches_of(request).state.run(lambda store: store.find_batch(batch_id, tenant))
+    if found is None:
+        message = f"The batch '{shown(batch_id)}' does not exist."
+        raise ApiError(ErrorReply(404, NOT_FOUND, message, "batch_id", "batch_not_found"))
+    return found
+
+
+def _ended(batch: StoredBatch) -> ApiError:
+    message = f"The batch is {batch.status}: there is nothing to cancel."
+    return ApiError(ErrorReply(409, INVALID, message, "batch_id", "batch_ended"))
