@@ -71,7 +71,8 @@ _OTHER_CONTENT = {
     "/metrics": {
         "text/plain": {"schema": {"type": "string"}},
         "application/openmetrics-text": {"schema": {"type": "string"}},
-    }
+    },
+    "/v1/files/{file_id}/content": {"application/octet-stream": {}},
 }
 _IGNORED = {
     "x-slipstream-ignored": {
@@ -115,7 +116,7 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel], asks_for_key: bool = 
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 _describe_replies(path, operation["responses"])
-                if method == "post" and "requestBody" in operation:  # a PATCH refuses what it does not know
+                if method == "post" and _reads_json(operation):  # a PATCH refuses what it does not know
                     operation["responses"]["200"]["headers"] = _IGNORED
         _drop_unused(document)
         if asks_for_key:
@@ -124,6 +125,10 @@ def describe_bodies(app: FastAPI, *kinds: type[BaseModel], asks_for_key: bool = 
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _reads_json(operation: dict[str, Any]) -> bool:
+    return "application/json" in operation.get("requestBody", {}).get("content", {})
 
 
 def _drop_unused(document: dict[str, Any]) -> None:

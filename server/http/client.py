@@ -43,7 +43,7 @@ class ClientMiddleware:
             await self.app(scope, receive, send)
             return
         lease = give_lease(scope, self._room)
-        if scope["method"] == "POST" and scope["path"] == UPLOAD_PATH:
+        if scope.get("path") == UPLOAD_PATH and scope.get("method") == "POST":
             try:
                 await self._pass_on(scope, self._paced(scope, receive), send)
             finally:

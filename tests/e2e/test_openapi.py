@@ -48,6 +48,12 @@ ROUTES = {
     ("patch", "/v1/requests/{request_id}"),
     ("get", "/v1/requests/{request_id}"),
     ("get", "/v1/requests"),
+    *((method, "/v1/files") for method in ("get", "post")),
+    *((method, "/v1/files/{file_id}") for method in ("get", "delete")),
+    ("get", "/v1/files/{file_id}/content"),
+    *((method, "/v1/batches") for method in ("get", "post")),
+    ("get", "/v1/batches/{batch_id}"),
+    ("post", "/v1/batches/{batch_id}/cancel"),
     ("post", "/reset_prefix_cache"),
 }
 GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
@@ -62,10 +68,10 @@ class ForgetfulEngine(FakeEngine):
         return 0
 
 
-def document_of() -> tuple[Any, dict[str, Any]]:
+def document_of(**server: Any) -> tuple[Any, dict[str, Any]]:
     """The application over an engine that answers anything, and its document."""
     # As schemathesis calls it.
-    settings = make_settings(max_n=2, allowed_host=("testserver",), ollama_api=True)
+    settings = make_settings(max_n=2, allowed_host=("testserver",), ollama_api=True, **server)
     app = build_app(settings, cast(Engine, ForgetfulEngine(max_model_len=64)))
     return app, app.openapi()
 
@@ -81,9 +87,9 @@ def test_every_route_is_there_with_its_body_and_its_error() -> None:
     for (method, path), operation in operations.items():
         assert operation["responses"]["default"]["content"]["application/json"], path
         assert "422" not in operation["responses"], path
-        bare = {"/v1/requests/{request_id}/cancel", "/reset_prefix_cache"}
+        bare = {"/v1/requests/{request_id}/cancel", "/v1/batches/{batch_id}/cancel", "/reset_prefix_cache"}
         told = "x-slipstream-ignored" in operation["responses"]["200"].get("headers", {})
-        assert told == (method == "post" and path not in bare), path
+        assert told == (method == "post" and path not in {*bare, "/v1/files"}), path
         assert ("requestBody" in operation) == (method in ("post", "patch") and path not in bare), path
     for path in GENERATE:
         content = operations["post", path]["responses"]["200"]["content"]
@@ -156,9 +162,9 @@ def check_no_fault(context: Any, response: Any, case: Any) -> bool | None:
 
 
 @pytest.fixture(scope="module")
-def schema() -> Any:
+def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The served document, as schemathesis reads it."""
-    app, document = document_of()
+    app, document = document_of(state_dir=tmp_path_factory.mktemp("state"))
     served = schemathesis.openapi.from_asgi("/openapi.json", app)
     assert served.raw_schema == document
     return served

@@ -17,6 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from config import PlannedFault, Settings, load_settings
 from engine import Engine
 from engine.faults.faulty_engine import FaultyEngine
@@ -76,6 +78,7 @@ class Scenario:
         """
         await self.fail()
         await self.talk()
+        await self.batch()
         await self.draft()
         await self.press()
         await self.hold_up()
@@ -116,6 +119,25 @@ class Scenario:
         assert (await ask(url, "GET", "/nowhere", None, _headers())).status == 404
         recurrent = {"prompt": [5, 6, 7], "max_tokens": 8}
         assert (await ask(self.urls[1], "POST", COMPLETIONS, recurrent, _headers())).status == 200
+
+    async def batch(self) -> None:
+        """A job of two lines, of which one is refused."""
+        bodies = (_body(), _body(temperature=9))
+        lines = [
+            json.dumps({"custom_id": str(i), "method": "POST", "url": COMPLETIONS, "body": body})
+            for i, body in enumerate(bodies)
+        ]
+        async with openai.AsyncOpenAI(base_url=f"{self.urls[1]}/v1", api_key=KEYS[0]) as client:
+            file = await client.files.create(file=("in", "\n".join(lines).encode()), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            async with asyncio.timeout(20):
+                while batch.status != "completed":
+                    await asyncio.sleep(0.01)
+                    batch = await client.batches.retrieve(batch.id)
+        counts = batch.request_counts
+        assert counts is not None and (counts.completed, counts.failed) == (1, 1)
 
     async def draft(self) -> None:
         """Drafts of every method, right and wrong, in time and too late."""
@@ -286,13 +308,15 @@ async def scenario(directory: Path) -> AsyncIterator[Scenario]:
     target = save_repetitive_model(directory / "target")
     near = save_repetitive_model(directory / "near", noise=0.04)
     mamba = save_tiny_model("mamba", directory / "mamba")
+    state = ("--state-dir", str(directory / "state"))
     common = (*_COMMON, "--draft-model", str(near))
     with single_threaded():
         main = load_settings(
             [str(target), "--served-model-name", MODEL, *common, *_TIGHT], environ=WITHOUT_KERNELS
         )
         other = load_settings(
-            [str(mamba), "--served-model-name", RECURRENT_MODEL, *common], environ=WITHOUT_KERNELS
+            [str(mamba), "--served-model-name", RECURRENT_MODEL, *common, *state],
+            environ=WITHOUT_KERNELS,
         )
         async with _server(main, FAULTS) as first, _server(other) as second:
             yield Scenario((first[0], second[0]), (first[1], second[1]), first[2])

@@ -21,6 +21,7 @@ from server.api.body import read_fields
 from server.api.openapi import json_body
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
 from server.http.json_reply import json_response
+from server.http.site_guard import refuse_simple
 
 router = APIRouter(tags=["batches"])
 
@@ -68,6 +69,7 @@ async def get_batch(request: Request, batch_id: BatchId) -> Response:
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     """End a batch; what is answered already is in its output."""
+    refuse_simple(request)
     batches = batches_of(request)
     batch = await _find_batch(request, batch_id)
     if batch.status == "cancelling":

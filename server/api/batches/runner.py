@@ -153,7 +153,8 @@ class BatchRunner:
         pause_s = self._paused_until - time.monotonic()
         due_s = min([*(end for end in ends if end > 0), *([pause_s] if pause_s > 0 else [])], default=None)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), due_s)
+            async with asyncio.timeout(due_s):
+                await self._wake.wait()
 
     # What becomes of batches.
 

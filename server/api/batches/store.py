@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from server.api.batches.records import OPEN_STATUSES, Line, Page, StoredBatch, StoredFile
 
@@ -322,7 +322,7 @@ class BatchStore:
 
     def _listed(
         self, table: str, columns: str, where: str, values: Iterable[str], page: Page
-    ) -> list[tuple[object, ...]]:
+    ) -> list[tuple[Any, ...]]:
         """Rows in the order of their making; one more than the limit where there are more."""
         sign, order = ("<", "DESC") if page.is_descending else (">", "ASC")
         given: list[object] = list(values)

@@ -78,6 +78,8 @@ CONTRACT = {
         "ollama-api": "off",
         "protect-metrics": "off",
         "max-stored-responses": "1000",
+        "state-dir": "",
+        "max-file-size": "200MiB",
         "cors-origin": "",
         "allowed-host": "",
     },
