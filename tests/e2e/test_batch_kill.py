@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.support.tiny_models import save_tiny_model
 
 NUM_LINES = 100
 WAIT_S = 60.0
-ENDPOINT = "/v1/completions"
+ENDPOINT: Any = "/v1/completions"
 
 
 def job() -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +15,14 @@ import openai
 import pytest
 
 from engine import Overloaded
+from server.api.batches import runner
+from server.api.batches.store import BatchStore
+from server.api.batches.upload import Upload
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import RawReply, Wire
 from tests.support.fake_engine import FakeEngine
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS: Any = "/v1/completions"
 WAIT_S = 20.0
 
 
@@ -94,8 +99,13 @@ async def test_each_line_is_answered_once_and_in_order(tmp_path: Path) -> None:
 
 async def test_chats_and_responses_run_as_over_http(tmp_path: Path) -> None:
     message = [{"role": "user", "content": "hi"}]
-    chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": message}}
-    items = {"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": {"input": "hi"}}
+    chat: Any = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": message},
+    }
+    items: Any = {"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": {"input": "hi"}}
     async with client_for(tmp_path) as client:
         for each, kind in ((chat, "chat.completion"), (items, "response")):
             batch = await ended(client, await submit(client, [each], endpoint=each["url"]))
@@ -376,3 +386,38 @@ async def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
             await second.files.list()
         assert refusal.value.code == "batches_unavailable"
+
+
+async def test_a_full_disk_refuses_uploads_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_: Upload, content: bytearray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with client_for(tmp_path) as client:
+        monkeypatch.setattr(Upload, "_write", write)
+        with pytest.raises(openai.InternalServerError) as refusal:
+            await client.files.create(file=("x", b"{}"), purpose="batch")
+        assert (refusal.value.status_code, refusal.value.code) == (507, "insufficient_storage")
+        monkeypatch.undo()
+        assert not list((tmp_path / "files").iterdir())
+        assert (await client.files.create(file=("x", b"{}"), purpose="batch")).bytes == 2
+
+
+async def test_a_line_whose_answer_finds_no_room_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(store: BatchStore, *_: Any, **__: Any) -> bool:
+        refused.append(store)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    refused: list[BatchStore] = []
+    monkeypatch.setattr(runner, "_PAUSE_S", 0.1)
+    async with client_for(tmp_path) as client:
+        with monkeypatch.context() as full:
+            full.setattr(BatchStore, "answer", fill)
+            batch = await submit(client, [line("a"), line("b")])
+            batch = await until(client, batch, lambda _: len(refused) > 3)
+            assert batch.request_counts.completed == 0
+        batch = await ended(client, batch)
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b"]
