@@ -131,6 +131,13 @@ def chat(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def batch(argv: Sequence[str]) -> int:
+    """Submit a file of requests, or fetch the answers. Raises SettingsError before anything is sent."""
+    from server.commands.batch import run
+
+    return run(argv)
+
+
 def run(argv: Sequence[str]) -> int:
     """Talk with a model that this process loads. Raises SettingsError before anything is loaded."""
     from server.commands.run import run as talk
@@ -180,6 +187,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "train-medusa": train_medusa,
     "bench": bench,
     "chat": chat,
+    "batch": batch,
     "doctor": doctor,
     "models": models,
     "pull": pull,

@@ -22,6 +22,8 @@ commands:
   models [--json]                   list the models on this machine and whether they can be served
   config show [--origins] [...]     print the settings that serve would use; takes serve's options
   chat [MESSAGE] [--url URL]        talk with a server's model, on a terminal or in a pipe
+  batch submit FILE | status [ID] | fetch ID | cancel ID
+                                    have a server answer a file of requests in its free seats
   bench [--url URL] [options]       load a server and measure its latency and throughput
   train-medusa [MODEL] [...]        train Medusa heads, which draft tokens for that model
   completion SHELL                  print a script that completes all this in bash, fish or zsh

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from config.setting import SETTINGS, Setting
+from server.commands.batch import VERBS, batch_parser
 from server.commands.bench.flags import bench_parser
 from server.commands.chat_client.command import chat_parser
 from server.commands.models import models_parser
@@ -54,6 +55,13 @@ def commands() -> tuple[Command, ...]:
         Command("models", "list the models on this machine", _of_parser(models_parser())),
         Command("config", "print the settings of serve", (_ORIGINS, *serve, _HELP), ("show",)),
         Command("chat", "talk with a server's model", _of_parser(chat_parser())),
+        Command(
+            "batch",
+            "have a server answer a file of requests",
+            _of_parser(batch_parser()),
+            VERBS,
+            takes_path=True,
+        ),
         Command("bench", "measure a server", _of_parser(bench_parser())),
         Command("train-medusa", "train Medusa heads", _of_parser(medusa_parser()), takes_path=True),
         Command("completion", "print a script that completes commands in a shell", (_HELP,), SHELLS),

@@ -56,12 +56,13 @@ class Address:
             return False
 
 
-def add_address_flags(parser: _ActionsContainer) -> None:
-    """--url, --model, --api-key and --api-key-file; all but the model are for `read_address`."""
+def add_address_flags(parser: _ActionsContainer, *, names_model: bool = True) -> None:
+    """--url, --api-key and --api-key-file for `read_address`, and --model where one is to be named."""
     parser.add_argument(
         "--url", metavar="URL", help="the server's base URL (default: where serve listens here)"
     )
-    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the server's first)")
+    if names_model:
+        parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the server's first)")
     parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; visible in process lists")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file that holds the key")
 

@@ -57,14 +57,21 @@ class HttpClient:
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
 
-    async def exchange(self, method: str, path: str, content: bytes, sink: ReplySink) -> None:
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        sink: ReplySink,
+        content_type: str = "application/json",
+    ) -> None:
         """Send one request and give the reply to `sink` until it is complete. Raises Unreachable.
 
         What `sink` raises ends it and is raised from here. Ending early, by that or by being cancelled,
         closes the connection, which tells the server. A kept connection that the server had closed meanwhile
         is replaced without a word.
         """
-        message = self._message(method, path, content)
+        message = self._message(method, path, content, content_type)
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -113,7 +120,7 @@ class HttpClient:
             raise Unreachable(f"connect: {reason}", f"cannot connect to {address.netloc}: {reason}") from None
         return connection
 
-    def _message(self, method: str, path: str, content: bytes) -> bytes:
+    def _message(self, method: str, path: str, content: bytes, content_type: str) -> bytes:
         key = self._address.api_key
         lines = [
             f"{method} {path} HTTP/1.1",
@@ -122,7 +129,7 @@ class HttpClient:
             "accept: application/json, text/event-stream",
             "accept-encoding: identity",
             *([f"authorization: Bearer {key}"] if key is not None else []),
-            *(["content-type: application/json"] if content else []),
+            *([f"content-type: {content_type}"] if content or method == "POST" else []),
             *([f"content-length: {len(content)}"] if content or method != "GET" else []),
         ]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
