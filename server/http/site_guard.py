@@ -25,6 +25,10 @@ ANY = "*"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 # A browser asks the server before it lets a page send any of them.
 _ASKED_FIRST = ("authorization", "x-api-key", "x-requested-with", "x-request-id")
+_WANTED_OF_NONE = "A POST without a body needs the header 'content-type: application/json'."
+WANTED_OF_FORMS = (
+    "An upload needs a header that no web page sends unasked, such as 'authorization' or 'x-request-id'."
+)
 _READABLE = (
     "x-request-id",
     "request-id",
@@ -121,17 +125,17 @@ class SiteGuard:
         return None
 
 
-def refuse_simple(request: Request) -> None:
+def refuse_simple(request: Request, wanted: str = _WANTED_OF_NONE) -> None:
     """Refuse a POST that a browser would send for any page without asking first. Raises ApiError (415).
 
-    A body must be JSON anyway, which says the same; this is for routes that need none.
+    A body must be JSON anyway, which says the same; this is for routes that need none, or take a form. The
+    error says what is `wanted`.
     """
     headers = request.headers
     if any(name in headers for name in _ASKED_FIRST):
         return
     if not is_json(headers.get("content-type", "").encode("latin-1")):
-        message = "A POST without a body needs the header 'content-type: application/json'."
-        raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
+        raise ApiError(ErrorReply(415, INVALID, wanted, code="unsupported_media_type"))
 
 
 def allow_origins(app: FastAPI, origins: tuple[str, ...]) -> None:

@@ -304,7 +304,7 @@ async def test_files_are_listed_deleted_and_kept_from_deletion_while_they_are_re
 async def upload(url: str, body: bytes, content_type: str = "multipart/form-data; boundary=b") -> RawReply:
     wire = await Wire.connect(url)
     try:
-        await wire.send("POST", "/v1/files", body, {"content-type": content_type})
+        await wire.send("POST", "/v1/files", body, {"content-type": content_type, "x-request-id": "u"})
         return await wire.reply()
     finally:
         await wire.close()
@@ -359,6 +359,7 @@ async def test_an_upload_that_breaks_off_or_is_no_form_leaves_nothing(tmp_path: 
         wire = await Wire.connect(url)
         body = form(PURPOSE, ("file", b"x" * 5_000_000))
         headers = {"content-type": "multipart/form-data; boundary=b", "content-length": str(len(body))}
+        headers["x-request-id"] = "u"
         await wire.send("POST", "/v1/files", body[:3_000_000], headers)
         await wire.close()
         for content_type in ("application/json", "multipart/form-data"):

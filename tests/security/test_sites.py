@@ -175,13 +175,21 @@ async def test_no_post_that_a_page_may_send_unasked_is_served(content_type: str)
     paths = [path for path, methods in app.openapi()["paths"].items() if "post" in methods]
     assert len(paths) >= 6
     headers = {"content-type": content_type}
-    bare = ("/reset_prefix_cache", "/v1/requests/{request_id}/cancel")
+    bare = (
+        "/reset_prefix_cache",
+        "/v1/requests/{request_id}/cancel",
+        "/v1/batches/{batch_id}/cancel",
+        "/v1/files",
+    )
     async with server_url(FakeEngine()) as url:
         for path in paths:
             for body in (b"", b'{"prompt":"a"}'):
                 wire = await Wire.connect(url)
                 await wire.send(
-                    "POST", path.format(request_id="x"), b"", {**headers, "content-length": str(len(body))}
+                    "POST",
+                    path.format(request_id="x", batch_id="x"),
+                    b"",
+                    {**headers, "content-length": str(len(body))},
                 )
                 wire.writer.write(body)
                 reply = await wire.reply()

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from server.api.batches.protocol import BatchRequest
+from server.api.embeddings.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.llama_cpp.protocol import InfillRequest
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
@@ -113,6 +115,7 @@ def _largest_read(shape: str) -> int:
     return min(LARGEST, int(0.95 * len(sample) * min(MAX_PARTS / num_parts, MAX_VALUES / num_values)))
 
 
+_BATCH = {"input_file_id": "none", "endpoint": COMPLETIONS, "completion_window": "24h"}
 _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", COMPLETIONS, CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
     ("POST", CHAT, ChatCompletionRequest, {"messages": [_HELLO], "max_tokens": 2}),
@@ -122,6 +125,10 @@ _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", MESSAGES, MessagesRequest, {"messages": [_HELLO], "max_tokens": 2}),
     ("POST", f"{MESSAGES}/count_tokens", CountTokensRequest, {"messages": [_HELLO]}),
     ("POST", INFILL, InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
+    ("POST", "/v1/embeddings", EmbeddingsRequest, {"input": "hi"}),
+    ("POST", "/v1/rerank", RerankRequest, {"query": "hi", "documents": ["a"]}),
+    ("POST", "/v1/score", ScoreRequest, {"text_1": "a", "text_2": "b"}),
+    ("POST", "/v1/batches", BatchRequest, _BATCH),
     ("PATCH", "/v1/requests/none", RequestPatch, {}),
 )
 BODY_KINDS = {kind: path for _, path, kind, _ in _KINDS}

@@ -82,8 +82,9 @@ def compile_all(prefix: Path, machine: str | None = None) -> list[Path]:
     return made
 
 
-def find_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
-    """The C++ compiler that would be used. Raises NativeUnavailable if there is none."""
+def find_compiler(names: tuple[str, ...] | None = None) -> str:
+    """The C++ compiler that would be used, of these names. Raises NativeUnavailable if there is none."""
+    names = _COMPILERS if names is None else names
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise NativeUnavailable(f"there is no C++ compiler ({', '.join(names)})")

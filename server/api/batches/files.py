@@ -19,6 +19,7 @@ from server.api.batches.upload import Upload
 from server.http.context import context_of, exchange_of
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
 from server.http.json_reply import json_response
+from server.http.site_guard import WANTED_OF_FORMS, refuse_simple
 
 router = APIRouter(tags=["batches"])
 
@@ -75,6 +76,7 @@ _PURPOSE = {
 @router.post(FILES_PATH, openapi_extra=_FORM)
 async def create_file(request: Request) -> Response:
     """Upload a file of requests, which is written to disk as it arrives."""
+    refuse_simple(request, WANTED_OF_FORMS)
     tenant = owner_of(request)
     state, limit = batches_of(request).state, context_of(request).settings.server.max_file_size
     file_id, part = await state.run(lambda store: _begin(store, tenant, limit))

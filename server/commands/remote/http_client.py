@@ -126,6 +126,7 @@ class HttpClient:
             f"{method} {path} HTTP/1.1",
             f"host: {self._address.netloc}",
             "user-agent: slipstream",
+            "x-requested-with: slipstream",  # uploads need a header that no page sends unasked
             "accept: application/json, text/event-stream",
             "accept-encoding: identity",
             *([f"authorization: Bearer {key}"] if key is not None else []),
