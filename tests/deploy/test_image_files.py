@@ -182,7 +182,7 @@ def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")
     builds = [KernelBuild(form, dtype, formats=True) for form in FORMS.get(machine, ()) for dtype in ELEMENTS]
-    assert asked == [(bundled_library(tmp_path, build), build) for build in builds]
+    assert asked == [(bundled_library(tmp_path, build), build, None) for build in builds]
 
 
 def test_only_the_build_has_a_compiler_and_both_things_go_into_the_image() -> None:
