@@ -176,7 +176,7 @@ def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a compiler that only says that it was there; for other processors there is nothing to compile."""
-    asked: list[tuple[Path, KernelBuild]] = []
+    asked: list[tuple[Path, KernelBuild, str | None]] = []
     monkeypatch.setattr("engine.compute.native.compiler.compile_into", lambda *given: asked.append(given))
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
