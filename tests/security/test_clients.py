@@ -154,7 +154,7 @@ def test_no_route_has_its_form_parsed_for_it() -> None:
 @pytest.mark.parametrize(
     ("package", "version"),
     [
-        ("python-multipart", "0.0.18"),
+        ("python-multipart", "0.0.34"),
         ("torch", "2.10"),
         ("transformers", "5.3"),
         ("jinja2", "3.1.6"),
