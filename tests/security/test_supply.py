@@ -137,14 +137,8 @@ PIECES = (
     "*",
 )
 LONG = 10_000  # characters; in quadratic time, tenths of a second or more
-# The first reads a page of ours. The next two are only ever matched at the beginning, the last there or in a
-# run whose strings all end.
-NOT_SEARCHED = (
-    "server.pages.page._PART",
-    "engine.text.tools.braced_calls._HEAD",
-    "engine.text.tools.json_calls._HEAD",
-    "server.http.json_parts._WHOLE_STRING",
-)
+# The first reads a page of ours, the other is matched at the beginning or in a run whose strings all end.
+NOT_SEARCHED = ("server.pages.page._PART", "server.http.json_parts._WHOLE_STRING")
 
 
 def patterns() -> dict[str, re.Pattern[Any]]:

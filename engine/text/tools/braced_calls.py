@@ -12,7 +12,7 @@ from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_formats import HERMES
 from engine.text.tools.tool_format import ToolFormat
 
-_HEAD = re.compile(r"\s*call:([\w.\-]+)\s*")
+_HEAD = re.compile(r"\A\s*call:([\w.\-]+)\s*")
 _BARE = re.compile(r"[^,\[\]{}:]*")
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64

@@ -7,7 +7,7 @@ import re
 
 from engine.text.tools.tool_spec import INPUT_KEY
 
-_HEAD = re.compile(rf'\s*\{{\s*"{INPUT_KEY}"\s*:\s*"')
+_HEAD = re.compile(rf'\A\s*\{{\s*"{INPUT_KEY}"\s*:\s*"')
 _BODY = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # of a character that JSON writes as two
 

@@ -12,7 +12,7 @@ from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_end import JsonEnd
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(r'\A\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BETWEEN = (",", ";")
 
 
