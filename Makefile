@@ -166,7 +166,7 @@ saturate: $(STAMP)
 	@$(BIN)/python -m tests.soak --saturate --minutes $(or $(MINUTES),5) $(ARGS)
 
 chaos: $(STAMP)
-	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_batch_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py tests/soak/test_crowd.py $(ARGS)
+	@$(PYTEST) -m slow tests/e2e/test_kill.py tests/e2e/test_disk_cache_kill.py tests/e2e/test_batch_kill.py tests/e2e/test_life_slow.py tests/soak/test_chaos.py tests/soak/test_bodies.py tests/soak/test_crowd.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .bench *.egg-info

@@ -169,9 +169,27 @@ class CacheSettings(Section):
     )
     swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")
+    prefix_cache_dir: DirectoryOrNone = Field(
+        None,
+        description="directory that keeps K/V of prefixes on disk, for this user alone",
+    )
+    prefix_cache_disk: Size = Field(
+        10 * 2**30, ge=1, description="most bytes in prefix-cache-dir; what was of no use for longest goes"
+    )
     share_prefix_cache: bool = Field(
         False, description="keys find each other's prefixes, and so what others have asked"
     )
+
+    @model_validator(mode="after")
+    def _caching_before_keeping(self) -> Self:
+        if self.prefix_cache_dir is not None and not self.prefix_caching:
+            given = {
+                "name": "prefix_cache_dir",
+                "value": str(self.prefix_cache_dir),
+                "flag": "prefix-caching",
+            }
+            raise PydanticCustomError("needs", "--{flag} beside it", given)
+        return self
 
 
 class SchedulerSettings(Section):

@@ -87,6 +87,8 @@ class Engine:
             self._loop = EngineLoop(
                 parts, self._requests, self.metrics, self._executors, self._clock, self._watchdog
             )
+            if parts.prefix_store is not None:
+                parts.prefix_store.start(self.metrics, self._resume)
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
             if self._loop is not None:
@@ -101,6 +103,8 @@ class Engine:
                 await self._requests.wait_until_none()
                 if self.companion is not None:
                     await self.companion.wait_until_none()
+                if self._parts is not None and self._parts.prefix_store is not None:
+                    await self._parts.prefix_store.flush()
         except TimeoutError:
             self._end_all()
 
@@ -114,6 +118,8 @@ class Engine:
             death.cancel()
             await asyncio.wait([self._task], timeout=_LAST_MOMENT_S)
         self._text.close()
+        if self._parts is not None and self._parts.prefix_store is not None:
+            self._parts.prefix_store.stop()
         if self.companion is not None:
             self.companion.stop()
         self._executors.shutdown(wait=self.state is not EngineState.DEAD)
@@ -386,7 +392,12 @@ class Engine:
         return self._requests.shares.shares()
 
     def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Forget each cached block of `owner` (None: of all) that no request uses; how many they were."""
+        """Forget each cached block of `owner` (None: of all) that no request uses; how many they were.
+
+        What is stored of them elsewhere is deleted, and not counted.
+        """
+        if self._loaded.prefix_store is not None:
+            self._loaded.prefix_store.forget(owner)
         return self._loaded.batcher.kv.prefixes.reset(owner)
 
     def _check_open(self) -> None:
@@ -433,6 +444,12 @@ class Engine:
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
         else:
             self._loop.end_now(request.request_id, Ending(FinishReason.DEADLINE, error))
+
+    def _resume(self, request_id: str) -> None:
+        """What a request was held for is in the prefix cache, or will not be."""
+        self._loaded.batcher.resume(request_id)
+        assert self._loop is not None
+        self._loop.wake()
 
     def _end(self, request_id: str, ending: Ending) -> None:
         if self._loop is not None:

@@ -174,7 +174,10 @@ class EngineLoop:
         ahead, self._ahead = self._ahead, None
         began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()
-        if decision.inputs is None:
+        if decision.inputs is None and not decision.preempted and self._batcher.waits_for_disk:
+            self._wake.clear()
+            await self._wake.wait()
+        elif decision.inputs is None:
             self._empty_steps += 1
             if self._empty_steps > MAX_EMPTY_STEPS:
                 raise EngineDead("The scheduler has work but schedules none of it.")

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from engine.errors import EngineError
 from engine.loop.daemon_executor import DaemonExecutor
+from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import StepInputs, StepResult
 from engine.text.detokenizer import Detokenizer
@@ -104,6 +105,22 @@ class Companion(Protocol):
         """Take no more work; all requests have been ended."""
 
 
+class PrefixStore(Protocol):
+    """Where blocks of the prefix cache outlive the process."""
+
+    def start(self, metrics: BatchMetrics, resume: Callable[[str], None]) -> None:
+        """Begin; `resume` lets a request go on that is held for what may be stored."""
+
+    def forget(self, owner: str | None) -> None:
+        """Delete what is stored of this owner's, of all if None."""
+
+    async def flush(self) -> None:
+        """Return when all is stored that can be found by now."""
+
+    def stop(self) -> None:
+        """Take no more work."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What loading gives the loop. `eos_token_ids` ends any request that does not ignore EOS.
@@ -118,6 +135,7 @@ class EngineParts:
     info: EngineInfo
     reply_format: ReplyFormat  # how replies to chats are read
     detokenizer: Callable[..., Detokenizer] = Detokenizer
+    prefix_store: PrefixStore | None = None
 
 
 @dataclass(frozen=True, slots=True)

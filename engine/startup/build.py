@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -60,7 +61,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     )
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
-    parts = put_together(settings, loaded, tokenizer, sources, factories)
+    parts = put_together(settings, loaded, tokenizer, sources, factories, directory)
     info = replace(
         parts.info,
         compute_threads=threads,
@@ -76,10 +77,12 @@ def put_together(
     tokenizer: Tokenizer,
     sources: tuple[DraftSource, ...] = (),
     factories: PartFactories = PLAIN_FACTORIES,
+    directory: Path | None = None,
 ) -> EngineParts:
     """Everything around a model that is in memory, as are the models that draft for it, ready for requests.
 
-    On the thread that will run it. Raises StartRefused where the K/V does not fit.
+    `directory` has the model's files; without them no K/V is kept on disk, where it is told by them. On the
+    thread that will run it. Raises StartRefused where the K/V does not fit.
     """
     block_size = settings.cache.kv_block_size
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
@@ -125,6 +128,11 @@ def put_together(
     batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
     if loaded.rewindable:
         seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
+    prefix_store = None
+    if directory is not None and settings.cache.prefix_cache_dir is not None:
+        from engine.startup.build_disk_cache import open_disk_cache  # which alone needs xxhash
+
+        prefix_store = open_disk_cache(settings, loaded, directory, runner.kv, batcher)
     runner_as_used = factories.runner(runner, loaded)
     reply_format = tokenizer.reply_format(
         reasoning=settings.server.reasoning_parser, tools=settings.server.tool_call_parser
@@ -137,6 +145,7 @@ def put_together(
         info,
         reply_format,
         factories.detokenizer,
+        prefix_store,
     )
 
 

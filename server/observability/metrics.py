@@ -44,6 +44,7 @@ _STAGES = (
     "embedding",
     "watchdog",
     "kv",
+    "disk",
 )
 _METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa")
 _DROPS = ("stale", "cancelled", "error", "late")
@@ -78,6 +79,16 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", "prefix_cache_queries"),
     ("prefix_cache_hits", "Prompt tokens found there.", "prefix_cache_hits"),
+    (
+        "prefix_cache_disk_read_blocks",
+        "Blocks of K/V read from prefix-cache-dir.",
+        "prefix_cache_disk_read_blocks",
+    ),
+    (
+        "prefix_cache_disk_written_blocks",
+        "Blocks of K/V written there.",
+        "prefix_cache_disk_written_blocks",
+    ),
     ("deadline_missed", "Requests ended by their deadline, or refused for it.", "deadlines_missed"),
 )
 _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (

@@ -26,6 +26,7 @@ from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
 from tests.bench.quantization import run_quantization
 from tests.bench.report import Section, bars_table, report_json
+from tests.bench.restart import run_restart
 from tests.bench.scale import run_scale
 from tests.bench.scrape import run_scrape
 from tests.bench.speculation import run_speculation
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "quantization": run_quantization,
     "scale": run_scale,
     "ttft": run_ttft,
+    "restart": run_restart,
     "scrape": run_scrape,
     "speculation": run_speculation,
     "repetitive": run_repetitive,

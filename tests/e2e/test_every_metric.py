@@ -25,6 +25,7 @@ EXCEPTIONS = (
     (r"embedding", "there is no embedding model here: test_embeddings.py has one"),
     (r"tenant=anonymous", "stands there before the first request; then everybody has a key"),
     (r"stage=kv", "only a fault of the block accounts counts there"),
+    (r"prefix_cache_disk|stage=disk", "there is no disk behind the cache: test_disk_link.py has one"),
     (r"stage=grammar", "no fault can be planned in there"),
     (r"method=medusa", "heads take long to train"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),

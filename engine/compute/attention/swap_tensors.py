@@ -51,6 +51,12 @@ class SwapTensors:
             assert num_blocks > 0, f"a block of host segment {index} is none of the {self.num_blocks}"
             self._segments[index] = self._allocate(num_blocks)
 
+    def rows(self, blocks: Iterable[int]) -> list[memoryview]:
+        """The bytes of these host blocks, in their place; their memory is taken."""
+        self.reserve(blocks)
+        places = (divmod(block, self._segment) for block in blocks)
+        return [self._segments[i][row].view(torch.uint8).numpy().data for i, row in places]
+
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Save device blocks, the sources, in host blocks, the targets, which are reserved."""
         for batch in self._batches(copies):

@@ -81,7 +81,7 @@ class BlockPool:
     leaves their middle in O(1).
     """
 
-    __slots__ = ("_free", "_free_kept", "_ref_counts", "kept", "num_blocks", "on_taken")
+    __slots__ = ("_free", "_free_kept", "_ref_counts", "kept", "num_blocks", "on_dropped", "on_taken")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -90,6 +90,9 @@ class BlockPool:
         self._free_kept = KeptBlocks(num_blocks)
         self.kept: dict[int, bytes] = {}  # by name; free or not
         self.on_taken: Callable[[bytes], None] = lambda name: None  # what was kept under this name is gone
+        self.on_dropped: Callable[[int], None] = lambda block_id: (
+            None
+        )  # what this block has is kept no longer
 
     @property
     def num_free(self) -> int:
@@ -110,6 +113,7 @@ class BlockPool:
         for _ in range(count - plain):
             block_ids.append(self._free_kept.take())
             self.on_taken(self.kept.pop(block_ids[-1]))
+            self.on_dropped(block_ids[-1])
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -141,6 +145,7 @@ class BlockPool:
     def drop(self, block_id: int) -> None:
         """Keep the contents of this block no longer."""
         name = self.kept.pop(block_id)
+        self.on_dropped(block_id)
         if self._ref_counts[block_id] == 0:
             self._free_kept.remove(block_id, _owner_of(name))
             self._free[block_id] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class PagedKvManager:
         self.prefixes = PrefixCache(self.pool)
         self.host = SwapSpace(num_host_blocks)
         self._sequences: dict[str, _Sequence] = {}
+        self._reserved: set[int] = set()
         self._scrub_blocks: list[int] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
@@ -237,6 +239,25 @@ class PagedKvManager:
             publish(sequence.block_ids[index], hashes[index])
         sequence.num_published = max(sequence.num_published, num_blocks)
 
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that no sequence holds and that are not free all the same."""
+        return len(self._reserved)
+
+    def reserve(self, num_blocks: int) -> list[int] | None:
+        """Take free blocks to have them filled from elsewhere; None unless one is left for each sequence."""
+        if num_blocks + len(self._sequences) > self.pool.num_free:
+            return None
+        block_ids = self.pool.take(num_blocks)
+        self._reserved.update(block_ids or ())
+        return block_ids
+
+    def unreserve(self, block_ids: Sequence[int]) -> None:
+        """Release reserved blocks; what they hold may be non-finite where it was not published."""
+        self._reserved.difference_update(block_ids)
+        self.scrub(block_id for block_id in block_ids if block_id not in self.prefixes)
+        self.pool.release(reversed(block_ids))
+
     def is_suspect(self, request_id: str) -> bool:
         """True while no finite row of logits was drawn from all the KV of this sequence."""
         return self._sequences[request_id].is_suspect
@@ -280,8 +301,8 @@ class PagedKvManager:
         self.pool.check_integrity()
         self.prefixes.check_integrity()
         self.host.check_integrity()
-        tables = [np.array(sequence.block_ids, np.int64) for sequence in self._sequences.values()]
-        held = np.bincount(np.concatenate([np.empty(0, np.int64), *tables]), minlength=self.num_blocks)
+        tables = [sequence.block_ids for sequence in self._sequences.values()]
+        held = np.bincount(np.fromiter(chain(self._reserved, *tables), np.int64), minlength=self.num_blocks)
         counts = self.pool.ref_counts()
         for block_id in np.flatnonzero(counts != held)[:1].tolist():
             message = f"{counts[block_id]} references, {held[block_id]} tables"

@@ -27,7 +27,7 @@ def extend_block_hashes(
     owner's tag stands in front of it where the salt has an owner.
     """
     owner, is_owned, _ = ("" if salt is None else salt).partition(_OWNER_END)
-    tag = _tag_of(owner) if is_owned else b""
+    tag = owner_tag(owner) if is_owned else b""
     parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"+" + salt.encode()).digest()
     for index in range(len(hashes), num_blocks):
         tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
@@ -35,8 +35,9 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-def _tag_of(owner: str) -> bytes:
-    return hashlib.sha256(owner.encode()).digest()[:_TAG_BYTES]
+def owner_tag(owner: str | None) -> bytes:
+    """What the hashes of this owner's blocks begin with; nothing where None stands for all owners."""
+    return b"" if owner is None else hashlib.sha256(owner.encode()).digest()[:_TAG_BYTES]
 
 
 class PrefixCache:
@@ -84,7 +85,7 @@ class PrefixCache:
 
     def reset(self, owner: str | None = None) -> int:
         """Withdraw every free block of `owner`, or of all if None; how many they were."""
-        tag = b"" if owner is None else _tag_of(owner)
+        tag = owner_tag(owner)
         free, kept = self._pool.free_kept_block_ids(), self._pool.kept
         block_ids = [block_id for block_id in free if kept[block_id].startswith(tag)]
         for block_id in block_ids:

@@ -81,6 +81,8 @@ class BatchMetrics:
     prompt_tokens_cached: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked for
     prefix_cache_hits: int = 0  # prompt tokens found
+    prefix_cache_disk_read_blocks: int = 0
+    prefix_cache_disk_written_blocks: int = 0
     generation_tokens: int = 0
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token_latency: Histogram = field(default_factory=_token_latency)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
+from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
@@ -79,6 +80,18 @@ class ContinuousBatcher:
         assert request.max_num_tokens <= limit, f"{request.request_id} may need more than {limit} tokens"
         assert self.running.get(request.request_id) is None, f"{request.request_id} runs already"
         self.queue.add(request)
+        if self.running.lookup.ask_disk(request):  # at once: the answer may be there before the next step
+            self.queue.hold(request.request_id, disk_hold(request.request_id))
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """True while there may be nothing to do until `resume` because of what may be on disk."""
+        disk = self.running.lookup.disk
+        return disk is not None and disk.is_asked
+
+    def resume(self, request_id: str) -> None:
+        """What this request was held for has been read from disk, or will not be."""
+        self.queue.unhold(disk_hold(request_id))
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request; None if it has ended before. Its blocks are free once no step in flight has it."""
@@ -297,3 +310,5 @@ class ContinuousBatcher:
         self.decoder.close(request_id)
         self.kv.host.release(request_id)
         self.queue.unhold(request_id)
+        if self.running.lookup.disk is not None:
+            self.running.lookup.disk.forget(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
@@ -18,7 +19,9 @@ def explain(
         is_new = request.status is RequestStatus.WAITING
         start = "It waits" if is_new else "It was preempted and waits to resume"
         leader = queue.held_for(request.request_id)
-        if leader is not None:
+        if leader == disk_hold(request.request_id):
+            reason = f"{start} until the prompt tokens that it begins with are read from disk."
+        elif leader is not None:
             reason = f"{start} until {leader} has computed the prompt tokens that both begin with."
         elif position > 1:
             others = "1 request" if position == 2 else f"{position - 1} requests"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.plan.kv.disk_tier import DiskTier
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.kv.prefix_cache import extend_block_hashes
 from engine.plan.request import Request, RequestStatus
@@ -33,6 +34,7 @@ class PrefixLookup:
     _key: Callable[[Request], PolicyKey]
     _caching: bool
     _num_hashed: int = 0  # blocks, in this step
+    disk: DiskTier | None = None  # behind the prefix cache
 
     def begin_step(self) -> None:
         """A step is to be planned: HASHES_A_STEP blocks may be hashed again."""
@@ -54,6 +56,12 @@ class PrefixLookup:
             if len(found) < len(hashes) or len(hashes) >= limit:
                 return found
             self._hashes(request, min(limit, max(_FIRST_HASHES, 2 * len(hashes))))
+
+    def ask_disk(self, request: Request) -> bool:
+        """Have what a waiting request begins with looked for on disk; True if it is to be held for that."""
+        if self.disk is None or self._may_fork(request) or request.request_id in self._kv.host:
+            return False
+        return self.disk.ask(request, len(self.find(request)), self._num_findable(request))
 
     def ready_parent(self, request: Request) -> Request | None:
         """The request to fork this waiting one from now: it runs, and its prompt's KV is good."""
@@ -94,8 +102,14 @@ class PrefixLookup:
     def publish(self, request: Request) -> None:
         """Let the blocks be found that the request has filled; a finite row was drawn from all its KV."""
         num_blocks = request.num_computed_tokens // self._kv.block_size
-        if self._caching and num_blocks > self._kv.num_published(request.request_id):
-            self._kv.publish(request.request_id, self._hashes(request, num_blocks), num_blocks)
+        num_before = self._kv.num_published(request.request_id)
+        if not self._caching or num_blocks <= num_before:
+            return
+        hashes = self._hashes(request, num_blocks)
+        self._kv.publish(request.request_id, hashes, num_blocks)
+        if self.disk is not None:
+            is_first = num_before * self._kv.block_size == request.num_cached_tokens
+            self.disk.note_published(hashes[num_before:num_blocks], hashes[:num_before] if is_first else ())
 
     def _may_fork(self, request: Request) -> bool:
         is_new = request.status is RequestStatus.WAITING

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from engine.errors import StartRefused
+from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.in_flight import InFlightStep
 from engine.plan.scheduling.policy import SchedulingPolicy
@@ -114,7 +115,7 @@ class StepPlanner:
         """Let requests wait again that were just preempted, and drop their drafts."""
         for request in preempted:
             self._decoder.pause(request.request_id)
-            self._queue.add(request)
+            self._queue.add(request)  # the disk is asked when there is room for it again
             self._queue.unhold(request.request_id)
             self._preempted.append((request.request_id, request.status is RequestStatus.SWAPPED))
 
@@ -180,11 +181,14 @@ class StepPlanner:
         return None
 
     def _leader(self, request: Request) -> str | None:
-        """The request to hold a waiting one for, so as not to compute what that one will."""
+        """What to hold a waiting request for, so as not to compute what is being computed or is on disk."""
         parent = self._queue.get(request.fork_of or "") if self._running.kv.can_rewind else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
-        return self._running.lookup.leader(request)
+        leader = self._running.lookup.leader(request)
+        if leader is None and self._running.lookup.ask_disk(request):
+            return disk_hold(request.request_id)
+        return leader
 
     def _choose_decodes(self, decodes: list[Request], limit: int) -> list[Request]:
         """The `limit` of `decodes` whose turn it is, with a slot for each one's newest token.

@@ -14,6 +14,8 @@ from config import load_settings
         "--swap-space=2GiB",
         "--prefix-caching",
         "--no-prefix-caching",
+        "--prefix-cache-dir=x",
+        "--prefix-cache-disk=1GiB",
         "--share-prefix-cache",
         *(f"--scheduling-policy={name}" for name in ("fcfs", "sjf", "priority", "deadline", "orca", "fair")),
         *(f"--preemption={name}" for name in ("auto", "recompute", "swap")),

@@ -30,6 +30,8 @@ CONTRACT = {
         "gpu-memory-utilization": "0.9",
         "swap-space": "1GiB",
         "prefix-caching": "on",
+        "prefix-cache-dir": "",
+        "prefix-cache-disk": "10GiB",
         "share-prefix-cache": "off",
     },
     "scheduler": {

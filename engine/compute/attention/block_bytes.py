@@ -1,0 +1,85 @@
+"""BlockBytes: whole K/V blocks as plain bytes, moved by a thread that is not the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.swap_tensors import SwapTensors
+from engine.plan.step_records import BlockCopy
+
+_BATCH = 16  # blocks
+
+
+class BlockBytes(Protocol):
+    """Where the bytes of blocks are read and written; each block in pieces, always the same ones.
+
+    For one thread of its own, beside the model's. The blocks of a call are no step's: nobody writes them
+    meanwhile, or it is found out afterwards, and nobody reads what is put into them.
+    """
+
+    batch: int  # the most blocks of one call
+    block_bytes: int  # of all pieces of a block together
+
+    def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+        """What each of these blocks holds; good until the next call."""
+
+    def incoming(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+        """Where to put what each of these blocks is to hold; `accept` must follow."""
+
+    def accept(self, block_ids: Sequence[int]) -> None:
+        """What was put there is theirs now; the blocks are those of the last `incoming`, or the first."""
+
+
+def block_bytes_of(kv: KvTensors) -> BlockBytes:
+    """The bytes of the blocks of `kv`, on whichever device it is."""
+    return HostBlockBytes(kv) if kv.device.type == "cpu" else DeviceBlockBytes(kv)
+
+
+class HostBlockBytes:
+    """Blocks in host memory: a piece is a layer's keys or values, in their place."""
+
+    def __init__(self, kv: KvTensors) -> None:
+        self.batch = _BATCH
+        self._rows = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in kv.tensors]
+        self.block_bytes = sum(rows.shape[1] for rows in self._rows)
+
+    def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+        """See BlockBytes."""
+        return [[rows[block_id].data for rows in self._rows] for block_id in block_ids]
+
+    incoming = outgoing
+
+    def accept(self, block_ids: Sequence[int]) -> None:
+        """Nothing is left to do."""
+
+
+class DeviceBlockBytes:
+    """Blocks on a GPU: they go through pinned host memory, on a stream beside the model's."""
+
+    def __init__(self, kv: KvTensors) -> None:
+        self.batch = _BATCH
+        self._outgoing, self._incoming = SwapTensors(kv, _BATCH), SwapTensors(kv, _BATCH)
+        self._rows = {staging: staging.rows(range(_BATCH)) for staging in (self._outgoing, self._incoming)}
+        self.block_bytes = len(self._rows[self._outgoing][0])
+        self._stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+
+    def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+        """See BlockBytes."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._outgoing.copy_out([BlockCopy(block_id, i) for i, block_id in enumerate(block_ids)])
+        self._stream.synchronize()
+        return [[row] for row in self._rows[self._outgoing][: len(block_ids)]]
+
+    def incoming(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+        """See BlockBytes."""
+        return [[row] for row in self._rows[self._incoming][: len(block_ids)]]
+
+    def accept(self, block_ids: Sequence[int]) -> None:
+        """Copy them from the host's memory to the device."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._incoming.copy_in([BlockCopy(i, block_id) for i, block_id in enumerate(block_ids)])
+        self._stream.synchronize()
