@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from engine.plan.step_records import BatchDecision, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")
 
-MAX_FAILED_PASSES = 3  # in a row: the engine is dead
+MAX_FAILED_BATCHES = 3  # in a row, no part of them went well: the engine is dead
 REPORT_EVERY_S = 60.0
 IDLE_CHECK_S = 1.0  # idle this long before the KV accounts are checked, so that no next request waits for it
 MAX_EMPTY_STEPS = 2  # in a row, with work to do: the scheduler has broken its promise of progress
@@ -63,7 +63,8 @@ class EngineLoop:
         self.is_stopping = False  # True once `stop` was called
         self._is_checked = True  # the KV accounts, since the last step
         self._kv_is_sound = True  # as far as known
-        self._failed_passes = 0
+        self._failed_passes = 0  # since one went well
+        self._failed_batches = 0  # the same
         self._empty_steps = 0
         self._decision: BatchDecision | None = None  # that of the step being carried out
         self._ahead: BatchDecision | None = None  # launched behind it
@@ -111,7 +112,7 @@ class EngineLoop:
     async def run(self) -> None:
         """Serve until `stop`; what has been noted to end by then is ended.
 
-        Raises what killed the loop: MAX_FAILED_PASSES failed passes in a row, or a fault of the loop itself.
+        Raises what killed the loop: MAX_FAILED_BATCHES failed ones in a row, or a fault of the loop itself.
         Open requests are then still open: the caller ends them with `fail_all`.
         """
         try:
@@ -124,7 +125,7 @@ class EngineLoop:
                 else:
                     await self._rest()
             if (ahead := await self._drop_ahead()) is not None:
-                self._batcher.abandon(ahead, fail=False)
+                self._batcher.abandon(ahead)
             self._carry_out_endings()
         finally:
             self._watchdog.stop()
@@ -267,22 +268,35 @@ class EngineLoop:
         except Exception as error:
             log.exception("a forward pass failed")
             release_frames(error)
-            self._metrics.count_error("forward")
+            if not self._batcher.is_isolating:  # else it is the same fault once more
+                self._metrics.count_error("forward")
             self._failed_passes += 1
             await self._drop_ahead()
-            if self._failed_passes >= MAX_FAILED_PASSES:
-                self._batcher.abandon(decision, fail=False)
-                raise
             if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
+                self._failed_batches += 1
                 self._batcher.preempt_for_memory(decision)  # tried once more, with fewer requests
                 return None
             self._carry_out_endings()
-            failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
-            for request in self._batcher.abandon(decision, fail=True):
-                self._requests.finish(request, Ending(FinishReason.ERROR, failure))
+            self._blame(self._batcher.isolate(decision), error)
+            if self._failed_batches >= MAX_FAILED_BATCHES:
+                raise
             return None
-        self._failed_passes = 0
+        self._failed_passes = self._failed_batches = 0
         return result
+
+    def _blame(self, requests: Sequence[Request], error: Exception) -> None:
+        """End the requests that a fault of the forward pass was found to follow, or follows none of."""
+        if not requests:
+            return
+        blamed = "request" if len(requests) == 1 else "batch"
+        self._metrics.forward_faults[blamed] += 1
+        log.error("forward passes fail with a %s: %d ended, others go on", blamed, len(requests))
+        self._failed_batches += not self._batcher.is_isolating
+        if self._failed_batches >= MAX_FAILED_BATCHES:
+            return  # they end with the engine
+        failure = RequestFailed(f"the forward pass failed ({type(error).__name__})", "forward")
+        for request in requests:
+            self._requests.finish(request, Ending(FinishReason.ERROR, failure))
 
     def _deliver_prompts(self, decision: BatchDecision, result: StepResult) -> None:
         """Hand the log-probabilities of prompt tokens to the streams of those that asked."""

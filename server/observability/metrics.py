@@ -34,6 +34,7 @@ PREFIX = "slipstream_"
 _REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining", "deadline_exceeded")
 _ABORTS = ("disconnect", "cancel", "drain", "timeout")
 _PREEMPTIONS = ("recompute", "swap")
+_BLAMED = ("request", "batch")
 _STAGES = (
     "tokenizer",
     "grammar",
@@ -228,6 +229,12 @@ def _write_labelled_counters(page: Exposition, metrics: BatchMetrics) -> None:
             "Faults of ours by where they happened.",
             "stage",
             _with_zeros(metrics.engine_errors, _STAGES),
+        ),
+        (
+            "forward_faults",
+            "Failed passes put down to a request, which ended alone, or to no one of a batch.",
+            "blamed",
+            _with_zeros(metrics.forward_faults, _BLAMED),
         ),
     ):
         page.add(name, "counter", text, _by(label, counts))

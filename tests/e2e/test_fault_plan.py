@@ -276,15 +276,33 @@ async def test_a_tokenizer_that_fails_costs_its_request_alone(model: Path, texts
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_pass_that_fails_ends_its_batch_at_most(model: Path, texts: tuple[str, ...]) -> None:
-    plan = {"point": "forward_raise", "request": 2, "at": 20}
-    async with serving(model, plan, flags=(*PLAIN, "--max-num-seqs", "2")) as server:
+async def test_one_pass_that_fails_harms_nobody(model: Path, texts: tuple[str, ...]) -> None:
+    async with serving(model, {"point": "forward_raise", "request": 2, "at": 20}) as server:
         outcomes = await beside_neighbours(server.url, SUFFERER)
-        for outcome, text in zip(outcomes[:2], texts, strict=False):
-            assert_failed(outcome, "forward", text, at=20)
-        assert outcomes[2] == Outcome(200, texts[2], None), "it was waiting"
+        assert outcomes[2] == Outcome(200, texts[2], None)
         assert await server.errors() == {"forward": 1}
-        assert await whole(server.url, NEIGHBOURS[0]) == Outcome(200, texts[0], None)
+        assert await server.figure("forward_faults_total", 'blamed="request"') == 0
+        await assert_unharmed(server, texts, outcomes)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_makes_every_pass_with_it_fail_ends_alone_among_sixteen(
+    model: Path, texts: tuple[str, ...]
+) -> None:
+    plan = {"point": "forward_raise", "request": 9, "at": 6, "count": -1}
+    async with serving(model, plan, flags=(*PLAIN, "--max-num-seqs", "16")) as server:
+        bodies = [BODIES[number % 3] for number in range(16)]
+        running = []
+        for number, body in enumerate(bodies):
+            running.append(asyncio.create_task(stream(server.url, body)))
+            await server.until_accepted(number + 1)
+        outcomes = await asyncio.gather(*running)
+        assert_failed(outcomes.pop(8), "forward", texts[8 % 3], at=6)
+        right = [texts[number % 3] for number in range(16) if number != 8]
+        assert outcomes == [Outcome(200, text, None) for text in right]
+        assert await server.figure("forward_faults_total", 'blamed="request"') == 1
+        assert await server.figure("forward_faults_total", 'blamed="batch"') == 0
+        assert await server.errors() == {"forward": 1}
         assert await server.used_blocks() == 0
 
 

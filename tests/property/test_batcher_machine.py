@@ -361,9 +361,14 @@ class BatcherMachine(RuleBasedStateMachine):
     def abandon(self, fail: bool, ran: bool) -> None:
         decision = self.lose(ran)
         aboard = [entry.request_id for entry in decision.scheduled if entry.request_id in self.alive]
-        ended = self.batcher.abandon(decision, fail=fail)
-        assert [request.request_id for request in ended] == (aboard if fail else [])
-        for request in ended:
+        if not fail:
+            assert [request.request_id for request in self.batcher.abandon(decision)] == aboard
+            return
+        searched = self.batcher.is_isolating
+        blamed = self.batcher.isolate(decision)
+        assert len(blamed) >= (len(aboard) == 1), "one that fails alone is to blame"
+        assert searched or len(aboard) < 2 or self.batcher.is_isolating, "a search begins with halves"
+        for request in blamed:
             self.expect_ended(request, FinishReason.ERROR)
 
     @precondition(lambda self: self.flying)

@@ -488,10 +488,10 @@ class Run:
                 self.seen["out of memory"] += 1
                 self.batcher.preempt_for_memory(decision)
             else:
-                self.batcher.abandon(decision, fail=False)
+                self.batcher.abandon(decision)
             return
         self.seen["failed passes"] += 1
-        for request in self.batcher.abandon(decision, fail=True):
+        for request in self.batcher.isolate(decision):
             self._expect_ended(request, FinishReason.ERROR)
 
     def _wait_in_vain(self, flight: Flight) -> None:

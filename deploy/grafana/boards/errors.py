@@ -109,7 +109,7 @@ def _faults() -> tuple[Panel, ...]:
         ),
         split(
             "Faults by stage",
-            "Caught by the engine; each ends a request at most, unless three passes in a row fail.",
+            "Caught by the engine; each ends a request at most, unless three whole batches in a row fail.",
             "ops",
             ("engine_errors_total", "stage"),
             "The engine caught no fault in this time.",

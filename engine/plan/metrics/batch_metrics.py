@@ -77,6 +77,7 @@ class BatchMetrics:
     preemptions: Counter[str] = field(default_factory=Counter)  # recompute, swap
     deadlines_missed: int = 0  # requests ended by their deadline, or refused because they could not meet it
     engine_errors: Counter[str] = field(default_factory=Counter)  # by stage
+    forward_faults: Counter[str] = field(default_factory=Counter)  # by whom they follow: request, batch
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked for

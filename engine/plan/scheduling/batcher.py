@@ -36,7 +36,7 @@ class ContinuousBatcher:
 
     `running` holds the requests that take part in steps, `queue` those that wait, preempted ones included.
 
-    Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon` and
+    Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon`, `isolate` and
     `preempt_for_memory` completes it before the next `step`. `step_ahead` may decide a second step meanwhile;
     it completes after the first, in the same ways, and is dropped with the first if that fails. `add` and
     `finish` may come at any time.
@@ -68,6 +68,11 @@ class ContinuousBatcher:
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._ended: list[str] = []  # while a step computed for them, in this order: they keep their blocks
         self._step_id = 0
+
+    @property
+    def is_isolating(self) -> bool:
+        """True while the next steps are to find out which request made a pass raise."""
+        return self._planner.search.is_active
 
     @property
     def has_work(self) -> bool:
@@ -190,6 +195,7 @@ class ContinuousBatcher:
         """
         step = self._oldest(decision)
         self._in_flight.popleft()
+        self._planner.search.passed()
         if self._ended:
             self._release_ended(step.ended_but_good(rows))
         self.running.confirm_block_moves()
@@ -232,11 +238,10 @@ class ContinuousBatcher:
             self._end(request, reason)
         return committed
 
-    def abandon(self, decision: BatchDecision, *, fail: bool) -> list[Request]:
+    def abandon(self, decision: BatchDecision) -> list[Request]:
         """Drop a step that gave no result, and one behind it; nothing counts as computed.
 
-        `fail` ends, with ERROR, all its requests that still run, and returns them; otherwise they are
-        scheduled again. The device must be done with both.
+        Its requests that still run are returned, and scheduled again. The device must be done with both.
         """
         requests = [item.request for item in self._oldest(decision).items]
         requests = [request for request in requests if request.status is RequestStatus.RUNNING]
@@ -250,10 +255,24 @@ class ContinuousBatcher:
             assert lost is not None, f"{request_id} is on the host and does not wait"
             lost.recompute_from(0)
             self.queue.add(lost)
-        for request in requests if fail else ():
+        return requests
+
+    def isolate(self, decision: BatchDecision) -> list[Request]:
+        """Drop a step whose pass raised, and end, with ERROR, the requests found to blame; they are returned.
+
+        Until they are found the next steps try parts of its requests, from their last whole blocks on: the
+        pass may have left values that are not finite in the others. State that cannot be rewound begins anew.
+        """
+        requests = self.abandon(decision)
+        blamed = self._planner.search.failed(requests)
+        for request in requests:
+            num_good = request.num_computed_tokens // self.kv.block_size if self.kv.can_rewind else 0
+            request.recompute_from(num_good * self.kv.block_size)
+            self.kv.scrub(self.kv.block_ids(request.request_id)[num_good:])
+        for request in blamed:
             self.kv.mark_kv_bad(request.request_id)
             self._end(request, FinishReason.ERROR)
-        return requests if fail else []
+        return blamed
 
     def preempt_for_memory(self, decision: BatchDecision) -> None:
         """Drop a step whose pass ran out of device memory, to retry with less.
@@ -263,7 +282,7 @@ class ContinuousBatcher:
         """
         items = self._oldest(decision).items
         requests = sorted((item.request for item in items), key=self._policy.key)
-        self.abandon(decision, fail=False)
+        self.abandon(decision)
         self._planner.allow_less(decision.num_tokens // 2)
         if self.kv.can_rewind:
             lower = [r for r in requests[(len(requests) + 1) // 2 :] if self.running.may_preempt(r)]

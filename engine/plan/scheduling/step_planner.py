@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from engine.errors import StartRefused
 from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.request import Request, RequestStatus
+from engine.plan.scheduling.fault_search import FaultSearch
 from engine.plan.scheduling.in_flight import InFlightStep
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
@@ -97,6 +98,7 @@ class StepPlanner:
     _policy: SchedulingPolicy
     _rates: ServiceRates
     _decoder: SpeculativeDecoder
+    search: FaultSearch = field(init=False, default_factory=FaultSearch)
     _token_limit: int = field(init=False)  # lower for a while after a step ran out of memory
     _preempted: list[tuple[str, bool]] = field(init=False, default_factory=list)  # since the last plan
 
@@ -121,11 +123,20 @@ class StepPlanner:
 
     def plan(self, turn: int) -> StepPlan:
         """Plan the next step; `turn` counts steps. Blocks for all of it are there on return."""
+        while (group := self.search.group()) is not None:
+            plan = self._plan(turn, group)
+            if plan.items:
+                return plan
+            self._preempted = plan.preempted
+            self.search.skip()  # it got no blocks
+        return self._plan(turn, self._running)
+
+    def _plan(self, turn: int, candidates: Iterable[Request]) -> StepPlan:
         self._running.lookup.begin_step()
         budget = TokenBudget(self._token_limit, self._config.max_prefill_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self._running:
+        for request in candidates:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
         limit = min(self._config.max_decode_seqs, self._token_limit - self._reserve(prefills, turn))
@@ -144,13 +155,14 @@ class StepPlanner:
     def plan_ahead(self, step: InFlightStep) -> list[ScheduledItem] | None:
         """The next token of each running request, by the row of `step` that draws the one before it.
 
-        None if the next step has to wait for the result: a request waits that could be admitted, `step` has
-        drafts or does not draw for all that run, drafts are at hand or waited for, logits are to be processed
-        or reported, or blocks are short. Requests whose last token `step` draws are left out. For one that a
-        stop token or string ends, a token is drawn in vain, and the commit drops it. As async scheduling in
-        vLLM and SGLang, but nothing is written into a request before its token is read.
+        None if the next step has to wait for the result: a fault is searched for, a request waits that could
+        be admitted, `step` has drafts or does not draw for all that run, drafts are at hand or waited for,
+        logits are to be processed or reported, or blocks are short. Requests whose last token `step` draws
+        are left out. For one that a stop token or string ends, a token is drawn in vain, and the commit drops
+        it. As async scheduling in vLLM and SGLang, but nothing is written into a request before its token is
+        read.
         """
-        if self.next_in_queue() is not None or step.decision.num_draft_tokens:
+        if self.search.is_active or self.next_in_queue() is not None or step.decision.num_draft_tokens:
             return None
         pairs = zip(step.items, step.rows, strict=True)
         rows = {item.scheduled.request_id: own.start for item, own in pairs if own}
@@ -168,8 +180,11 @@ class StepPlanner:
     def next_in_queue(self) -> Request | None:
         """The first in the queue if it can be admitted now; if it cannot, no other request overtakes it.
 
-        Requests that had better wait for another's KV are held on the way.
+        None is admitted while a fault is searched for. Requests that had better wait for another's KV are
+        held on the way.
         """
+        if self.search.is_active:
+            return None
         running = self._running
         while (request := self._queue.peek()) is not None:
             if not (running.lookup.may_look_up(request) and running.can_admit(request)):

@@ -226,6 +226,17 @@ async def test_three_failed_passes_in_a_row_are_death() -> None:
             harness.engine.admit(1)
 
 
+async def test_a_fault_that_follows_no_request_ends_batches_and_then_the_engine() -> None:
+    async with running_engine(before=Faults(set(range(1, 100)), RuntimeError("boom"))) as harness:
+        kinds = []
+        for _ in range(3):
+            streams = [harness.submit([seed, 5]) for seed in range(8)]
+            results = await asyncio.gather(*(collect(stream) for stream in streams))
+            kinds.append({type(result.finish.error) for result in results})
+        assert kinds == [{RequestFailed}, {RequestFailed}, {EngineDead}]
+        assert harness.engine.metrics.forward_faults == {"batch": 3}
+
+
 async def test_the_heartbeat_ages_in_a_step_and_is_fresh_after_it() -> None:
     entered, release = threading.Event(), threading.Event()
 

@@ -461,7 +461,7 @@ def test_a_pass_that_fails_costs_no_draft() -> None:
     (a,) = bench.decoding("a")
     bench.draft_right(a, 3)
     decision = bench.batcher.step()
-    bench.batcher.abandon(decision, fail=False)
+    bench.batcher.abandon(decision)
     again, committed = bench.step()
     assert entries(again) == entries(decision) == [("a", 3, 4, 3)]
     assert len(committed) == 4

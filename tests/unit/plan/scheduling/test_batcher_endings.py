@@ -90,7 +90,7 @@ def test_scrubbing_waits_for_a_step_that_runs() -> None:
     decision = batcher.step()
     assert decision.inputs is not None
     assert decision.inputs.scrub_blocks == (0,)
-    batcher.abandon(decision, fail=False)
+    batcher.abandon(decision)
     decision = batcher.step()
     assert decision.inputs is not None
     assert decision.inputs.scrub_blocks == (0,), "nobody knows whether the abandoned step did it"
@@ -143,18 +143,18 @@ def test_an_abandoned_step_is_scheduled_again() -> None:
     request = make_request("a", 5, max_tokens=3)
     batcher.add(request)
     first = batcher.step()
-    assert batcher.abandon(first, fail=False) == []
+    batcher.abandon(first)
     assert request.num_computed_tokens == 0
     decision, _ = run_step(batcher, runner)
     assert decision.scheduled == first.scheduled
-    batcher.abandon(batcher.step(), fail=False)
+    batcher.abandon(batcher.step())
     while batcher.has_work:
         run_step(batcher, runner)
     assert request.output_token_ids == expected_output(request.token_ids[:5], 3)
     assert_empty(batcher)
 
 
-def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
+def test_a_failed_step_of_one_request_ends_it_and_nobody_else() -> None:
     batcher = make_batcher(max_num_seqs=3, max_decode_seqs=2)
     runner = make_runner(batcher)
     requests = [make_request(name, 2, arrival=i) for i, name in enumerate("abcd")]
@@ -164,7 +164,7 @@ def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
     decision = batcher.step()
     assert [entry.request_id for entry in decision.scheduled] == ["a", "b"]
     batcher.finish("b", FinishReason.ABORT)
-    assert batcher.abandon(decision, fail=True) == [requests[0]]
+    assert batcher.isolate(decision) == [requests[0]]
     assert [request.finish_reason for request in requests] == [
         FinishReason.ERROR,
         FinishReason.ABORT,
@@ -249,4 +249,4 @@ def test_the_protocol_is_enforced() -> None:
     with pytest.raises(AssertionError, match="not the one in flight"):
         batcher.commit(decision, SampledRows([1]))
     with pytest.raises(AssertionError, match="not the one in flight"):
-        batcher.abandon(decision, fail=False)
+        batcher.abandon(decision)

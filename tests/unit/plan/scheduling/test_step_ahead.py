@@ -160,7 +160,7 @@ def test_a_row_that_failed_ends_its_request_and_is_scrubbed_when_the_step_ahead_
     fourth = batcher.step_ahead(third)
     assert fourth is not None and fourth.inputs is not None
     assert set(fourth.inputs.scrub_blocks) == {0, 2}, "a step ahead scrubs too"
-    batcher.abandon(third, fail=False)
+    batcher.abandon(third)
     fifth = batcher.step()
     assert fifth.inputs is not None
     assert set(fifth.inputs.scrub_blocks) == {0, 2}, "nobody knows whether the dropped one did"
@@ -273,13 +273,13 @@ def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
     a, b = decoding(batcher, 3, 3)
     first, _ = two_steps(batcher)
     batcher.finish("b", FinishReason.ABORT)
-    assert batcher.abandon(first, fail=False) == []
+    batcher.abandon(first)
     assert "b" not in batcher.kv
     assert (a.num_computed_tokens, a.status) == (3, RequestStatus.RUNNING)
     again = batcher.step()
     assert shape_of(again) == [("a", 3, 1, True)]
     assert again.inputs is not None and again.inputs.previous_rows is None
-    batcher.abandon(again, fail=True)
+    batcher.isolate(again)
     assert held(batcher) == (0, 0)
     assert [request.finish_reason for request in (a, b)] == [FinishReason.ERROR, FinishReason.ABORT]
 
@@ -289,7 +289,7 @@ def test_a_step_ahead_that_fails_takes_nothing_of_the_one_before() -> None:
     (a,) = decoding(batcher, 3)
     first, second = two_steps(batcher)
     batcher.commit(first, SampledRows([4]))
-    batcher.abandon(second, fail=False)
+    batcher.abandon(second)
     assert a.output_token_ids == [7, 4]
     assert shape_of(batcher.step()) == [("a", 4, 1, True)]
 
@@ -315,7 +315,7 @@ def test_the_protocol() -> None:
         batcher.step_ahead(second)
     for land in (
         lambda: batcher.commit(second, SampledRows([1])),
-        lambda: batcher.abandon(second, fail=False),
+        lambda: batcher.abandon(second),
     ):
         with pytest.raises(AssertionError, match="not the one in flight"):
             land()

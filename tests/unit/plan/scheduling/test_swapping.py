@@ -129,7 +129,7 @@ def test_a_request_cancelled_while_it_comes_back_leaves_nothing() -> None:
 
 def test_kv_that_may_not_have_been_saved_is_computed_again() -> None:
     batcher, runner, a, b = start()
-    batcher.abandon(batcher.step(), fail=False)
+    batcher.abandon(batcher.step())
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert (batcher.kv.host.num_saved, batcher.kv.host.num_free) == (0, 8)
     assert inputs_of(run_step(batcher, runner)[0]).swap_out == ()
@@ -141,7 +141,7 @@ def test_kv_that_may_not_have_come_back_is_brought_again() -> None:
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     decision = batcher.step()
-    batcher.abandon(decision, fail=False)
+    batcher.abandon(decision)
     again = batcher.step()
     assert inputs_of(again).swap_in == inputs_of(decision).swap_in != ()
     batcher.commit(again, runner.run(inputs_of(again)).rows)
@@ -152,7 +152,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     batcher, runner, _, b = start()
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
-    batcher.abandon(batcher.step(), fail=False)
+    batcher.abandon(batcher.step())
     batcher.running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.kv.host.num_saved == 1
