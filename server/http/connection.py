@@ -111,7 +111,11 @@ class Connection(HttpToolsProtocol):
         self._start_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the reply under way; it need not be the one to the last request."""
+        """Tell the reply under way; it need not be the one to the last request.
+
+        What points back at the connection is let go: closed ones that wait for a full collection of garbage
+        grow to megabytes, because under load that collection is hours away.
+        """
         self._stop_reading()
         self._unset_keepalive_if_required()
         if self._end_timer is not None:
@@ -122,6 +126,9 @@ class Connection(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         super().connection_lost(exc)
+        self._stall_watch = self._answering = None
+        self.cycle = cast(RequestResponseCycle, None)
+        self.pipeline.clear()
 
     def _drop(self) -> None:
         """The client has stalled: end its request, and keep nothing in the kernel for it either."""
