@@ -125,7 +125,8 @@ class Generation:
 
     def close(self) -> None:
         """Abort whatever still runs, after `on_close`. Idempotent; must be called however the reply ends."""
-        for pump in self._pumps:
+        pumps, self._pumps = self._pumps, []  # an ended task's exception holds its frame, and that holds this
+        for pump in pumps:
             pump.cancel()
         self._on_close()
         for choice in self.choices:

@@ -72,11 +72,12 @@ class SoakClient:
         headers = {"x-request-id": name, "content-type": errand.content_type}
         await wire.send("POST", errand.path, errand.body, headers)
         status, fields = await wire.head()
-        if fields.get("transfer-encoding") == "chunked":
+        if fields["content-type"].startswith("text/event-stream"):
             await self._read_events(wire, errand, began)
+        elif fields.get("transfer-encoding") == "chunked":  # a large reply, which is written in pieces
+            self._judge(errand, status, b"".join(await wire.chunks()))
         else:
-            body = await wire.reader.readexactly(int(fields["content-length"]))
-            self._judge(errand, status, body)
+            self._judge(errand, status, await wire.reader.readexactly(int(fields["content-length"])))
         tally.statuses[status] += 1
         if fields.get("connection") == "close":
             await self.close()
