@@ -107,7 +107,7 @@ class GrammarCompiler:
         with self._tokenizer_lock:
             tokenizer, special_tokens = self._tokenizer, self._pieces.special_tokens
         text = grammar_text(structure, special_tokens)
-        limits = _limits(_GRAMMAR_ITEMS if structure.kind == "grammar" else _JSON_ITEMS)
+        limits = _limits(_GRAMMAR_ITEMS if "%lark" in text or structure.kind == "grammar" else _JSON_ITEMS)
         matcher = _on_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
             raise ValueError(_reason(matcher.get_error()))

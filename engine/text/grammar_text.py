@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 
+from engine.text.call_grammar import CallGrammar
 from engine.text.source_limits import check_grammar, check_pattern, check_schema, check_size
-from engine.text.structured_output import Frame, StructuredOutput
+from engine.text.structured_output import CallPart, Frame, StructuredOutput
 
 # Without it llguidance spells out long forced texts in advance, at any cost, and allows one spelling only.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -28,6 +29,8 @@ def grammar_text(structure: StructuredOutput, special_tokens: Mapping[str, int])
         if structure.lead or structure.otherwise is not None:
             raise ValueError("a grammar stands alone")
         return _OPTIONS + _lark(structure.source)
+    if structure.calls is not None:
+        return _calls(structure, special_tokens)
     if structure.amid_text and structure.frame is not None:
         return _amid_text(structure, structure.frame, special_tokens)
     forms = [structure] if structure.otherwise is None else [structure, structure.otherwise]
@@ -53,6 +56,24 @@ def _amid_text(form: StructuredOutput, frame: Frame, special_tokens: Mapping[str
     return f"{_OPTIONS}start: {lead} part* TEXT\n{part}\n{head}\nvalue: {value}\n{text}"
 
 
+def _calls(form: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """Calls, whatever they are written in, amid free text or alone."""
+    assert form.calls is not None
+
+    def literal(text: str) -> str:
+        return _literal(text, special_tokens)
+
+    def value(name: str, part: CallPart) -> str:
+        assert isinstance(part, StructuredOutput)
+        if part.kind != "grammar":
+            return _rules(name, part, special_tokens)
+        check_size(part.source)
+        return f"{name}: %lark {{\n{_lark(part.source)}\n}}"
+
+    grammar = CallGrammar(form.calls, list(special_tokens), literal, value)
+    return _OPTIONS + grammar.text(literal(form.lead))
+
+
 def _rules(name: str, form: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
     """The rules of one form; the first is `name`."""
     check_size(form.source)
@@ -65,7 +86,7 @@ def _rules(name: str, form: StructuredOutput, special_tokens: Mapping[str, int])
             return _regex(name, form.source)
         case "choice":
             return _choice(name, form.source)
-        case "grammar":
+        case "grammar" | "calls":
             raise ValueError("a grammar stands alone: no tool may be called beside it")
 
 

@@ -19,7 +19,8 @@ class ReplyRules:
     """What may be thought and called. `tools` None: no tool may be called, so nothing is read as a call.
 
     `thinking_budget` is the most tokens of reasoning; None for no limit. With `may_think` False there is
-    none, even where the chat template cannot be told so. `has_form`: a grammar holds for what is said.
+    none, even where the chat template cannot be told so. `has_form`: all that is said is
+    of a form, other than calls in the model's own format.
     """
 
     tools: ToolRules | None = None
@@ -46,7 +47,7 @@ class ReplyRules:
             return reply_format.either(self.tools, form)
         if not reply_format.knows_calls:
             raise invalid(_UNKNOWN_CALLS, "tools")
-        return reply_format.kept_strict(self.tools)
+        return reply_format.kept(self.tools)
 
     def shown_special_ids(self, engine: Engine) -> frozenset[int]:
         """Special tokens that a reader of these replies has to see as text."""

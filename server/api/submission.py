@@ -84,7 +84,8 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
     structure = _structure(submission, engine)
-    rules = None if submission.rules is None else replace(submission.rules, has_form=structure is not None)
+    has_form = structure is not None and structure.calls is None
+    rules = None if submission.rules is None else replace(submission.rules, has_form=has_form)
     num_requests = submission.num_prompts * body.num_choices
     _check_queueable(submission, num_requests, context.settings.server.max_queued_requests)
     with engine.admit(num_requests, tenant):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from engine import (
 from engine.compute.drafters.draft_tree import default_tree
 from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.loading.loader import load_model
-from engine.text.reply.pieces import CollectedReply
+from engine.text.reply.pieces import CollectedCall, CollectedReply
 from engine.text.reply.reply_reader import ReplyReader
 from tests.support.engines import Collected, collect
 from tests.support.speculated import engine_of, single_threaded
@@ -54,12 +55,18 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+LARK = 'start: "add " N (" \\"}" N)*\nN: /[0-9]{1,3}/\n'
 FORMS: dict[str, StructuredOutput | ToolRules | None] = {
     "schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
     "choice": StructuredOutput("choice", '["yes", "no"]'),
     "call": ToolRules([ToolSpec("go", parameters=SCHEMA), ToolSpec("halt")], ToolChoice("required"), False),
     "call or schema": ToolRules([ToolSpec("go", parameters=SCHEMA), ToolSpec("halt")], is_parallel=False),
     "named call": ToolRules([ToolSpec("go", parameters=SCHEMA)], ToolChoice("required", "go")),
+    "grammar call": ToolRules(
+        [ToolSpec("halt"), ToolSpec("sum", is_custom=True, form=StructuredOutput("grammar", LARK))],
+        ToolChoice("required"),
+        False,
+    ),
     "free": None,
 }
 PROMPTS = {"open": "Say.<think>\n", "model": "Say.", "closed": "Say.<think>\n\n</think>\n\n"}
@@ -150,7 +157,7 @@ async def reply_to(engine: Engine, ask: Ask, prediction: Sequence[int] = ()) -> 
     speculation = SpeculationOptions(prediction=tuple(prediction))
     request = GenerationRequest(ask.name, prompt, ask.sampling, grammar=gate, speculation=speculation)
     reply = await collect(engine.submit(request))
-    has_form = structure is not None
+    has_form = structure is not None and structure.calls is None
     return reply, form.reader(prompt, rules if isinstance(rules, ToolRules) else None, has_form=has_form)
 
 
@@ -186,8 +193,17 @@ def read(found: tuple[Collected, ReplyReader]) -> CollectedReply:
     return reader.whole(reply.text, cut=reply.finish.reason is not FinishReason.STOP)
 
 
+def check_arguments(call: CollectedCall) -> bool:
+    """True for a custom tool's input."""
+    if call.name == "go":
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    if call.name == "sum":
+        assert re.fullmatch(r'add \d{1,3}( "\}\d{1,3})*', call.arguments)
+    return call.name == "sum"
+
+
 def test_what_follows_the_reasoning_has_its_form(plain: Replies) -> None:
-    num_thought = num_answers = 0
+    num_thought = num_answers = num_summed = 0
     for name, found in plain.items():
         prompt, form, budget = name.split(", ")
         whole, (reply, reader) = read(found), found
@@ -212,10 +228,9 @@ def test_what_follows_the_reasoning_has_its_form(plain: Replies) -> None:
         else:
             (call,) = whole.calls
             assert call.is_whole and not whole.content
-            if call.name == "go":
-                jsonschema.validate(json.loads(call.arguments), SCHEMA)
+            num_summed += check_arguments(call)
     assert num_thought > 50
-    assert num_answers
+    assert num_answers and num_summed
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from engine.text.structured_output import StructuredOutput
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.channel_calls import CHANNELS, ChannelReader
 from engine.text.tools.json_formats import HERMES
-from engine.text.tools.tool_format import ToolFormat
+from engine.text.tools.kept_calls import grammar_of, needs_keeping
+from engine.text.tools.tool_format import ToolFormat, num_forced
 from engine.text.tools.tool_formats import TOOL_FORMATS, find_tools
-from engine.text.tools.tool_spec import ToolRules
+from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,9 @@ class ReplyFormat:
     def reader(
         self, prompt_token_ids: Sequence[int], rules: ToolRules | None = None, *, has_form: bool = False
     ) -> ReplyReader:
-        """For one reply to this prompt, which may call tools by `rules`; `has_form`: it follows a grammar."""
+        """For one reply to this prompt, which may call tools by `rules`; `has_form`: all of it is of
+        a form, other than calls in the model's own format.
+        """
         place = self.begin(prompt_token_ids)
         calls = self.tools.with_forced if has_form else self.tools
         stages = []
@@ -117,7 +120,8 @@ class ReplyFormat:
             openings = () if rules is None else calls.openings
             stages.append(Stage(partial(_read_reasoning, self.reasoning, place.phase, openings)))
         if rules is not None and (has_form or not self._has_channels):
-            stages.append(Stage(partial(_read_calls, calls, rules)))
+            writes = not has_form and self.tools.kept is not None
+            stages.append(Stage(partial(_read_calls, calls, rules, writes)))
         return ReplyReader(stages, self._track, place)
 
     @property
@@ -128,7 +132,13 @@ class ReplyFormat:
         """The form of a reply that has to call tools: as this model writes calls, if that is JSON."""
         calls = self.tools.with_forced
         assert calls.forced is not None
-        return rules.sole_form or self.led(calls.forced(rules))
+        if rules.sole_form is not None:
+            return rules.sole_form
+        if any(map(grammar_of, rules.callable_tools)) and not self._has_channels:
+            kept = self._kept_calls(rules.callable_tools, alone=num_forced(rules))
+            if kept is not None:
+                return kept
+        return self.led(calls.forced(rules))
 
     def either(self, rules: ToolRules, form: StructuredOutput) -> StructuredOutput:
         """The form of a reply that calls tools, or else has this form."""
@@ -136,15 +146,24 @@ class ReplyFormat:
         assert calls.forced is not None
         return self.led(replace(calls.forced(rules), otherwise=form, param=form.param))
 
-    def kept_strict(self, rules: ToolRules) -> StructuredOutput | None:
-        """The form of a reply whose calls, if it makes any, match their schemas; None where none is strict.
+    def kept(self, rules: ToolRules) -> StructuredOutput | None:
+        """The form of a reply whose calls, if any, are of their tools' forms; None where no tool has one.
 
-        None, too, where calls are no JSON, or nothing marks them: then only a forced call matches.
+        Holds from the text on that opens a call. None, too, for a format whose calls nothing opens.
         """
-        if self.tools.forced is None or not any(tool.is_strict for tool in rules.callable_tools):
+        tools = rules.callable_tools
+        if not needs_keeping(tools):
             return None
-        form = self.tools.forced(rules)
-        return None if form.frame is None else replace(self.led(form), amid_text=True)
+        form = None if self.tools.forced is None else self.tools.forced(rules)
+        if form is not None and form.frame is not None and not any(map(grammar_of, tools)):
+            return replace(self.led(form), amid_text=True)
+        return self._kept_calls(tools)
+
+    def _kept_calls(self, tools: Sequence[ToolSpec], alone: int = 0) -> StructuredOutput | None:
+        if self.tools.kept is None:
+            return None
+        calls = replace(self.tools.kept(tools), alone=alone)
+        return StructuredOutput("calls", param="tools", amid_text=not alone, calls=calls)
 
     def led(self, form: StructuredOutput) -> StructuredOutput:
         """The same behind what stands between the reasoning and an answer; a grammar stands alone."""
@@ -194,15 +213,21 @@ def _read_reasoning(
 def _read_channels(
     rules: ToolRules | None, within: bool, thinks: bool, feed: TextFeed, tell: Callable[[Piece], None]
 ) -> Parser:
-    teller = CallTeller(rules or ToolRules(()), tell)
+    teller = CallTeller(rules or ToolRules(()), tell, writes_grammars=True)
     think = tell_reasoning(tell) if thinks else teller.content
     return ChannelReader(feed, teller, think).read(within_thought=within)
 
 
-def _read_calls(tools: ToolFormat, rules: ToolRules, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:
+def _read_calls(
+    tools: ToolFormat,
+    rules: ToolRules,
+    writes_grammars: bool,
+    feed: TextFeed,
+    tell: Callable[[Piece], None],
+) -> Parser:
     if rules.sole_form is not None:
         return _read_sole_input(rules.callable_tools[0].name, feed, tell)
-    return tools.read(feed, CallTeller(rules, tell))
+    return tools.read(feed, CallTeller(rules, tell, writes_grammars=writes_grammars))
 
 
 def _read_sole_input(name: str, feed: TextFeed, tell: Callable[[Piece], None]) -> Parser:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from engine.text.reply.text_feed import Parser, TextFeed, text_until
+from engine.text.structured_output import CallForm, CallForms, CallPart
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_formats import HERMES
+from engine.text.tools.kept_calls import grammar_of, json_value
 from engine.text.tools.tool_format import ToolFormat
+from engine.text.tools.tool_spec import INPUT_KEY, ToolSpec
 
 _HEAD = re.compile(r"\A\s*call:([\w.\-]+)\s*")
 _BARE = re.compile(r"[^,\[\]{}:]*")
@@ -46,6 +50,20 @@ def read_braced_calls(braces: Braces, feed: TextFeed, teller: CallTeller) -> Par
             teller.content(before + found[0] + found[1])
             continue
         teller.call(*call)
+
+
+def kept_braced(braces: Braces, tools: Sequence[ToolSpec]) -> CallForms:
+    """The calls as grammars hold them: arguments as JSON, which is read as well."""
+    forms = []
+    for tool in tools:
+        grammar = grammar_of(tool)
+        if grammar is None:
+            parts: tuple[CallPart, ...] = (f"call:{tool.name}", json_value(tool.schema), braces.closing)
+        else:
+            head, tail = f"call:{tool.name}{{{INPUT_KEY}:{braces.quote}", f"{braces.quote}}}{braces.closing}"
+            parts = (head, grammar, tail)
+        forms.append(CallForm(braces.opening, parts))
+    return CallForms(tuple(forms))
 
 
 def call_in(text: str, quote: str) -> tuple[str, str] | None:
@@ -129,6 +147,7 @@ def _format(braces: Braces) -> ToolFormat:
         marks=(braces.opening, braces.closing, braces.quote),
         read=partial(read_braced_calls, braces),
         forced_as=HERMES,
+        kept=partial(kept_braced, braces),
     )
 
 

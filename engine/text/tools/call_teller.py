@@ -8,22 +8,28 @@ from typing import Any
 from engine.text.reply.pieces import CallArguments, CallEnd, CallStart, ContentText, Piece
 from engine.text.reply.text_feed import Parser, TextFeed, copy_until
 from engine.text.tools.input_text import InputText
+from engine.text.tools.kept_calls import grammar_of
 from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
 
 class CallTeller:
     """Numbers the calls, and leaves out those that are too many.
 
-    Only known tools are called: what looks like a call of another one is content.
+    Only known tools are called: what looks like a call of another one is content. `writes_grammars`: the
+    input of a tool with a grammar is held by it, and is no JSON string.
     """
 
-    def __init__(self, rules: ToolRules, tell: Callable[[Piece], None]) -> None:
+    def __init__(
+        self, rules: ToolRules, tell: Callable[[Piece], None], *, writes_grammars: bool = False
+    ) -> None:
         self._tools: Mapping[str, ToolSpec] = {tool.name: tool for tool in rules.callable_tools}
         self._most = None if rules.takes_several else 1
         self._tell = tell
         self._is_told = False  # the call that is open
         self._has_started = False  # any call
         self._input: InputText | None = None  # of the open call, where its tool is custom
+        self._writes_grammars = writes_grammars
+        self._takes_grammar = False
         self.num_calls = 0
 
     def knows(self, name: str) -> bool:
@@ -49,6 +55,7 @@ class CallTeller:
     def start(self, name: str) -> None:
         """A call of a known tool begins."""
         self._has_started = True
+        self._takes_grammar = self._writes_grammars and grammar_of(self._tools[name]) is not None
         self._is_told = self._most is None or self.num_calls < self._most
         if self._is_told:
             is_custom = self._tools[name].is_custom
@@ -65,6 +72,15 @@ class CallTeller:
     def _tell_arguments(self, text: str) -> None:
         if self._is_told and text:
             self._tell(CallArguments(self.num_calls - 1, text, self._input is not None))
+
+    @property
+    def takes_grammar(self) -> bool:
+        """True if the input of the open call is the text of its grammar, written as it is."""
+        return self._takes_grammar
+
+    def input_text(self, text: str) -> None:
+        """More of the open call's input, as text."""
+        self._tell_arguments(text)
 
     def end(self) -> None:
         """The open call is complete."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.text.reply.text_feed import Parser, TextFeed, copy_until, text_until
+from engine.text.structured_output import CallForm, CallForms, Repeated
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_calls import tell_object
 from engine.text.tools.json_formats import HERMES
+from engine.text.tools.kept_calls import arguments_object
 from engine.text.tools.tool_format import ToolFormat
+from engine.text.tools.tool_spec import ToolSpec
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -71,6 +74,23 @@ class ChannelReader:
             self._feed.text = mark + self._feed.text
 
 
+def _kept(tools: Sequence[ToolSpec]) -> CallForms:
+    """The calls as grammars hold them: from the recipient on, which no text names, either."""
+    headers = Repeated(
+        (
+            (f" {_CONSTRAIN}json",),
+            (f"{_CHANNEL}commentary {_CONSTRAIN}json",),
+            (f"{_CHANNEL}commentary json",),
+            (" json",),
+        )
+    )
+    forms = []
+    for tool in tools:
+        parts, is_last = arguments_object(tool, _MESSAGE, "")
+        forms.append(CallForm("to=functions.", (tool.name, headers, *parts), is_last))
+    return CallForms(tuple(forms), (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS))
+
+
 def _read_content(feed: TextFeed, teller: CallTeller) -> Parser:
     """For a model whose reasoning nobody is to tell apart."""
     yield from ChannelReader(feed, teller, teller.content).read(within_thought=False)
@@ -82,4 +102,5 @@ CHANNELS = ToolFormat(
     marks=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
     read=_read_content,
     forced_as=HERMES,
+    kept=_kept,
 )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.text.reply.text_feed import Parser, TextFeed, text_until
+from engine.text.structured_output import CallForm, CallForms, CallPart, Pattern
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_calls import tell_object
+from engine.text.tools.kept_calls import arguments_object
+from engine.text.tools.tool_spec import ToolSpec
 
 _MAX_HEAD = 256
 
@@ -17,11 +21,14 @@ class HeadMarks:
     """How calls stand in text: `call`, a head in which `name` finds the tool's, one of `body`, the object.
 
     `around` are marks that stand next to calls and say nothing more; whitespace next to any belongs to it.
+    `written` is what the templates write before and behind the object: of the head, with the tool's name for
+    `NAME`, and with a number for `NUMBER`.
     """
 
     call: str
     body: tuple[str, ...]
     name: re.Pattern[str]
+    written: tuple[str, str]
     around: tuple[str, ...] = ()
 
     @property
@@ -33,6 +40,17 @@ class HeadMarks:
     def marks(self) -> tuple[str, ...]:
         """The texts that a reader has to see."""
         return (*self.openings, *self.body)
+
+
+def kept_headed(marks: HeadMarks, tools: Sequence[ToolSpec]) -> CallForms:
+    """The calls as grammars hold them."""
+    forms = []
+    for tool in tools:
+        head, number, rest = marks.written[0].replace("NAME", tool.name).partition("NUMBER")
+        parts, is_last = arguments_object(tool, rest if number else head, marks.written[1])
+        counted: tuple[CallPart, ...] = (head, Pattern("[0-9]{1,3}")) if number else ()
+        forms.append(CallForm(marks.call, (*counted, *parts), is_last))
+    return CallForms(tuple(forms), marks.around)
 
 
 def read_headed_calls(marks: HeadMarks, feed: TextFeed, teller: CallTeller) -> Parser:

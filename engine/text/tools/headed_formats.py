@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from engine.text.tools.headed_calls import HeadMarks, read_headed_calls
+from engine.text.tools.headed_calls import HeadMarks, kept_headed, read_headed_calls
 from engine.text.tools.json_formats import HERMES
 from engine.text.tools.tool_format import ToolFormat
 
@@ -19,6 +19,7 @@ def _format(marks: HeadMarks, *signs: tuple[str, ...]) -> ToolFormat:
         marks=marks.marks,
         read=partial(read_headed_calls, marks),
         forced_as=HERMES,
+        kept=partial(kept_headed, marks),
     )
 
 
@@ -29,6 +30,7 @@ DEEPSEEK_V3 = _format(
         "<｜tool▁call▁begin｜>",
         ("```json",),
         re.compile(rf"(?:function)?{re.escape(_SEPARATOR)}([\w.\-]+)"),
+        (f"function{_SEPARATOR}NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
         (_CALLS, "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
     (_CALLS, "```json"),
@@ -38,6 +40,7 @@ DEEPSEEK_V31 = _format(
         "<｜tool▁call▁begin｜>",
         (_SEPARATOR,),
         _ANY_NAME,
+        (f"NAME{_SEPARATOR}", "<｜tool▁call▁end｜>"),
         (_CALLS, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
     (_CALLS,),
@@ -47,12 +50,18 @@ KIMI_K2 = _format(
         "<|tool_call_begin|>",
         ("<|tool_call_argument_begin|>",),
         re.compile(r"(?:functions\.)?([\w.\-]+?)(?::\d+)?"),
+        ("functions.NAME:NUMBER<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
     ("<|tool_calls_section_begin|>",),
     ("<|im_system|>tool_declare",),
 )
 MISTRAL_NAMED = _format(
-    HeadMarks("[TOOL_CALLS]", ("[ARGS]", "{"), re.compile(r"([\w.\-]+?)(?:\[CALL_ID\]\w*)?")),
+    HeadMarks(
+        "[TOOL_CALLS]",
+        ("[ARGS]", "{"),
+        re.compile(r"([\w.\-]+?)(?:\[CALL_ID\]\w*)?"),
+        ("NAME[ARGS]", ""),
+    ),
     ("[TOOL_CALLS]", "[ARGS]"),
 )

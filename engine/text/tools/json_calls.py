@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 from engine.text.reply.text_feed import Parser, TextFeed
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_end import JsonEnd
+from engine.text.tools.kept_calls import RAW_HEAD, RAW_TAIL
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _HEAD = re.compile(r'\A\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_RAW_HEAD = re.compile(re.escape(RAW_HEAD))
 _BETWEEN = (",", ";")
 
 
@@ -106,6 +108,8 @@ def _read_object(feed: TextFeed, teller: CallTeller) -> Parser:
 
 def tell_object(feed: TextFeed, teller: CallTeller) -> Parser:
     """Tell a JSON object as arguments, as it comes; False where the reply ends, or is no JSON, within it."""
+    if teller.takes_grammar:
+        return (yield from _tell_grammar(feed, teller))
     end = JsonEnd()
     while True:
         size = end.find(feed.text, 0)
@@ -117,6 +121,26 @@ def tell_object(feed: TextFeed, teller: CallTeller) -> Parser:
         if feed.ended:
             return False
         yield
+
+
+def _tell_grammar(feed: TextFeed, teller: CallTeller) -> Parser:
+    """Tell the text of a grammar, which is written as it is in place of a JSON string, and ends the reply."""
+    while (head := _RAW_HEAD.match(feed.text)) is None:
+        if feed.ended:
+            return False
+        yield
+    feed.take(head.end())
+    while not feed.ended:
+        at = feed.text.rfind(RAW_TAIL)
+        size = len(feed.text) - feed.text.endswith(RAW_TAIL[0]) if at < 0 else at
+        teller.input_text(feed.take(size))
+        yield
+    if feed.cut or RAW_TAIL not in feed.text:
+        feed.text = ""
+        return False
+    teller.input_text(feed.take(feed.text.rindex(RAW_TAIL)))
+    feed.take(len(RAW_TAIL))
+    return True
 
 
 def _skip_object(feed: TextFeed) -> Parser:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from engine.text.structured_output import Frame, StructuredOutput
+from engine.text.structured_output import CallForms, Frame, StructuredOutput
 from engine.text.tools.json_calls import JsonMarks, read_json_calls
+from engine.text.tools.kept_calls import named_objects
 from engine.text.tools.tool_format import ToolFormat, forced_list, forced_objects, num_forced
-from engine.text.tools.tool_spec import ToolRules
+from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
 _MISTRAL_ID_CHARS = 9
 
@@ -21,6 +25,19 @@ def _hermes_forced(rules: ToolRules) -> StructuredOutput:
 def _llama_forced(rules: ToolRules) -> StructuredOutput:
     """One call: that is all its templates take back."""
     return forced_objects(rules, "parameters", None)
+
+
+def _kept(
+    openings: tuple[str, ...], after: str = "", key: str = "arguments"
+) -> Callable[[Sequence[ToolSpec]], CallForms]:
+    """One object behind each mark; lists of them are for replies whose form is one of JSON."""
+    return lambda tools: named_objects(tools, openings, key, after)
+
+
+def _llama_kept(tools: Sequence[ToolSpec]) -> CallForms:
+    found = named_objects(tools, ("<|python_tag|>", ""), "parameters", "")
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    return replace(found, bare=f'\\s*\\[?\\s*\\{{\\s*"name"\\s*:\\s*"({names})"')
 
 
 def _mistral_id(call_id: str) -> str:
@@ -36,6 +53,7 @@ HERMES = ToolFormat(
     marks=("<tool_call>", "</tool_call>"),
     read=partial(read_json_calls, JsonMarks(("<tool_call>",), ("</tool_call>",))),
     forced=_hermes_forced,
+    kept=_kept(("<tool_call>",), "\n</tool_call>"),
 )
 LLAMA3 = ToolFormat(
     # Small models of the family have no tag; the prompt describes the format in words.
@@ -44,6 +62,7 @@ LLAMA3 = ToolFormat(
     marks=("<|python_tag|>",),
     read=partial(read_json_calls, JsonMarks(("<|python_tag|>",), bare=True)),
     forced=_llama_forced,
+    kept=_llama_kept,
 )
 NEMOTRON = ToolFormat(
     signs=(("<TOOLCALL>",),),
@@ -51,6 +70,7 @@ NEMOTRON = ToolFormat(
     marks=("<TOOLCALL>", "</TOOLCALL>"),
     read=partial(read_json_calls, JsonMarks(("<TOOLCALL>",), ("</TOOLCALL>",))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("<TOOLCALL>", "</TOOLCALL>")),
+    kept=_kept(("<TOOLCALL>",), "</TOOLCALL>"),
 )
 GRANITE = ToolFormat(
     signs=(("<|tool_call|>",),),
@@ -58,6 +78,7 @@ GRANITE = ToolFormat(
     marks=("<|tool_call|>", "<tool_call>"),
     read=partial(read_json_calls, JsonMarks(("<|tool_call|>", "<tool_call>"))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("<|tool_call|>")),
+    kept=_kept(("<|tool_call|>", "<tool_call>")),
 )
 PHI4_MINI = ToolFormat(
     signs=(("<|tool|>",),),
@@ -65,6 +86,7 @@ PHI4_MINI = ToolFormat(
     marks=("functools", "<|tool_call|>", "<|/tool_call|>"),
     read=partial(read_json_calls, JsonMarks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("functools")),
+    kept=_kept(("functools", "<|tool_call|>")),
 )
 MISTRAL = ToolFormat(
     signs=(("[TOOL_CALLS]",),),
@@ -72,5 +94,6 @@ MISTRAL = ToolFormat(
     marks=("[TOOL_CALLS]",),
     read=partial(read_json_calls, JsonMarks(("[TOOL_CALLS]",))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("[TOOL_CALLS]")),
+    kept=_kept(("[TOOL_CALLS]",)),
     shown_id=_mistral_id,
 )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 
 from engine.text.reply.text_feed import Parser, TextFeed
+from engine.text.structured_output import CallForm, CallForms, CallPart, Repeated
 from engine.text.tools.call_teller import CallTeller
 from engine.text.tools.json_calls import JsonMarks, read_json_calls
+from engine.text.tools.kept_calls import SPACE, grammar_of, json_value, named_objects, property_schemas
+from engine.text.tools.tool_spec import ToolSpec
 
 _MAX_CHARS = 65_536
 _MAX_HEAD = 256
@@ -28,6 +33,50 @@ class PythonMarks:
     openings: tuple[str, ...]
     closings: tuple[str, ...] = ()
     bare: bool = False
+
+
+def kept_python(marks: PythonMarks, tools: Sequence[ToolSpec]) -> CallForms:
+    """The calls as grammars hold them: in Python where its words allow it, else as JSON objects."""
+    in_python = [tool for tool in tools if _is_python(tool)]
+    rest = [tool for tool in tools if tool not in in_python]
+    calls = tuple(_kept_call(tool) for tool in in_python)
+    more = Repeated(tuple((", ", *call) for call in calls), None)
+    closing = marks.closings[0]
+    forms = list(named_objects(rest, marks.openings, "arguments", closing).forms)
+    for call in calls:
+        group = ("[", *call, more, "]")
+        forms += [CallForm(opening, (SPACE, *group, SPACE, closing)) for opening in marks.openings]
+        forms += [CallForm("", group)] * marks.bare
+    names = "|".join(re.escape(tool.name) for tool in in_python)
+    bare = f"\\s*\\[?\\s*({names})\\s*\\(" if marks.bare and calls else ""
+    return CallForms(tuple(forms), bare=bare)
+
+
+def _is_python(tool: ToolSpec) -> bool:
+    """True for a tool that Python can call with all its arguments by name."""
+    schemas = property_schemas(tool)
+    keys = () if schemas is None else schemas
+    names = (*tool.name.split("."), *keys)
+    is_known = schemas is not None and grammar_of(tool) is None
+    return is_known and all(name.isidentifier() and not iskeyword(name) for name in names)
+
+
+def _kept_call(tool: ToolSpec) -> tuple[CallPart, ...]:
+    """`name(key=value, key=value)`, its keys in the order of the schema.
+
+    A comma stands between two arguments: behind those before the first required one, before all others. Where
+    none is required, it stands behind each.
+    """
+    parts: list[CallPart] = []
+    has_required = False
+    for key, (schema, is_required) in (property_schemas(tool) or {}).items():
+        pair = (f"{key}=", json_value(schema))
+        if is_required:
+            parts += (", ", *pair) if has_required else pair
+        else:
+            parts.append(Repeated(((", ", *pair) if has_required else (*pair, ", "),)))
+        has_required = has_required or is_required
+    return (f"{tool.name}(", *parts, ")")
 
 
 def read_python_calls(marks: PythonMarks, feed: TextFeed, teller: CallTeller) -> Parser:

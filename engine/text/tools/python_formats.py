@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from engine.text.tools.json_formats import HERMES
-from engine.text.tools.python_calls import PythonMarks, read_python_calls
+from engine.text.tools.python_calls import PythonMarks, kept_python, read_python_calls
 from engine.text.tools.tool_format import ToolFormat
 
 
@@ -16,6 +16,7 @@ def _format(marks: PythonMarks, *signs: tuple[str, ...]) -> ToolFormat:
         marks=(*marks.openings, *marks.closings),
         read=partial(read_python_calls, marks),
         forced_as=HERMES,
+        kept=partial(kept_python, marks),
     )
 
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
 from engine.text.reply.text_feed import Parser, TextFeed, text_until
+from engine.text.structured_output import (
+    CallForm,
+    CallForms,
+    CallPart,
+    Pattern,
+    Repeated,
+    StructuredOutput,
+    TextUpTo,
+)
 from engine.text.tools.call_teller import CallTeller
+from engine.text.tools.kept_calls import SPACE, grammar_of, json_value, property_schemas
+from engine.text.tools.tool_spec import ToolSpec
 
 _MAX_NAME = 256
+_TYPES = frozenset(("type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,67 @@ class Tags:
         """The texts that a reader has to see."""
         pairs = (*self.name, *self.key, *self.value, *(self.section or ()), self.call_end)
         return tuple(mark for mark in dict.fromkeys(pairs) if mark.strip())
+
+
+_NEWLINE = Pattern("\\n?")
+
+
+def kept_tagged(tags: Tags, tools: Sequence[ToolSpec]) -> CallForms:
+    """The calls as grammars hold them: arguments in the order of the schema."""
+    forms = []
+    for tool in tools:
+        call: tuple[CallPart, ...] = (tool.name, *_kept_end_of_name(tags), *_kept_pairs(tags, tool))
+        call = (*call, tags.call_end)
+        forms.append(CallForm(tags.name[0], call))
+        if tags.section is not None:
+            forms.append(CallForm(tags.section[0], (SPACE, tags.name[0], *call, SPACE, tags.section[1])))
+    return CallForms(tuple(forms))
+
+
+def _kept_end_of_name(tags: Tags) -> tuple[CallPart, ...]:
+    return (tags.name[1], _NEWLINE) if tags.name[1].strip() else (_NEWLINE,)
+
+
+def _kept_pairs(tags: Tags, tool: ToolSpec) -> tuple[CallPart, ...]:
+    schemas = property_schemas(tool)
+    if schemas is None:
+        free = (tags.key[0], TextUpTo(tags.key[1]), *_kept_value(tags, None), _NEWLINE)
+        return (Repeated((free,), None),)
+    pairs: list[CallPart] = []
+    for key, (schema, is_required) in schemas.items():
+        value = grammar_of(tool) or _text_form(schema)
+        pair = (tags.key[0] + key + tags.key[1], *_kept_value(tags, value), _NEWLINE)
+        pairs += pair if is_required else (Repeated((pair,)),)
+    return tuple(pairs)
+
+
+def _kept_value(tags: Tags, value: CallPart | None) -> tuple[CallPart, ...]:
+    """A value in its tags; None: any text.
+
+    Of text the reader takes one newline next to each tag for the tag's, so that one has to be there.
+    """
+    opening: tuple[CallPart, ...] = (_NEWLINE, tags.value[0]) if tags.value[0] else ()
+    if value is None:
+        return (*opening, TextUpTo(tags.value[1]))
+    is_json = isinstance(value, StructuredOutput) and value.kind == "json_schema"
+    around: CallPart = _NEWLINE if is_json else "\n"
+    return (*opening, around, value, around, tags.value[1])
+
+
+def _text_form(schema: Mapping[str, Any]) -> CallPart | None:
+    """The form of an argument's text; None: any text."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and all(isinstance(each, str) for each in values):
+        return StructuredOutput("choice", json.dumps(values))
+    if not takes_only_text(schema):
+        return json_value(schema)
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.endswith("$") else "(.|\\n)*"
+        return StructuredOutput("regex", f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}")
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return StructuredOutput("regex", f"(.|\\n){{{least},{most}}}") if least or most != "" else None
 
 
 def read_tagged_calls(tags: Tags, feed: TextFeed, teller: CallTeller) -> Parser:
@@ -164,4 +237,4 @@ def takes_only_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _names_a_type(schema: Mapping[str, Any]) -> bool:
-    return "type" in schema or "anyOf" in schema
+    return not _TYPES.isdisjoint(schema)

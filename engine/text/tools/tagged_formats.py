@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from engine.text.tools.json_formats import HERMES
-from engine.text.tools.tagged_calls import Tags, read_tagged_calls
+from engine.text.tools.tagged_calls import Tags, kept_tagged, read_tagged_calls
 from engine.text.tools.tool_format import ToolFormat
 
 
@@ -16,6 +16,7 @@ def _format(tags: Tags, *signs: tuple[str, ...]) -> ToolFormat:
         marks=tags.marks,
         read=partial(read_tagged_calls, tags),
         forced_as=HERMES,
+        kept=partial(kept_tagged, tags),
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.text.reply.text_feed import Parser, TextFeed
-from engine.text.structured_output import Frame, StructuredOutput
+from engine.text.structured_output import CallForms, Frame, StructuredOutput
 from engine.text.tools.call_schema import call_schema
 from engine.text.tools.call_teller import CallTeller
-from engine.text.tools.tool_spec import ToolRules
+from engine.text.tools.tool_spec import ToolRules, ToolSpec
 
 MAX_FORCED_CALLS = 16
 
@@ -21,8 +21,8 @@ class ToolFormat:
 
     `marks` are the texts that a reader has to see; those in `openings` begin a call wherever they stand.
     `read` parses the content of a reply. `forced` makes the form of a reply of calls and nothing else, where
-    such a reply is JSON; else it is written and read as in `forced_as`. `shown_id` is how the templates want
-    the id of a call.
+    such a reply is JSON; else it is written and read as in `forced_as`. `kept` are the forms of calls amid
+    text, or None where they cannot be told from it. `shown_id` is how the templates want the id of a call.
     """
 
     signs: tuple[tuple[str, ...], ...]
@@ -31,6 +31,7 @@ class ToolFormat:
     read: Callable[[TextFeed, CallTeller], Parser]
     forced: Callable[[ToolRules], StructuredOutput] | None = None
     forced_as: ToolFormat | None = None
+    kept: Callable[[Sequence[ToolSpec]], CallForms] | None = None
     shown_id: Callable[[str], str] = str
 
     @property
