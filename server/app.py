@@ -22,7 +22,13 @@ from server.api.embeddings.protocol import EmbeddingsRequest, RerankRequest, Sco
 from server.api.llama_cpp import infill
 from server.api.llama_cpp.protocol import InfillRequest
 from server.api.ollama import routes as ollama
-from server.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from server.api.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from server.api.openai import chat, completions, models, tokens
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
@@ -64,7 +70,13 @@ BODIES = (
     BatchRequest,
     RequestPatch,
 )
-OLLAMA_BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest)
+OLLAMA_BODIES = (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingsRequest,
+    OllamaShowRequest,
+)
 
 
 def build_app(

@@ -77,6 +77,16 @@ class ServerContext:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTexts:
+    """The texts of a request for vectors or scores, read `prepared_s` after its arrival."""
+
+    model: str
+    num_texts: int
+    num_tokens: int
+    prepared_s: float
+
+
 @dataclass(slots=True)
 class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
@@ -84,7 +94,8 @@ class Exchange:
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
     names the key used, never the key. `arrival_time` is in seconds of `clock`, which is the engine's so that
     both count from the same instant. `peer` is what its connection knows of the client. `accepted` is None
-    until a completion or chat request has its places in the queue. `is_background` says that it is a
+    until a completion or chat request has its places in the queue, `texts` until the texts of a request for
+    vectors or scores are read. `is_background` says that it is a
     line of a batch, which came over no connection.
     """
 
@@ -95,6 +106,7 @@ class Exchange:
     tenant: str | None = None
     peer: Peer = field(default_factory=Peer)
     accepted: Accepted | None = None
+    texts: ReadTexts | None = None
     is_background: bool = False
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from server.http.context import EXCHANGE_KEY, Exchange, ServerContext
 from server.http.errors import ERROR_KEY, REQUEST_ID_KEY, error_reply
 from server.http.peer import peer_of
 from server.observability.ended_request import EndedRequest
-from server.observability.request_log import GENERATING_ROUTES, RequestLog
+from server.observability.request_log import GENERATING_ROUTES, TEXT_ROUTES, RequestLog
 
 MAX_REQUEST_ID = 128
 CLIENT_CLOSED_REQUEST = 499
@@ -90,7 +90,7 @@ def route_of(scope: Scope) -> str:
     One of a few, whatever a client writes.
     """
     path = getattr(scope.get("route"), "path", None)
-    if path is None and scope["path"] in GENERATING_ROUTES:
+    if path is None and scope["path"] in GENERATING_ROUTES | TEXT_ROUTES:
         path = scope["path"]
     return path or UNMATCHED_ROUTE
 

@@ -21,6 +21,12 @@ GENERATING_ROUTES = frozenset(
         *("/infill", "/api/chat", "/api/generate"),
     }
 )
+TEXT_ROUTES = frozenset(
+    {
+        *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+        *("/api/embed", "/api/embeddings"),
+    }
+)
 QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/ready", "/metrics"})
 
 
@@ -28,14 +34,15 @@ class Tracer(Protocol):
     """Where ended requests become traces."""
 
     def record(self, ended: EndedRequest) -> str:
-        """Export a generating request; the id of its trace."""
+        """Export a request that a model has worked on; the id of its trace."""
         ...
 
 
 class RequestLog:
     """Logs every request once, when all of it has ended. Event-loop thread only.
 
-    Generating requests are logged at info, and so are failures on other routes; the rest of these at debug.
+    Requests that a model works on are logged at info, and so are failures on other routes; the rest of these
+    at debug.
     Probes and scrapes are not logged.
     """
 
@@ -59,13 +66,13 @@ class RequestLog:
             self._tell(_at_the_end(ended))
 
     def _tell(self, ended: EndedRequest) -> None:
-        if ended.route not in GENERATING_ROUTES:
+        if ended.route not in GENERATING_ROUTES | TEXT_ROUTES:
             if ended.route not in QUIET_ROUTES:
                 level = logging.DEBUG if ended.status < 400 else logging.INFO
                 log.log(level, "access", extra=_told(basics(ended)))
             return
         trace_id = ended.caller_trace_id if self._tracer is None else self._tracer.record(ended)
-        facts = {**basics(ended), **given("trace_id", trace_id), **generated(ended)}
+        facts = {**basics(ended), **given("trace_id", trace_id), **generated(ended), **read(ended)}
         log.info("request", extra=_told(facts))
 
 
@@ -116,6 +123,19 @@ def generated(ended: EndedRequest) -> dict[str, object]:
         "finish_reason": ",".join(sorted(set(ended.finish_reasons))),
         "prepare_ms": round(accepted.prepared_s * 1000, 3),
         **(measured(choices) if ended.finishes else {}),
+    }
+
+
+def read(ended: EndedRequest) -> dict[str, object]:
+    """What a request for vectors or scores brought; nothing for one that was refused, or that generates."""
+    texts = ended.exchange.texts
+    if texts is None:
+        return {}
+    return {
+        "model": texts.model,
+        "texts": texts.num_texts,
+        "prompt_tokens": texts.num_tokens,
+        "prepare_ms": round(texts.prepared_s * 1000, 3),
     }
 
 

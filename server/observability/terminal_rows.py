@@ -32,7 +32,8 @@ def request_row(facts: Mapping[str, Any]) -> str:
 def _tokens(facts: Mapping[str, Any]) -> Iterator[str]:
     if "prompt_tokens" in facts:
         cached = f" ({facts['cached_tokens']:,} cached)" if facts.get("cached_tokens") else ""
-        yield f"{counted(facts['prompt_tokens'], 'token')} in{cached}, {facts['completion_tokens']:,} out"
+        out = f", {facts['completion_tokens']:,} out" if "completion_tokens" in facts else ""
+        yield f"{counted(facts['prompt_tokens'], 'token')} in{cached}{out}"
 
 
 def _speed(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""RequestTracer: one OpenTelemetry span a generating request, with its phases below it.
+"""RequestTracer: one OpenTelemetry span a request that a model works on, with its phases below it.
 
 Spans are made when a request has ended, from the times the engine keeps anyway: a running one costs nothing.
 Imported only where traces are exported.
@@ -34,6 +34,11 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/infill": "text_completion",
     "/api/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "rerank"),
+    **dict.fromkeys(("/v1/score", "/score"), "score"),
 }
 _NS = 1_000_000_000
 
@@ -63,8 +68,9 @@ class RequestTracer:
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in ended.headers}
         started_ns = ended.ended_ns - round(ended.seconds * _NS)
         operation = _OPERATIONS.get(ended.route, ended.route)
-        accepted = ended.accepted
-        model = self._model if accepted is None or accepted.body.model is None else accepted.body.model
+        accepted, texts = ended.accepted, ended.exchange.texts
+        asked_model = None if accepted is None else accepted.body.model
+        model = texts.model if texts is not None else asked_model or self._model
         span = self._tracer.start_span(
             f"{operation} {model}",
             context=propagate.extract(carrier),
@@ -84,6 +90,9 @@ class RequestTracer:
             self._describe(span, ended)
             if accepted is not None:
                 self._describe_generation(span, accepted, started_ns)
+            if texts is not None:
+                span.set_attribute("gen_ai.usage.input_tokens", texts.num_tokens)
+                span.set_attribute("slipstream.texts", texts.num_texts)
         span.end(ended.ended_ns)
         return format(span.get_span_context().trace_id, "032x")
 

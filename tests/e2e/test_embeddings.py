@@ -14,12 +14,17 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from config import load_settings
 from engine import EmbeddingService, Engine
+from server.observability.request_log import Tracer
+from server.observability.tracing import RequestTracer
 from tests.e2e.http_server import served
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import RawReply, Wire, ask
+from tests.support.captured_log import captured_log
 from tests.support.embedding_reference import pair_scores, vectors
 from tests.support.tiny_embedders import MAX_TOKENS, save_cross_encoder, save_embedder
 from tests.support.tiny_models import save_tiny_model
@@ -28,14 +33,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["the river is long", "a", "stones of the nile", "the nile is a river of stones " * 3]
 LONG = "river " * 200
+SPANS = InMemorySpanExporter()
 CHAT, EMBEDDER = "chat-model", "embedder"
 
 
 @asynccontextmanager
-async def server(model: Path, *flags: str) -> AsyncIterator[tuple[str, Engine]]:
+async def server(model: Path, *flags: str, tracer: Tracer | None = None) -> AsyncIterator[tuple[str, Engine]]:
     """A server started with these flags, as the command line would have it."""
     settings = load_settings([str(model), *flags], environ={})
-    async with real_engine(model, *flags) as engine, served(settings, engine) as url:
+    async with real_engine(model, *flags) as engine, served(settings, engine, tracer) as url:
         yield url, engine
 
 
@@ -52,9 +58,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def both(models: dict[str, Path]) -> AsyncIterator[tuple[str, Engine]]:
-    flags = ("--served-model-name", CHAT, "--embedding-model", str(models[EMBEDDER]))
-    async with server(models[CHAT], *flags) as found:
+    flags = ("--served-model-name", CHAT, "--embedding-model", str(models[EMBEDDER]), "--ollama-api")
+    tracer = RequestTracer(CHAT, SimpleSpanProcessor(SPANS))
+    async with server(models[CHAT], *flags, tracer=tracer) as found:
         yield found
+    tracer.close()
 
 
 @pytest.fixture
@@ -300,6 +308,55 @@ async def test_requests_are_counted(both: tuple[str, Engine]) -> None:
         assert found[f"slipstream_embedding_{name}"] > 0
     assert found["slipstream_embedding_batch_duration_seconds_sum"] > 0
     assert found["slipstream_num_embedding_requests_waiting"] == 0
+
+
+async def test_a_request_is_a_line_and_a_span_as_others_are(url: str, models: dict[str, Path]) -> None:
+    name = str(models[EMBEDDER])
+    for path, body, operation, num_texts in (
+        ("/v1/embeddings", {"input": TEXTS}, "embeddings", 4),
+        ("/v1/rerank", {"query": "the", "documents": TEXTS}, "rerank", 5),
+        ("/api/embed", {"input": TEXTS}, "embeddings", 4),
+        ("/v1/score", {"text_1": 5, "text_2": "a"}, "score", 0),
+    ):
+        SPANS.clear()
+        with captured_log() as log:
+            reply = await ask(url, "POST", path, body)
+            (line,) = await log.requests()
+        (span,) = SPANS.get_finished_spans()
+        assert span.context is not None
+        attributes: dict[str, Any] = dict(span.attributes or {})
+        assert (line["route"], line["code"]) == (path, reply.status)
+        assert line["trace_id"] == format(span.context.trace_id, "032x")
+        assert attributes["gen_ai.operation.name"] == operation
+        if not num_texts:
+            assert line["error"] and "texts" not in line and "slipstream.texts" not in attributes
+            continue
+        assert line["model"] == name and line["texts"] == num_texts
+        assert span.name == f"{operation} {name}"
+        assert line["prompt_tokens"] == attributes["gen_ai.usage.input_tokens"] > num_texts
+        assert 0 < line["prepare_ms"] < line["ms"]
+
+
+async def test_ollamas_paths_give_the_same_vectors(url: str, models: dict[str, Path]) -> None:
+    name = str(models[EMBEDDER])
+    expected, _ = vectors(models[EMBEDDER], TEXTS)
+    for model in (None, name, f"{name}:latest"):
+        told = (await ask(url, "POST", "/api/embed", {"model": model, "input": TEXTS})).json()
+        assert told["model"] == (model or name) and told["prompt_eval_count"] > len(TEXTS)
+        found = np.array(told["embeddings"])
+        unit = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.allclose(found, unit, atol=1e-5)
+    one = await ask(url, "POST", "/api/embeddings", {"model": name, "prompt": TEXTS[0]})
+    assert np.allclose(one.json()["embedding"], expected[0], atol=1e-5)
+    cut = await ask(url, "POST", "/api/embed", {"input": "a", "dimensions": 4})
+    assert np.linalg.norm(cut.json()["embeddings"][0]) == pytest.approx(1, abs=1e-5)
+    assert (await ask(url, "POST", "/api/embed", {"input": LONG})).status == 200
+    refused = await ask(url, "POST", "/api/embed", {"input": LONG, "truncate": False})
+    assert refused.status == 400 and "error" in refused.json()
+    wrong = await ask(url, "POST", "/api/embed", {"model": CHAT, "input": "a"})
+    assert wrong.status == 400 and name in wrong.json()["error"]
+    tags = (await ask(url, "GET", "/api/tags")).json()["models"]
+    assert [each["name"] for each in tags] == [f"{CHAT}:latest", f"{name}:latest"]
 
 
 async def test_the_examples_of_the_api_page_are_taken(url: str) -> None:

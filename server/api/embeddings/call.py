@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +17,7 @@ from server.api.embeddings.protocol import TextsBody
 from server.api.openai.models import check_embedding_model
 from server.api.time_limit import allowed_s, deadline_header, prepared_by, soonest
 from server.http.body_room import Lease, lease_of
-from server.http.context import Exchange, ServerContext, context_of, exchange_of
+from server.http.context import Exchange, ReadTexts, ServerContext, context_of, exchange_of
 from server.http.errors import invalid
 
 B = TypeVar("B", bound=TextsBody)
@@ -45,13 +45,29 @@ class TextsCall:
 
     async def compute(self, texts: Sequence[EncodedText]) -> np.ndarray:
         """[num_texts, dimensions], or [num_texts, 1] of a cross-encoder; float32."""
-        peer = self.exchange.peer
+        exchange, peer = self.exchange, self.exchange.peer
+        num_tokens = sum(map(len, texts))
+        exchange.texts = ReadTexts(self.model, len(texts), num_tokens, exchange.age_s)
         request = EmbeddingRequest(
-            texts, self.exchange.tenant, self.exchange.arrival_time, self.deadline, lambda: peer.stalled
+            texts, exchange.tenant, exchange.arrival_time, self.deadline, lambda: peer.stalled
         )
         rows = await self.service.compute(request)
         self.lease.hold(self.lease.num_bytes + rows.nbytes)
         return rows
+
+    async def vectors(self, texts: Sequence[EncodedText], width: int | None) -> np.ndarray:
+        """Vectors cut to `width`, if that is given, and then made of length 1 again."""
+        vectors = await self.compute(texts)
+        return vectors if width is None else of_length_one(vectors[:, :width])
+
+    def check_vectors(self, width: int | None) -> None:
+        """Raise ApiError where the model gives no vectors, or none as wide as is asked for."""
+        most = self.service.info.dimensions
+        if most is None:
+            message = f"The model '{self.model}' scores pairs of texts and gives no vectors: see /v1/rerank."
+            raise invalid(message, "model")
+        if width is not None and width > most:
+            raise invalid(f"'dimensions' is {width}; the model's vectors have {most} numbers.", "dimensions")
 
     async def score(
         self, pairs: Sequence[tuple[str, str]], params: tuple[str, str]
@@ -73,7 +89,7 @@ class TextsCall:
         num_tokens = sum(map(len, texts))
         if service.info.scores_pairs:
             return rows[:, 0].astype(float).tolist(), num_tokens
-        unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        unit = of_length_one(rows)
         first_at = {text: i for i, text in enumerate(firsts)}
         second_at = {text: len(firsts) + i for i, text in enumerate(seconds)}
         left = unit[[first_at[first] for first, _ in pairs]]
@@ -86,7 +102,11 @@ class TextsCall:
 
 
 @asynccontextmanager
-async def open_call(request: Request, kind: type[B]) -> AsyncIterator[tuple[TextsCall, B]]:
+async def open_call(
+    request: Request,
+    kind: type[B],
+    find_model: Callable[[ServerContext, str | None], str] = check_embedding_model,
+) -> AsyncIterator[tuple[TextsCall, B]]:
     """A place in the queue and the body of a request, for as long as it is answered. Raises ApiError."""
     context, exchange = context_of(request), exchange_of(request.scope)
     service = context.embeddings
@@ -97,7 +117,7 @@ async def open_call(request: Request, kind: type[B]) -> AsyncIterator[tuple[Text
     with service.admit(exchange.tenant):
         body = await read_fields(request, kind, {})
         exchange.caller_id = exchange.caller_id or body.request_id
-        model = check_embedding_model(context, body.model)
+        model = find_model(context, body.model)
         limit_s = allowed_s(soonest(body.deadline_ms, from_header), context.settings.server.request_timeout)
         call = TextsCall(
             context,
@@ -109,6 +129,12 @@ async def open_call(request: Request, kind: type[B]) -> AsyncIterator[tuple[Text
             None if limit_s is None else exchange.arrival_time + limit_s,
         )
         yield call, body
+
+
+def of_length_one(vectors: np.ndarray) -> np.ndarray:
+    """The same directions, each vector of length 1."""
+    scaled: np.ndarray = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return scaled
 
 
 def most_tokens(asked: int | None, limit: int) -> int | None:

@@ -34,13 +34,12 @@ _SCORE = {"text_1": "Which river is the longest?", "text_2": ["The Nile has 6,65
 async def create_embeddings(request: Request) -> Response:
     """A vector of each text."""
     async with open_call(request, EmbeddingsRequest) as (call, body):
-        width = _check_vectors(call, body)
+        call.check_vectors(body.dimensions)
+        if len(body.input) > MAX_TEXTS:
+            raise invalid(f"'input' has {len(body.input)} texts; the limit is {MAX_TEXTS}.", "input")
         async with prepared_by(call.context.engine, call.deadline, call.exchange.arrival_time):
             texts = await _read(call, body)
-        vectors = await call.compute(texts)
-        if width is not None:
-            vectors = vectors[:, :width]
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        vectors = await call.vectors(texts, body.dimensions)
         entries = _entries(vectors, as_text=body.encoding_format == "base64")
         reply = {
             **call.envelope("embd"),
@@ -52,21 +51,6 @@ async def create_embeddings(request: Request) -> Response:
         if vectors.size <= _MANY_VALUES:
             return json_response(reply)
         return LargeJson(reply, call.context.large_replies)
-
-
-def _check_vectors(call: TextsCall, body: EmbeddingsRequest) -> int | None:
-    """The width to cut vectors to, None for no cut. Raises ApiError for what the model cannot give."""
-    width = call.service.info.dimensions
-    if width is None:
-        message = f"The model '{call.model}' scores pairs of texts and gives no vectors: see /v1/rerank."
-        raise invalid(message, "model")
-    if len(body.input) > MAX_TEXTS:
-        raise invalid(f"'input' has {len(body.input)} texts; the limit is {MAX_TEXTS}.", "input")
-    if body.dimensions is not None and body.dimensions > width:
-        raise invalid(
-            f"'dimensions' is {body.dimensions}; the model's vectors have {width} numbers.", "dimensions"
-        )
-    return body.dimensions
 
 
 async def _read(call: TextsCall, body: EmbeddingsRequest) -> list[EncodedText]:

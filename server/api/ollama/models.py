@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
-from server.api.openai.models import check_model
+from server.api.openai.models import check_embedding_model, check_model
 from server.http.context import ServerContext
 
 Json = dict[str, Any]
@@ -24,6 +24,12 @@ def served_name(context: ServerContext, name: str | None) -> str:
     found = name if name in context.served_names or plain not in context.served_names else plain
     check_model(context, found)
     return found
+
+
+def embedding_name(context: ServerContext, name: str | None) -> str:
+    """The same of an embedding model. Raises ApiError (400 or 404)."""
+    plain = None if name is None else name.removesuffix(_LATEST)
+    return check_embedding_model(context, plain if plain in context.embedding_names else name)
 
 
 def tagged(name: str) -> str:

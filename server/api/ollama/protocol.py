@@ -1,4 +1,4 @@
-"""The bodies of POST /api/chat, /api/generate and /api/show, with types and bounds.
+"""The bodies of POST /api/chat, /api/generate, /api/embed and /api/show, with types and bounds.
 
 None always means absent. What only Ollama's own engine could do, such as `options.num_ctx`, is unknown here,
 and so ignored and named like any unknown field.
@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from server.api.embeddings.protocol import Texts, TextsBody
 from server.api.extra_fields import OwnFields
 from server.api.openai.protocol import MAX_MESSAGES, ChatCompletionRequest, OpenEndedCompletion
 from server.api.openai.protocol_refusals import Refusal
 from server.api.openai.protocol_structure import check_schema
+from server.api.openai.protocol_tokens import Text
 from server.api.openai.protocol_tools import MAX_CALLS, Tools
 from server.api.openai.protocol_values import (
     MAX_WHOLE,
@@ -22,6 +24,7 @@ from server.api.openai.protocol_values import (
     Int64,
     MinP,
     Penalty,
+    Positive,
     RepetitionPenalty,
     Stop,
     Temperature,
@@ -195,6 +198,32 @@ class OllamaGenerateRequest(OllamaBody):
     """Continue the prompt as it is, without the chat template."""
     images: Annotated[list[Any], AfterValidator(check_images)] | None = None
     """Pictures. Not supported."""
+
+
+class OllamaEmbedRequest(TextsBody):
+    """POST /api/embed: a vector of each text, of length 1."""
+
+    input: Texts
+    """What to embed: a text or a list of texts."""
+    truncate: bool | None = None
+    """Keep of a text what the model can read; false refuses one that is too long. Left out: true."""
+    dimensions: Positive | None = None
+    """Keep only so many numbers of each vector (Matryoshka models)."""
+    options: dict[str, Any] | None = None
+    """How Ollama itself runs a model. Accepted, without effect."""
+    keep_alive: Any = None
+    """How long Ollama keeps a model loaded. Accepted, without effect: this one stays."""
+
+
+class OllamaEmbeddingsRequest(TextsBody):
+    """POST /api/embeddings: the vector of one text, by the older path."""
+
+    prompt: Text
+    """What to embed."""
+    options: dict[str, Any] | None = None
+    """How Ollama itself runs a model. Accepted, without effect."""
+    keep_alive: Any = None
+    """How long Ollama keeps a model loaded. Accepted, without effect: this one stays."""
 
 
 class OllamaShowRequest(BodyPart):

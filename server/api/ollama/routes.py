@@ -1,22 +1,28 @@
-"""Ollama's paths, served with --ollama-api: a chat, a prompt, and what clients ask of the model first."""
+"""Ollama's paths, served with --ollama-api: chats, prompts, vectors, and what clients ask first."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine import EncodedText
 from server.api.body import read_fields, read_request
+from server.api.embeddings.call import TextsCall, of_length_one, open_call
 from server.api.generation import Generation
 from server.api.ollama.conversation import chat_turn, text_turn
-from server.api.ollama.models import model_card, model_row, running_row, served_name
+from server.api.ollama.models import embedding_name, model_card, model_row, running_row, served_name
 from server.api.ollama.protocol import (
     ON_OLLAMA,
     OllamaBody,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
@@ -25,6 +31,7 @@ from server.api.openai.chat import open_chat_body
 from server.api.openai.completions import open_completion_body
 from server.api.openapi import json_body
 from server.api.param_names import renamed_params
+from server.api.time_limit import prepared_by
 from server.api.turn_reply import respond
 from server.http.context import ServerContext, context_of
 from server.http.errors import invalid
@@ -106,11 +113,44 @@ def check_thinking(context: ServerContext, body: OllamaBody) -> None:
         raise invalid(f'"{body.model or context.served_names[0]}" does not support thinking', "think")
 
 
+@router.post("/api/embed", openapi_extra=json_body(OllamaEmbedRequest, {"input": "Three rivers."}))
+async def embed(request: Request) -> Response:
+    """A vector of each text, of length 1."""
+    async with open_call(request, OllamaEmbedRequest, embedding_name) as (call, body):
+        call.check_vectors(body.dimensions)
+        if body.truncate is not False and call.most is None:
+            call = replace(call, most=call.service.info.max_model_len)
+        texts, vectors = await _vectors(call, body.input, "input", body.dimensions)
+        ns = round(call.exchange.age_s * 1e9)
+        told = {"total_duration": ns, "load_duration": 0, "prompt_eval_count": sum(map(len, texts))}
+        reply = {"model": body.model or call.model, "embeddings": of_length_one(vectors).tolist(), **told}
+        return json_response(reply)
+
+
+@router.post("/api/embeddings", openapi_extra=json_body(OllamaEmbeddingsRequest, {"prompt": "A river."}))
+async def embed_one(request: Request) -> Response:
+    """The vector of one text, as the model gives it."""
+    async with open_call(request, OllamaEmbeddingsRequest, embedding_name) as (call, body):
+        call.check_vectors(None)
+        call = replace(call, most=call.service.info.max_model_len)
+        _, vectors = await _vectors(call, [body.prompt], "prompt", None)
+        return json_response({"embedding": vectors[0].tolist()})
+
+
+async def _vectors(
+    call: TextsCall, texts: Sequence[str], param: str, width: int | None
+) -> tuple[list[EncodedText], np.ndarray]:
+    async with prepared_by(call.context.engine, call.deadline, call.exchange.arrival_time):
+        encoded = await call.encode(texts, param)
+    return encoded, await call.vectors(encoded, width)
+
+
 @router.get("/api/tags")
 async def list_tags(request: Request) -> Response:
-    """Every name the model answers to."""
+    """Every name that a model answers to."""
     context = context_of(request)
-    return json_response({"models": [model_row(context, name) for name in context.served_names]})
+    names = (*context.generator_names, *context.embedding_names)
+    return json_response({"models": [model_row(context, name) for name in names]})
 
 
 @router.get("/api/ps")
