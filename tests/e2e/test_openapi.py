@@ -33,7 +33,10 @@ ROUTES = {
     ("delete", "/v1/responses/{response_id}"),
     ("post", "/v1/messages"),
     ("post", "/v1/messages/count_tokens"),
-    *(("post", path) for path in ("/api/chat", "/api/generate", "/api/show")),
+    *(
+        ("post", path)
+        for path in ("/api/chat", "/api/generate", "/api/show", "/api/embed", "/api/embeddings")
+    ),
     *(("get", path) for path in ("/api/tags", "/api/ps", "/api/version")),
     ("post", "/v1/embeddings"),
     *(("post", path) for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")),
