@@ -40,7 +40,7 @@ Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValid
 Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
 CpuKernels = Annotated[Literal["auto", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
-Quantization = Annotated[Literal["none", "int8"], BeforeValidator(lower_case)]
+Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(lower_case)]
 Policy = Annotated[
     Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)
 ]
@@ -127,7 +127,7 @@ class ModelSettings(Section):
         "auto", description="instructions of the kernels; auto = this CPU's fastest"
     )
     quantization: Quantization = Field(
-        "none", description="weights as compiled kernels read them; int8 = half the memory, nearly exact"
+        "none", description="weights as compiled kernels read them: int8 in half the memory, int4 in a third"
     )
 
     embedding_model: TextOrNone = Field(

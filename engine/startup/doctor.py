@@ -144,8 +144,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         if source.as_it_is:
             _describe_stored(model, source)
         model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline, source.as_it_is))
-        if settings.model.quantization == "int8" and model.compiled is not None:
-            model.quantized = foresee_weights(outline.model, outline.dtype)
+        if settings.model.quantization != "none" and model.compiled is not None:
+            model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
         _warn_of_slow_dtype(found, settings, outline)
         _examine_cache(found, settings, outline)
         _examine_drafts(found, settings, outline, directory)
@@ -191,8 +191,9 @@ def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel
     """What they are used for; notes the memory they work in. Raises StartRefused as loading would."""
     if settings.model.compile == "off":
         return "not used: --compile off"
+    formats = has_stored or settings.model.quantization != "none"
     try:
-        used_for = foresee(outline, settings.home, settings.model.cpu_kernels, formats=has_stored)
+        used_for = foresee(outline, settings.home, settings.model.cpu_kernels, formats=formats)
         num_tokens = settings.scheduler.max_num_batched_tokens
         model.scratch_bytes = foresee_scratch(outline, max(worthwhile_threads()), num_tokens)
         return used_for

@@ -1,4 +1,4 @@
-"""What 8-bit weights cost in accuracy and save in time: the same model in bfloat16 and int8, on the kernels.
+"""What weights of few bits cost in accuracy and save in time: one model in bfloat16, int8 and int4.
 
 Also run as `python -m tests.bench.quantization`.
 """
@@ -92,7 +92,7 @@ def run_quantization(context: BenchContext) -> list[Section]:
     directory = context.model_directory
     settings = context.settings.model.model_copy(update={"compile": "on"})
     models = []
-    for name in ("none", "int8"):
+    for name in ("none", "int8", "int4"):
         context.say(f"loading the model, quantization {name}")
         asked = settings.model_copy(update={"quantization": name})
         loaded = load_model(directory, asked)
@@ -172,8 +172,10 @@ def measure_speed(models: Sequence[Model], runs: int) -> Section:
                 times[model.name].append(model.step_s(step))
         for kind, values in times.items():
             section.add(name, kind, "ms", [1e3 * value for value in values])
-        plain, small = times.values()
-        section.add(name, "ratio", "x", [a / b for a, b in zip(plain, small, strict=True)])
+        plain, *others = times
+        for other in others:
+            ratios = [a / b for a, b in zip(times[plain], times[other], strict=True)]
+            section.add(name, f"{other}, ratio", "x", ratios)
     return section
 
 

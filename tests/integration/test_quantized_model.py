@@ -1,4 +1,4 @@
-"""Models with 8-bit weights: near the plain model in all they compute, or refused with one line."""
+"""Models with weights of 8 or 4 bits: near the plain model in all they compute, or refused with one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,13 @@ from engine.compute.native import compiler
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeLinear
-from engine.compute.native.records import ELEMENTS, INT8
+from engine.compute.native.quantization import Q4_1, Q8_0
+from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 from tests.support.native import EVERY_INSTRUCTION, compiled_home
-from tests.support.packed import as_loaded
+from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.recurrent import load_recurrent
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import tiny_model
@@ -36,7 +38,7 @@ def small() -> Iterator[None]:
 
 @pytest.fixture
 def home() -> Path:
-    return compiled_home()
+    return compiled_home(formats=True)
 
 
 def fresh(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> LoadedModel:
@@ -64,8 +66,37 @@ def kinds(loaded: LoadedModel) -> set[int]:
 def test_logits_are_near_the_plain_models(family: str, home: Path) -> None:
     plain = packed_sample(PackedForward(fresh(family)))
     loaded = served(fresh(family), home, "--quantization", "int8")
-    assert kinds(loaded) == {INT8}
+    assert kinds(loaded) == {BLOCKS}
     assert 0.002 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.1
+
+
+def test_four_bits_leave_the_head_eight(home: Path) -> None:
+    plain = packed_sample(PackedForward(fresh()))
+    loaded = served(fresh(), home, "--quantization", "int4")
+    head = loaded.model.get_output_embeddings()
+    formats = {
+        module is head: module.weights.parts[0].format
+        for module in loaded.model.modules()
+        if isinstance(module, NativeLinear)
+    }
+    assert formats == {True: Q8_0, False: Q4_1}
+    assert 0.01 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.4
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_a_tokens_logits_are_the_same_bits_in_any_company(asked: str, home: Path) -> None:
+    """One token a sequence and step, or up to 32 of each: drafts and crowds change no text."""
+    forward = PackedForward(served(fresh(), home, "--quantization", asked))
+    lengths = [70, 5, 40]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+
+    def logits(max_chunk: int) -> torch.Tensor:
+        rng = np.random.default_rng(max_chunk)
+        steps = random_schedule(rng, lengths, max_chunk)
+        return torch.cat(run_schedule(forward, texts, steps, 4, rng))
+
+    alone = logits(1)
+    assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
 
 
 def test_without_the_flag_nothing_is_rounded(home: Path) -> None:

@@ -38,4 +38,4 @@ def joined(parts: Sequence[BlockPanels], bias: torch.Tensor | None = None) -> Pa
     table = torch.cat([part.rows for part in parts])
     kind = MIXED if any(part.format == PLAIN for part in parts) else BLOCKS
     out = sum(part.out for part in parts)
-    return PackedWeights(kind, table, None, bias, out, parts[0].in_features, parts=tuple(parts))
+    return PackedWeights(kind, table, bias, out, parts[0].in_features, parts=tuple(parts))

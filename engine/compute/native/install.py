@@ -45,15 +45,16 @@ def with_kernels(
     if settings.compile == "off":
         return replace(loaded, kernels_used="torch's (--compile off)")
     try:
-        build = usable_build(loaded, settings.cpu_kernels)
+        formats = settings.quantization != "none"
+        build = replace(usable_build(loaded, settings.cpu_kernels), formats=formats)
         kernels_of_stored = kernels_of(loaded.model)
         kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
         loaded = install(loaded, kernels)
-        if settings.quantization == "int8":
+        if settings.quantization != "none":
             if kernels_of_stored is not None:
-                raise unquantized("the weights are quantized already")
-            quantize(loaded, kernels)
+                raise unquantized("the weights are quantized already", settings.quantization)
+            quantize(loaded, kernels, settings.quantization)
         join_layers(loaded, kernels)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
@@ -70,7 +71,7 @@ def with_kernels(
 def refuse_without(settings: ModelSettings, reason: object) -> None:
     """Raise StartRefused, for `reason`, where kernels that cannot be had are insisted on."""
     if settings.quantization != "none":
-        raise unquantized(f"no compiled kernels: {reason}")
+        raise unquantized(f"no compiled kernels: {reason}", settings.quantization)
     if settings.compile == "on":
         raise StartRefused(f"--compile on: {reason}. Leave it out to do without.")
 

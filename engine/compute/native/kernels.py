@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.compute.attention import LayerCall, PagedRows
-from engine.compute.native.block_panels import PLAIN, BlockPanels
+from engine.compute.native.block_panels import PLAIN, BlockPanels, joined
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
     ELEMENTS,
     INDEX,
-    INT8,
     POINTER,
     Attention,
     Decoder,
@@ -63,7 +62,7 @@ class NativeKernels:
             return library_function(loaded, name, POINTER, *arguments)
 
         self._pack = function("slip_pack", POINTER, POINTER, INDEX, INDEX)
-        self._quantize = function("slip_quantize", *[POINTER] * 3, INDEX, INDEX)
+        self._quantize = function("slip_quantize", INDEX, POINTER, POINTER, INDEX, INDEX)
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._pack_blocks = function("slip_pack_blocks", INDEX, *[POINTER] * 3, INDEX, INDEX)
         self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
@@ -87,18 +86,18 @@ class NativeKernels:
         weight = weight.contiguous()
         packed = torch.empty_like(weight)
         self._pack(self.team.handle, weight.data_ptr(), packed.data_ptr(), *weight.shape)
-        return PackedWeights(ELEMENTS, packed, None, bias, *weight.shape)
+        return PackedWeights(ELEMENTS, packed, bias, *weight.shape)
 
-    def quantize(self, weights: PackedWeights) -> PackedWeights:
-        """The same weights, which `pack` gave, as integers of 8 bits: half the bytes.
+    def quantize(self, weights: PackedWeights, block_format: int) -> PackedWeights:
+        """The same weights, which `pack` gave, rounded to Q8_0 or Q4_1 (ggml's numbers).
 
-        Each output's largest becomes 127 or -127, the others the nearest multiple of a 127th of it.
+        Each 32 inputs of an output have a scale, that with the least error. For a multiple of 32 inputs.
         """
-        packed = torch.empty(weights.packed.shape, dtype=torch.int8)
-        scales = torch.empty(weights.out)
-        addresses = (weights.packed.data_ptr(), packed.data_ptr(), scales.data_ptr())
-        self._quantize(self.team.handle, *addresses, weights.out, weights.in_features)
-        return replace(weights, kind=INT8, packed=packed, scales=scales)
+        out, in_features = weights.out, weights.in_features
+        panels = torch.empty(out // PANEL, self._panel_bytes(block_format, in_features), dtype=torch.uint8)
+        addresses = (weights.packed.data_ptr(), panels.data_ptr())
+        self._quantize(self.team.handle, block_format, *addresses, out, in_features)
+        return joined([BlockPanels(block_format, panels, out, in_features)], weights.bias)
 
     def packs_format(self, block_format: int, in_features: int) -> bool:
         """True for weights [out, in_features] that `pack_blocks` takes, by ggml's number of their format."""

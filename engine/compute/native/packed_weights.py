@@ -12,16 +12,14 @@ from engine.compute.native.records import Product
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights [out, in_features] in a form that only kernels read, by `kind`, and the record they take.
+    """Weights [out, in_features] in a form that only kernels read, by `kind`, and the record of it.
 
-    `scales` is None where the kind has none, `bias` [out] where the layer has none. Of blocks, `packed` is a
-    table of their panels, and `parts` has these. Owns the memory behind `record`, which is good for as long
-    as this is.
+    `bias` is [out], None where the layer has none. Of blocks, `packed` is a table of their panels, and
+    `parts` has these. Owns the memory behind `record`, which is good for as long as this is.
     """
 
     kind: int
     packed: torch.Tensor
-    scales: torch.Tensor | None
     bias: torch.Tensor | None
     out: int
     in_features: int
@@ -29,6 +27,6 @@ class PackedWeights:
     record: Product = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        addresses = (None if part is None else part.data_ptr() for part in (self.scales, self.bias))
-        record = Product(self.kind, self.packed.data_ptr(), *addresses, self.out, self.in_features)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        record = Product(self.kind, self.packed.data_ptr(), bias, self.out, self.in_features)
         object.__setattr__(self, "record", record)

@@ -4,6 +4,7 @@
 
 #include "block_products.h"
 #include "panels.h"
+#include "quantize.h"
 #include "team.h"
 
 namespace {
@@ -11,8 +12,8 @@ namespace {
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-// What a product's weights are: elements, integers, panels of any format, or panels of which some are elements.
-enum Kind : Index { ELEMENTS = 0, INT8 = 1, BLOCKS = 2, MIXED = 3 };
+// What a product's weights are: elements, panels of formats, or panels of which some are elements.
+enum Kind : Index { ELEMENTS = 0, BLOCKS = 1, MIXED = 2 };
 
 }  // namespace
 
@@ -26,7 +27,6 @@ struct FormatPanel {   // records.py mirrors it
 struct Product {       // a linear layer; records.py mirrors it
   Index kind;          // a Kind: what `packed` is, and how it is multiplied
   const void* packed;  // out / PANEL panels, one after the other; of BLOCKS and MIXED a FormatPanel for each
-  const void* scales;  // null where the kind has none
   const Element* bias;    // [out], null for none
   Index out, k;
 };
@@ -60,9 +60,8 @@ struct NextPanel {
 };
 
 // One panel of weights, what is added to its 32 outputs (null for none), and the panel behind it.
-template <class Panel>
 struct Columns {
-  Panel panel;
+  ElementPanel panel;
   const Element* bias;
   Index k;
   const char* next;
@@ -74,9 +73,8 @@ struct Columns {
 };
 
 // A pair of inputs of the halves from `half` on.
-template <class Panel>
 struct PairOfInputs {
-  const Panel& panel;
+  const ElementPanel& panel;
   Index j;
   int half;
 
@@ -87,19 +85,18 @@ struct PairOfInputs {
 };
 
 // x[M, k] times TILE_VECTORS halves of the columns, from `half` on.
-template <int M, class Panel>
-void tile(const Number* x, const Columns<Panel>& w, int half, NextPanel next_panel, Target to) {
+template <int M>
+void tile(const Number* x, const Columns& w, int half, NextPanel next_panel, Target to) {
   Floats sums[M][TILE_VECTORS];
   clear(sums);
   for (Index j = 0; j < w.k / 2; j++) {
     next_panel(j);
-    multiply(sums, x + 2 * j, w.k, PairOfInputs<Panel>{w.panel, j, half});
+    multiply(sums, x + 2 * j, w.k, PairOfInputs{w.panel, j, half});
   }
   repeat<M>(SLIP_EACH_OF(i) {
     repeat<TILE_VECTORS>(SLIP_EACH_OF(v) {
       const Index by = LANES * (half + v);
-      const float* scales = w.panel.scales ? w.panel.scales + by : nullptr;
-      Floats result = finished(sums[i][v], scales, w.bias ? w.bias + by : nullptr);
+      Floats result = w.bias ? sums[i][v] + load(w.bias + by) : sums[i][v];
       const Target here = to.at(i, by);
       if (here.residual) result = rounded(result) + load(here.residual);
       store(here.y, result);
@@ -107,8 +104,8 @@ void tile(const Number* x, const Columns<Panel>& w, int half, NextPanel next_pan
   });
 }
 
-template <int M, class Panel>
-void tile_of(Index rows, const Number* x, const Columns<Panel>& w, NextPanel next_panel, Target to) {
+template <int M>
+void tile_of(Index rows, const Number* x, const Columns& w, NextPanel next_panel, Target to) {
   if (rows == M)
     for (int half = 0; half < 2; half += TILE_VECTORS) tile<M>(x, w, half, next_panel, to);
   else if constexpr (M > 1)
@@ -116,8 +113,7 @@ void tile_of(Index rows, const Number* x, const Columns<Panel>& w, NextPanel nex
 }
 
 // x[n, k] times the columns, in tiles of about the same size, each of which asks for its part of what comes next.
-template <class Panel>
-void tiles(const Number* x, Index n, const Columns<Panel>& w, Target to) {
+inline void tiles(const Number* x, Index n, const Columns& w, Target to) {
   const Index parts = (n + TILE - 1) / TILE, size = (n + parts - 1) / std::max<Index>(1, parts);
   for (Index part = 0; part * size < n; part++) {
     const Index first = part * size;
@@ -188,20 +184,8 @@ void times_panel(const Product& w, Index p, const Rows& rows, Index n, Target to
     for (Index i = 0; i < n; i++) put_some_outputs(sums[i], bias, count, to.at(i));
     return;
   }
-  if (w.kind != INT8) {
-    const Element* panel = has_formats ? (const Element*)format.at : (const Element*)w.packed + first * k;
-    tiles<ElementPanel>(x, n, {{panel, nullptr}, bias, k, (const char*)(panel + PANEL * k), pair_bytes}, to);
-    return;
-  }
-  const Int8Panel panel{(const int8_t*)w.packed + first * k, (const float*)w.scales + first};
-  const char* next = (const char*)(panel.at + PANEL * k);
-  if (n <= TILE) {
-    tiles<Int8Panel>(x, n, {panel, bias, k, next, 2 * PANEL}, to);
-    return;
-  }
-  static thread_local std::vector<Element> space;
-  space.resize(PANEL * k);
-  tiles<ElementPanel>(x, n, {panel.expanded(space.data(), k), bias, k, next, 2 * PANEL}, to);
+  const Element* panel = has_formats ? (const Element*)format.at : (const Element*)w.packed + first * k;
+  tiles(x, n, {{panel}, bias, k, (const char*)(panel + PANEL * k), pair_bytes}, to);
 }
 
 // Calls `work(first row, stop row, first panel, stop panel)` until all rows and panels are done, shared out among

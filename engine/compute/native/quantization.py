@@ -1,4 +1,4 @@
-"""A model on the kernels with weights of 8-bit integers: half the bytes to read in each step."""
+"""A model on the kernels with weights of 8 or 4 bits: fewer bytes to read in each step."""
 
 from __future__ import annotations
 
@@ -11,62 +11,76 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeLinear
 from engine.compute.native.places import find_places
+from engine.compute.native.records import ELEMENTS
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
-# The part of their spread by which a model's logits may change. Rounding each weight to a 127th of its
-# output's largest makes 0.15 in thirty layers, where bfloat16 makes 0.03; with few weights that are very
-# large, the others are lost.
-_LIMIT = 0.4
+Q4_1, Q8_0 = 3, 8  # ggml's numbers
+_GROUP = 32
+# The bits of a weight with its part of a scale; what the head has, whose errors go straight into the logits.
+_BITS = {"int8": 8.5, "int4": 5.0}
+_FORMATS = {"int8": Q8_0, "int4": Q4_1}
+# The part of their spread by which a model's logits may change. Rounding to a 127th of the largest of 32
+# makes less than 0.15 in thirty layers, where bfloat16 makes 0.03; very large ones can spoil their neighbours.
+_LIMITS = {"int8": 0.4, "int4": 0.8}
 
 
-def quantize(loaded: LoadedModel, kernels: NativeKernels) -> None:
-    """Turn all weights that the kernels multiply with into integers, freeing each before the next.
+def quantize(loaded: LoadedModel, kernels: NativeKernels, asked: str) -> None:
+    """Round all weights that kernels multiply with as `--quantization` asks, freeing each before the next.
 
-    The logits are compared with those before. Raises StartRefused where they are others, and where nothing
-    was there to turn.
+    The head keeps 8 bits. The logits are compared with those before. Raises StartRefused where they are
+    others, and where nothing was there to round.
     """
     before = packed_sample(PackedForward(loaded))
-    num_bytes = sum(_quantize(module, kernels) for module in loaded.model.modules())
+    head = loaded.model.get_output_embeddings()
+    num_bytes = 0
+    for module in loaded.model.modules():
+        if isinstance(module, NativeLinear) and module.weights.kind == ELEMENTS and _has_groups(module):
+            module.weights = kernels.quantize(module.weights, Q8_0 if module is head else _FORMATS[asked])
+            num_bytes += sum(part.panels.nbytes for part in module.weights.parts)
     if not num_bytes:
-        raise unquantized(f"{type(loaded.model).__name__} has no weights that the kernels multiply with")
+        raise unquantized(
+            f"{type(loaded.model).__name__} has no weights that the kernels multiply with", asked
+        )
     distance = logits_distance(packed_sample(PackedForward(loaded)), before)
-    if not distance <= _LIMIT:
-        raise unquantized(f"it changes the logits by {distance:.2g} of their spread (limit {_LIMIT})")
+    if not distance <= _LIMITS[asked]:
+        raise unquantized(
+            f"it changes the logits by {distance:.2g} of their spread (limit {_LIMITS[asked]})", asked
+        )
     log.info(
-        "weights of 8-bit integers: %s, logits changed by %.2g of their spread", _size(num_bytes), distance
+        "weights of %s-bit integers: %s, logits changed by %.2g of their spread",
+        asked.removeprefix("int"),
+        _size(num_bytes),
+        distance,
     )
 
 
-def unquantized(reason: object) -> StartRefused:
-    """What to raise where 8-bit weights are asked for and cannot be had."""
-    return StartRefused(f"--quantization int8: {reason}. Leave it out to do without.")
+def unquantized(reason: object, asked: str) -> StartRefused:
+    """What to raise where weights of fewer bits are asked for and cannot be had."""
+    return StartRefused(f"--quantization {asked}: {reason}. Leave it out to do without.")
 
 
-def foresee_weights(outline: nn.Module, dtype: torch.dtype) -> str:
+def foresee_weights(outline: nn.Module, dtype: torch.dtype, asked: str) -> str:
     """What `quantize` would make of a model whose weights are not there, in words."""
     replaced = [outline.get_submodule(place.name) for place in find_places(outline, dtype)]
     linears = [part for module in replaced for part in module.modules() if isinstance(part, nn.Linear)]
-    numbers, outputs = (
-        sum(part.weight.numel() for part in linears),
-        sum(part.out_features for part in linears),
+    head = getattr(outline, "get_output_embeddings", lambda: None)()
+    numbers = sum(part.weight.numel() for part in linears)
+    bits = sum(
+        part.weight.numel() * _BITS["int8" if part is head else asked]
+        if part.in_features % _GROUP == 0
+        else 8 * dtype.itemsize * part.weight.numel()
+        for part in linears
     )
-    return (
-        f"int8: {_size(numbers + 4 * outputs)} to multiply with instead of {_size(dtype.itemsize * numbers)}"
-    )
+    return f"{asked}: {_size(bits / 8)} to multiply with instead of {_size(dtype.itemsize * numbers)}"
 
 
-def _quantize(module: nn.Module, kernels: NativeKernels) -> int:
-    """The bytes of the module's own weights, which are integers now."""
-    if not isinstance(module, NativeLinear):
-        return 0
-    module.weights = weights = kernels.quantize(module.weights)
-    assert weights.scales is not None
-    return weights.packed.nbytes + weights.scales.nbytes
+def _has_groups(linear: NativeLinear) -> bool:
+    return linear.in_features % _GROUP == 0
 
 
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"

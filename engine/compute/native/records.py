@@ -6,7 +6,7 @@ import ctypes
 
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-ELEMENTS, INT8, BLOCKS, MIXED = 0, 1, 2, 3  # kinds of products, as products.h numbers them
+ELEMENTS, BLOCKS, MIXED = 0, 1, 2  # kinds of products, as products.h numbers them
 
 
 class Product(ctypes.Structure):
@@ -14,7 +14,7 @@ class Product(ctypes.Structure):
 
     _fields_ = (
         ("kind", INDEX),
-        *((name, POINTER) for name in ("packed", "scales", "bias")),
+        *((name, POINTER) for name in ("packed", "bias")),
         *((name, INDEX) for name in ("out", "k")),
     )
 

@@ -383,6 +383,20 @@ SLIP_INLINE Native load_half(const void* p) {
 #endif
 }
 
+// The half-precision number nearest to one, and what such a number is.
+SLIP_INLINE uint16_t half_of(float number) {
+#if defined(__x86_64__)
+  return (uint16_t)_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(number), _MM_FROUND_TO_NEAREST_INT), 0);
+#else
+  return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(number))), 0);
+#endif
+}
+
+SLIP_INLINE float half_value(uint16_t half) {
+  const uint16_t row[WIDTH] = {half};
+  return load_half(row)[0];
+}
+
 // One register of integers of 8 bits as floats.
 SLIP_INLINE Native load_int8_part(const int8_t* p) {
 #if defined(__AVX512F__)

@@ -9,7 +9,7 @@ from config import load_settings
     "argv",
     [
         *(f"--compile={word}" for word in ("auto", "on", "off")),
-        *(f"--quantization={word}" for word in ("none", "int8")),
+        *(f"--quantization={word}" for word in ("none", "int8", "int4")),
         "--swap-space=0",
         "--swap-space=2GiB",
         "--prefix-caching",

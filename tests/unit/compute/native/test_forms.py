@@ -18,6 +18,7 @@ from engine.compute.native.block_panels import joined
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import HeadNorms, NativeKernels
+from engine.compute.native.quantization import Q4_1, Q8_0
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
@@ -99,16 +100,16 @@ def test_products(side: Side, width: int, out: int) -> None:
             assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
 
 
-def test_products_with_integers(side: Side) -> None:
-    weight, x = side.noise(96, 130), side.noise(200, 130, seed=2) / 12
-    packed = side.kernels.quantize(side.kernels.pack(weight))
-    assert packed.scales is not None
-    inverse = torch.tensor(127.0) / weight.float().abs().amax(dim=1, keepdim=True)
-    exact = (weight.float() * inverse).round().double() * packed.scales.double()[:, None]
-    whole = side.kernels.linear(x, packed)
-    side.assert_close(whole, x.double() @ exact.T, slack=4)
-    for n in (1, 8, 9):
-        assert torch.equal(side.kernels.linear(x[:n].contiguous(), packed), whole[:n])
+def test_products_with_rounded_weights(side_with_formats: Side) -> None:
+    side = side_with_formats
+    weight, x = side.noise(96, 160), side.noise(40, 160, seed=2)
+    for block_format, near in ((Q8_0, 0.01), (Q4_1, 0.1)):
+        packed = side.kernels.quantize(side.kernels.pack(weight), block_format)
+        found = side.kernels.read_rows(packed, torch.arange(96)).float()
+        assert (found - weight.float()).norm() <= near * weight.float().norm()
+        whole = side.kernels.linear(x, packed).double()
+        expected = in_blocks(x) @ found.double().T
+        assert (whole - expected).norm() <= (0.001 + side.rounding) * expected.norm()
 
 
 def test_products_with_stored_blocks(side_with_formats: Side) -> None:
