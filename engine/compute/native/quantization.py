@@ -20,19 +20,19 @@ log = logging.getLogger("slipstream.model")
 
 Q4_1, Q8_0 = 3, 8  # ggml's numbers
 _GROUP = 32
-# The bits of a weight with its part of a scale; what the head has, whose errors go straight into the logits.
+# The bits of a weight with its part of a scale and a least value.
 _BITS = {"int8": 8.5, "int4": 5.0}
 _FORMATS = {"int8": Q8_0, "int4": Q4_1}
 # The part of their spread by which a model's logits may change. Rounding to a 127th of the largest of 32
-# makes less than 0.15 in thirty layers, where bfloat16 makes 0.03; very large ones can spoil their neighbours.
+# makes less than 0.15 in thirty layers, where bfloat16 makes 0.03; very large weights spoil their neighbours.
 _LIMITS = {"int8": 0.4, "int4": 0.8}
 
 
 def quantize(loaded: LoadedModel, kernels: NativeKernels, asked: str) -> None:
     """Round all weights that kernels multiply with as `--quantization` asks, freeing each before the next.
 
-    The head keeps 8 bits. The logits are compared with those before. Raises StartRefused where they are
-    others, and where nothing was there to round.
+    The head keeps 8 bits, since its errors go straight into the logits, which are compared with those before.
+    Raises StartRefused where they are others, and where nothing was there to round.
     """
     before = packed_sample(PackedForward(loaded))
     head = loaded.model.get_output_embeddings()

@@ -45,7 +45,7 @@ SLIP_INLINE Fit refitted(const Floats (&x)[2], const Fit& by, float most) {
 
 inline Fit best_fit(const Floats (&x)[2], float most) {
   const float low = std::min(least(x[0]), least(x[1])), high = std::max(greatest(x[0]), greatest(x[1]));
-  Fit best = fitted(x, (high - low) / most, low, most);
+  Fit best = fitted(x, half_value(half_not_below((high - low) / most)), low, most);
   for (int i = 0; i < TRIES; i++) {
     const float part = 1 - 0.025f * i, scale = part * (high - low) / most;
     const Fit first = fitted(x, scale, (low + high - scale * most) / 2, most), second = refitted(x, first, most);
@@ -62,9 +62,10 @@ inline void quantize_span(OfQ4_1, const Floats (&x)[2], StoredSpan& to) {
   for (int i = 0; i < 2; i++) store_int8((int8_t*)to.codes + LANES * i, fit.codes[i]);
 }
 
-// With eight bits the largest number decides.
+// With eight bits the largest number decides. Its scale is rounded up: a smaller one would cut it off, by much where
+// scales are so small that few half-precision numbers are near.
 inline void quantize_span(OfQ8_0, const Floats (&x)[2], StoredSpan& to) {
-  to.scale = half_of(greatest(maximum(absolute(x[0]), absolute(x[1]))) / 127);
+  to.scale = half_not_below(greatest(maximum(absolute(x[0]), absolute(x[1]))) / 127);
   const float scale = half_value(to.scale), inverse = scale > 0 ? 1 / scale : 0;
   for (int i = 0; i < 2; i++) {
     const Floats code = nearest_whole(x[i] * broadcast(inverse));

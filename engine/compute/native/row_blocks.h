@@ -28,9 +28,8 @@ static_assert(sizeof(RowBlock) == 64);
 // NaN and infinity make a block of NaN: what goes wrong must show in the result.
 inline void put_row_block(const Element* x, RowBlock* to) {
   const Floats a = load(x), b = load(x + LANES);
-  const Floats sizes = maximum(absolute(a), absolute(b));
-  const float largest = greatest(sizes);
-  const bool is_finite = std::isfinite(sum(absolute(a) + absolute(b)));
+  const float largest = greatest(maximum(absolute(a), absolute(b)));
+  const bool is_finite = !are_nan((a - a) + (b - b));
   const bool is_something = is_finite && largest > 1e-30f;  // whose inverse is a number
   const Floats inverse = broadcast(is_something ? 127 / largest : 0);
   const Floats first = is_finite ? nearest_whole(a * inverse) : zeros();

@@ -397,6 +397,12 @@ SLIP_INLINE float half_value(uint16_t half) {
   return load_half(row)[0];
 }
 
+// The least half-precision number that is not below one from 0 on; the largest there is for those beyond.
+SLIP_INLINE uint16_t half_not_below(float number) {
+  const uint16_t near = half_of(number);
+  return std::min<uint16_t>(half_value(near) < number ? near + 1 : near, 0x7BFF);
+}
+
 // One register of integers of 8 bits as floats.
 SLIP_INLINE Native load_int8_part(const int8_t* p) {
 #if defined(__AVX512F__)

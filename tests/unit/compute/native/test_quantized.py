@@ -50,6 +50,15 @@ def test_eight_bits_are_multiples_of_a_127th_of_the_largest(
     assert not found[3].any()
 
 
+@pytest.mark.parametrize(("block_format", "codes"), ((Q8_0, 127), (Q4_1, 15)))
+def test_very_small_weights_are_not_cut_off(kernels: NativeKernels, block_format: int, codes: int) -> None:
+    """Near such scales there are few half-precision numbers, 6e-8 apart."""
+    weight = noise(64, 96) * torch.logspace(-6, -4, 64).bfloat16()[:, None]
+    found, exact = groups(rounded(kernels, weight, block_format)), groups(weight)
+    step = (exact.amax(-1, keepdim=True) - exact.amin(-1, keepdim=True)) / codes
+    assert ((found - exact).abs() <= 0.75 * step + 1e-7 + 2**-8 * exact.abs()).all()
+
+
 @pytest.mark.parametrize(("width", "out"), SHAPES)
 def test_four_bits_err_less_than_the_whole_range_does(kernels: NativeKernels, width: int, out: int) -> None:
     weight = noise(out, width)
