@@ -27,7 +27,7 @@ from engine.compute.loading.loader import LoadedModel, choose_device, may_use_ke
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import gguf_of, read_json
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
-from engine.compute.loading.support import Architecture
+from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
 from engine.compute.native.quantization import foresee_weights
@@ -141,8 +141,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         if directory is not None and source.pending is None:
             found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
-        if source.as_it_is:
-            _describe_stored(model, source)
+        _describe_stored(model, source, architecture)
         model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline, source.as_it_is))
         if settings.model.quantization != "none" and model.compiled is not None:
             model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
@@ -178,8 +177,12 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.vocab_size = outline.vocab_size
 
 
-def _describe_stored(model: ModelFacts, source: FoundModel) -> None:
-    """The weights of a GGUF file that is run as it is."""
+def _describe_stored(model: ModelFacts, source: FoundModel, architecture: Architecture) -> None:
+    """The weights of a GGUF file that is run as it is, and quantized ones of safetensors."""
+    if (weight_format := weight_format_of(architecture.config)) is not None:
+        model.dtype_why = f"to compute in; the weights are unpacked from {weight_format.words}"
+    if not source.as_it_is:
+        return
     path = source.gguf or (None if source.directory is None else gguf_of(source.directory))
     if path is not None:
         formats = read_gguf(path).format_bytes

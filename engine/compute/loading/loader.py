@@ -27,7 +27,14 @@ from engine.compute.loading.model_files import (
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
-from engine.compute.loading.support import check_num_layers, exact_context_limit, read_architecture
+from engine.compute.loading.quantized_files import unpacked_tensors
+from engine.compute.loading.support import (
+    check_num_layers,
+    exact_context_limit,
+    find_model_class,
+    read_architecture,
+    weight_format_of,
+)
 from engine.compute.native.compiler import find_compiler
 from engine.compute.native.families import is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
@@ -197,12 +204,22 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
 def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused."""
     attention.register()
+    # A copy: setting the attention changes the configuration, which a second model may share.
+    config = copy.deepcopy(config)
+    weight_format = weight_format_of(config)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
+    if weight_format is not None:
+        log.info("weights stored as %s are unpacked into %s", weight_format.words, _name(dtype))
+        config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
+        source = {
+            "pretrained_model_name_or_path": None,
+            "state_dict": unpacked_tensors(directory, weight_format, dtype),
+        }
     try:
         with no_progress_bars(), no_remarks():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                directory,
-                # A copy: setting the attention changes the configuration, which a second model may share.
-                config=copy.deepcopy(config),
+            model, report = find_model_class(config).from_pretrained(
+                **source,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention.ATTENTION_NAME,
                 trust_remote_code=False,

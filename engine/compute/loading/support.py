@@ -14,6 +14,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.compute.loading.model_files import first_line
+from engine.compute.loading.weight_formats import FormatRefused, WeightFormat, read_weight_format
 from engine.errors import StartRefused, UnsupportedModel
 
 FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -65,6 +66,14 @@ def find_model_class(config: PreTrainedConfig) -> Any:
     return (named or found)[0]
 
 
+def weight_format_of(config: PreTrainedConfig) -> WeightFormat | None:
+    """How the configuration says that weights are quantized; None for plain ones. Raises FormatRefused."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    return read_weight_format(settings if isinstance(settings, dict) else settings.to_dict())
+
+
 def check_supported(architecture: Architecture) -> None:
     """Raise UnsupportedModel, naming the class and the first reason, unless the rules here find none."""
     for reason in _reasons(architecture):
@@ -109,8 +118,10 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
         yield "it carries recurrent state from token to token"
     if attends and not model_class._supports_attention_backend:
         yield "it computes attention itself, not through transformers' attention interface"
-    if getattr(config, "quantization_config", None) is not None:
-        yield "its weights are quantized (quantization_config)"
+    try:
+        weight_format_of(config)
+    except FormatRefused as reason:
+        yield str(reason)
 
 
 def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:

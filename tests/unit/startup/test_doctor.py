@@ -18,11 +18,12 @@ from engine.compute.loading.locate import find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
 from engine.compute.native.forms import forms_of
-from engine.errors import StartRefused
+from engine.errors import StartRefused, UnsupportedModel
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import EVERY_INSTRUCTION, compiled_home
+from tests.support.quantized_checkpoints import Checkpoint, awq, save_quantized
 from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import (
@@ -167,6 +168,27 @@ def test_a_gguf_file_is_examined_before_it_is_converted(tmp_path: Path) -> None:
     again = diagnose(settings)
     assert again.model is not None and again.cache == found.cache
     assert again.model.pending is None and again.model.directory is not None
+
+
+def test_quantized_weights_are_named_and_weighed_as_they_are_unpacked(tmp_path: Path) -> None:
+    plain = diagnose(settings_for(save_tiny_model("llama", tmp_path / "plain", dtype=torch.float16))).model
+    save_quantized(tmp_path / "awq", awq())
+    found = diagnose(settings_for(tmp_path / "awq", "--dtype", "float16"))
+    assert not found.problems
+    assert found.model is not None and plain is not None
+    assert found.model.dtype_why == "to compute in; the weights are unpacked from AWQ, 4 bits in groups of 32"
+    assert found.model.weight_bytes == plain.weight_bytes
+
+
+def test_a_format_that_is_not_served_is_a_problem_in_the_words_of_loading(tmp_path: Path) -> None:
+    save_quantized(tmp_path, Checkpoint({"quant_method": "mxfp4"}, awq().store))
+    (problem,) = diagnose(settings_for(tmp_path)).problems
+    assert problem.startswith(
+        "LlamaForCausalLM cannot be served exactly: its weights are quantized by 'mxfp4'"
+    )
+    with pytest.raises(UnsupportedModel) as refused:
+        load_model(tmp_path, settings_for(tmp_path).model)
+    assert str(refused.value) == problem
 
 
 def test_a_model_that_is_not_here_is_said_to_be_downloaded(

@@ -67,7 +67,7 @@ SIZES: dict[str, Any] = {
         ({"model_type": "gemma3"}, r"Gemma3ForConditionalGeneration .* several models \(text_config, vision"),
         ({"model_type": "gemma3n_text"}, "Gemma3nForCausalLM .* share the keys and values"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "weights are quantized"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "quip"}}, "quantized by 'quip'"),
     ],
 )
 def test_a_configuration_is_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -1,0 +1,229 @@
+"""Formats in which safetensors checkpoints store quantized weights, and the numbers that they stand for.
+
+Which one a checkpoint has, its `quantization_config` says, which is read as data: no package of any format is
+needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Parts = Mapping[str, Tensor]  # the tensors of one projection, by the last part of their names
+
+# How the columns of eight neighbours lie in 32 bits of AWQ.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_COMPRESSED = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"})
+_ROUNDED_INPUTS = "inputs are not rounded to 8 bits"
+
+
+class FormatRefused(Exception):
+    """Weights that cannot be served as they are stored; the message is part of a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How projections are stored: one with a tensor `marker` is quantized, `endings` are all it may have.
+
+    `numbers` gives the weights [out, in] in float32; `note` says what of the format is left out.
+    """
+
+    name: str
+    marker: str
+    endings: tuple[str, ...]
+    numbers: Callable[[Parts], Tensor]
+    note: str = ""
+
+    @property
+    def words(self) -> str:
+        """The format, and what of it is left out."""
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+
+def read_weight_format(settings: Mapping[str, Any]) -> WeightFormat:
+    """The format that a `quantization_config` describes. Raises FormatRefused."""
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method not in _READERS:
+        raise FormatRefused(
+            f"its weights are quantized by {method!r}, which is not known (quantization_config)"
+        )
+    return _READERS[method](settings)
+
+
+def unpack_integers(words: Tensor, bits: int) -> Tensor:
+    """Integers without sign from int32 [..., n], the lowest bits first: [..., n * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _read_gptq(settings: Mapping[str, Any]) -> WeightFormat:
+    bits, group = int(settings.get("bits", 4)), int(settings.get("group_size", 128))
+    if bits not in (2, 4, 8):
+        raise FormatRefused(
+            f"its weights are GPTQ of {bits} bits, served are 2, 4 and 8 (quantization_config)"
+        )
+    # The first version of the format stores zero points less one.
+    above = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+
+    def numbers(parts: Parts) -> Tensor:
+        codes = unpack_integers(parts["qweight"].T.contiguous(), bits)  # [out, in]
+        zeros = unpack_integers(parts["qzeros"], bits).T + above  # [out, groups]
+        scales = parts["scales"].float().T
+        groups = parts.get("g_idx")
+        if groups is None:
+            groups = torch.arange(codes.shape[1]) // (group if group > 0 else codes.shape[1])
+        groups = groups.long()
+        return (codes - zeros[:, groups]) * scales[:, groups]
+
+    order = ", inputs in the order of their weight" if settings.get("desc_act") else ""
+    endings = ("qweight", "qzeros", "scales", "g_idx")
+    return WeightFormat(f"GPTQ, {bits} bits {_groups(group)}{order}", "qweight", endings, numbers)
+
+
+def _read_awq(settings: Mapping[str, Any]) -> WeightFormat:
+    bits, group = int(settings.get("bits", 4)), int(settings.get("group_size", 128))
+    version = str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise FormatRefused(
+            f"its weights are AWQ of {bits} bits in version {version!r}, served are 4 bits of 'gemm' "
+            "(quantization_config)"
+        )
+
+    def columns(words: Tensor) -> Tensor:
+        codes = unpack_integers(words, 4)
+        return codes.view(len(codes), -1, 8)[..., _AWQ_ORDER].flatten(-2)
+
+    def numbers(parts: Parts) -> Tensor:
+        codes, zeros, scales = columns(parts["qweight"]), columns(parts["qzeros"]), parts["scales"].float()
+        width = codes.shape[0] // scales.shape[0]
+        spread = (each.repeat_interleave(width, dim=0) for each in (zeros, scales))  # [in, out]
+        zero, scale = spread
+        return ((codes - zero) * scale).T.contiguous()
+
+    return WeightFormat(f"AWQ, 4 bits {_groups(group)}", "qweight", ("qweight", "qzeros", "scales"), numbers)
+
+
+def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
+    groups = [dict(group) for group in (settings.get("config_groups") or {}).values()]
+    formats = {str(group.get("format") or settings.get("format")) for group in groups}
+    schemes = [dict(group.get("weights") or {}) for group in groups]
+    bits = sorted({int(scheme.get("num_bits", 8)) for scheme in schemes})
+    refused = sorted(formats - _COMPRESSED) or [f"of {each} bits" for each in bits if each not in (2, 4, 8)]
+    if refused or not groups:
+        raise FormatRefused(
+            f"its weights are compressed-tensors {', '.join(refused) or 'without config_groups'}, served are "
+            f"{', '.join(sorted(_COMPRESSED))} of 2, 4 or 8 bits (quantization_config)"
+        )
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise FormatRefused(f"its weights are compressed-tensors of {sparsity} (quantization_config)")
+    if any((settings.get("transform_config") or {}).values()):
+        raise FormatRefused(
+            "its weights are compressed-tensors with a transform_config (quantization_config)"
+        )
+    blocks = [tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("strategy") == "block"]
+    if len(set(blocks)) > 1:
+        raise FormatRefused("its weights have blocks of several sizes (quantization_config)")
+
+    def numbers(parts: Parts) -> Tensor:
+        scale, zero, packed = (
+            parts["weight_scale"].float(),
+            parts.get("weight_zero_point"),
+            parts.get("weight_packed"),
+        )
+        if packed is None:
+            codes = parts["weight"].float()
+        else:
+            out, width = (int(size) for size in parts["weight_shape"])
+            each = next(each for each in bits if -(-width * each // 32) == packed.shape[1])
+            codes = (unpack_integers(packed, each)[:, :width] - (1 << each - 1)).float()
+            if zero is not None and zero.dtype is torch.int32:
+                zero = unpack_integers(zero.T.contiguous(), each).T[:out] - (1 << each - 1)
+        groups = parts.get("weight_g_idx")
+        if groups is not None and not (groups < 0).any():
+            spread = [None if part is None else part[:, groups.long()] for part in (scale, zero)]
+        else:
+            block = blocks[0] if blocks else None
+            spread = [None if part is None else _spread(part, codes.shape, block) for part in (scale, zero)]
+        by, less = spread
+        assert by is not None
+        return (codes if less is None else codes - less) * by
+
+    rounds_inputs = any(group.get("input_activations") for group in groups)
+    endings = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+    listed = ", ".join(sorted(formats)) + f", {' and '.join(map(str, bits))} bits"
+    note = _ROUNDED_INPUTS if rounds_inputs else ""
+    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, numbers, note)
+
+
+def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
+    if not settings.get("load_in_4bit"):
+        raise FormatRefused(
+            "its weights are bitsandbytes of 8 bits, served are those of 4 (quantization_config)"
+        )
+    kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
+    state_name = f"weight.quant_state.bitsandbytes__{kind}"
+
+    def numbers(parts: Parts) -> Tensor:
+        state = json.loads(bytes(parts[state_name].tolist()))
+        largest = parts["weight.absmax"]
+        if "weight.nested_absmax" in parts:
+            nested = parts["weight.nested_absmax"].float().repeat_interleave(state["nested_blocksize"])
+            codes = parts["weight.nested_quant_map"].float()[largest.long()]
+            largest = codes * nested[: len(codes)] + state["nested_offset"]
+        packed = parts["weight"].flatten()
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
+        values = parts["weight.quant_map"].float()[codes.long()]
+        blocks = largest.float().repeat_interleave(state["blocksize"])[: len(values)]
+        return (values * blocks)[: torch.Size(state["shape"]).numel()].view(state["shape"])
+
+    names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    endings = ("weight", *(f"weight.{name}" for name in names), state_name)
+    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, numbers)
+
+
+def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:
+    size = settings.get("weight_block_size")
+    block = None if size is None else (int(size[0]), int(size[1]))
+
+    def numbers(parts: Parts) -> Tensor:
+        weight, scale = parts["weight"].float(), parts["weight_scale_inv"]
+        if scale.dtype is torch.uint8:  # exponents of two
+            scale = torch.exp2(scale.float() - 127)
+        return weight * _spread(scale.float(), weight.shape, block)
+
+    name = "FP8, a scale each" if block is None else f"FP8, a scale for {block[0]} x {block[1]}"
+    return WeightFormat(name, "weight_scale_inv", ("weight", "weight_scale_inv"), numbers, _ROUNDED_INPUTS)
+
+
+_READERS: dict[Any, Callable[[Mapping[str, Any]], WeightFormat]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed_tensors,
+    "bitsandbytes": _read_bitsandbytes,
+    "fp8": _read_fp8,
+}
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> Tensor:
+    """What one, each row, each group of a row or each block of the weights has, for each of them."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.ndim == 1:
+        return scale[:, None]
+    rows, columns = (
+        block if block is not None else (-(-shape[0] // scale.shape[0]), -(-shape[1] // scale.shape[1]))
+    )
+    by_row = scale.repeat_interleave(rows, dim=0)[: shape[0]]
+    return by_row.repeat_interleave(columns, dim=1)[:, : shape[1]]
+
+
+def _groups(size: int) -> str:
+    return f"in groups of {size}" if size > 0 else "with a scale for each output"

@@ -1,0 +1,120 @@
+"""Checkpoints of quantized weights: each number as the format's definition says, and refusals by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from config import ModelSettings
+from engine.compute.loading.loader import load_model
+from engine.compute.loading.weight_formats import FormatRefused, read_weight_format
+from engine.errors import StartRefused
+from tests.support.quantized_checkpoints import (
+    Checkpoint,
+    awq,
+    bitsandbytes,
+    compressed_fp8,
+    compressed_integers,
+    compressed_w8a8,
+    fp8,
+    gptq,
+    save_quantized,
+)
+
+FLOAT32 = ModelSettings(dtype="float32", device="cpu")
+FORMATS = {
+    "gptq": gptq(),
+    "gptq-act-order": gptq(act_order=True),
+    "gptq-8": gptq(8),
+    "gptq-2": gptq(2),
+    "gptq-v2": gptq(version=2),
+    "awq": awq(),
+    "int4": compressed_integers(4),
+    "int4-zero-points": compressed_integers(4, symmetric=False),
+    "int4-act-order": compressed_integers(4, symmetric=False, act_order=True),
+    "int8": compressed_integers(8),
+    "w8a8": compressed_w8a8(),
+    "fp8-tensor": compressed_fp8("tensor"),
+    "fp8-channel": compressed_fp8("channel"),
+    "fp8-block": compressed_fp8("block"),
+    "deepseek": fp8((24, 48)),
+    "deepseek-powers": fp8((32, 32), powers=True),
+    "deepseek-tensor": fp8(None),
+    "nf4": bitsandbytes("nf4"),
+    "nf4-nested": bitsandbytes("nf4", nested=True),
+    "fp4": bitsandbytes("fp4"),
+}
+
+
+@pytest.mark.parametrize("checkpoint", FORMATS.values(), ids=FORMATS)
+def test_weights_are_what_the_format_says(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    expected = save_quantized(tmp_path, checkpoint)
+    found = load_model(tmp_path, FLOAT32).model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-6, atol=1e-9)
+
+
+def test_a_model_computes_in_its_own_dtype(tmp_path: Path) -> None:
+    expected = save_quantized(tmp_path, awq())
+    loaded = load_model(tmp_path, ModelSettings(dtype="bfloat16", device="cpu"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(loaded.model.state_dict()[name], expected[name].bfloat16())
+
+
+def test_fp8_blocks_are_unpacked_as_transformers_does() -> None:
+    stored = fp8((16, 32)).store(64, 96, torch.Generator().manual_seed(3)).tensors
+    found = read_weight_format({"quant_method": "fp8", "weight_block_size": [16, 32]}).numbers(stored)
+    reference = Fp8Dequantize(None)._dequantize_one(
+        stored["weight"], stored["weight_scale_inv"], output_dtype=torch.float32
+    )
+    assert torch.equal(found, reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "quip"}, "quantized by 'quip', which is not known"),
+        ({"quant_method": "mxfp4"}, "quantized by 'mxfp4'"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits, served are 2, 4 and 8"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ of 4 bits in version 'gemv'"),
+        ({"load_in_8bit": True}, "bitsandbytes of 8 bits"),
+        ({"quant_method": "compressed-tensors", "format": "dense"}, "without config_groups"),
+        (compressed_w8a8().settings | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized, served are"),
+        (compressed_w8a8().settings | {"sparsity_config": {"format": "sparse-24"}}, "of sparse-24"),
+        (
+            compressed_w8a8().settings | {"transform_config": {"config_groups": {"R1": {}}}},
+            "a transform_config",
+        ),
+    ],
+)
+def test_what_cannot_be_served_as_stored_is_refused_by_name(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FormatRefused, match=reason):
+        read_weight_format(settings)
+
+
+def test_codes_without_a_scale_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, compressed_w8a8())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(StartRefused, match=r"layers\.1\.mlp\.down_proj\.weight has no scale") as refused:
+        load_model(tmp_path, FLOAT32)
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, gptq())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.q_proj.qzeros"
+    tensors[name] = tensors[name][:1, :3].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(StartRefused, match=r"q_proj is not stored as GPTQ, 4 bits in groups of 32"):
+        load_model(tmp_path, FLOAT32)
