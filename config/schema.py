@@ -213,6 +213,10 @@ class SchedulerSettings(Section):
         description="wait worth a step of priority, beyond +-10 less; 113 of it outrank anybody; 0 = off",
     )
 
+    read_next_turn: bool = Field(
+        True, description="while idle, compute what a chat's next prompt will begin with"
+    )
+
     @model_validator(mode="after")
     def _within_the_step(self) -> Self:
         _refuse_above(self, "max_prefill_tokens", "max_num_batched_tokens")

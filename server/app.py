@@ -21,6 +21,7 @@ from server.api.embeddings import routes as embeddings
 from server.api.embeddings.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.llama_cpp import infill
 from server.api.llama_cpp.protocol import InfillRequest
+from server.api.next_turns import NextTurns
 from server.api.ollama import routes as ollama
 from server.api.ollama.protocol import (
     OllamaChatRequest,
@@ -98,6 +99,7 @@ def build_app(
         tenants=tenants,
         large_bodies=Turns(tenants.give_way),
         large_replies=Turns(tenants.give_way),
+        next_turns=NextTurns(engine) if settings.scheduler.read_next_turn else None,
     )
     keys = key_ring(settings)
     app = FastAPI(

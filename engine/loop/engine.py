@@ -220,6 +220,25 @@ class Engine:
             speculation_speedup=decoder.speedup,
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """True while nothing runs or waits."""
+        return self._parts is not None and not self._parts.batcher.has_work
+
+    def expect_prompt(self, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        """A prompt will begin with these tokens: what is not cached of them is computed in idle steps."""
+        batcher = self._loaded.batcher
+        if batcher.config.prefix_caching and self._loop is not None:
+            batcher.next_turns.expect(token_ids, cache_salt)
+            self._loop.wake()
+
+    def next_turn_tokens(self) -> dict[str, int]:
+        """Tokens so computed: `used`, that a prompt began with, and `unused`, dropped before one did."""
+        if self._parts is None:
+            return {"used": 0, "unused": 0}
+        turns = self._parts.batcher.next_turns
+        return {"used": turns.num_used, "unused": turns.num_unused}
+
     def decode_step_s(self, num_seqs: int) -> float | None:
         """Measured seconds of a step of so many sequences, a token each; None while unknown."""
         return self._loaded.batcher.decoder.costs.seconds(num_seqs, num_seqs)

@@ -118,7 +118,7 @@ class EngineLoop:
         try:
             while not self.is_stopping:
                 self._carry_out_endings()
-                if self._batcher.has_work or self._ahead is not None:
+                if self._batcher.has_work or self._ahead is not None or self._batcher.read_ahead():
                     await self._step()
                     self._watchdog.note_progress()
                     self._is_checked = False

@@ -158,8 +158,10 @@ class OpenRequests:
         return self._streams[request_id]
 
     def finish(self, request: Request, ending: Ending) -> None:
-        """Close a request: terminal event to its stream, figures to the metrics."""
-        stream = self._streams.pop(request.request_id)
+        """Close a request: terminal event to its stream, figures to the metrics, or nothing without one."""
+        stream = self._streams.pop(request.request_id, None)
+        if stream is None:
+            return  # it was to read ahead
         del self._requests[request.request_id]
         self._time_limits.forget(request.request_id)
         self.num_ended += 1

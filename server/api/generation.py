@@ -37,6 +37,7 @@ class Choice:
     num_tokens: int = 0
     text_offset: int = 0
     finish: Finish | None = None
+    said: list[str] | None = None  # its text so far; None where nobody wants all of it
 
     async def read(self) -> OutputDelta:
         """The next delta; the prompt's scores are known with the first one of any choice.
@@ -59,6 +60,8 @@ class Choice:
     def note(self, delta: OutputDelta) -> None:
         """Count a delta that was taken."""
         self.num_tokens += len(delta.token_ids)
+        if self.said is not None:
+            self.said.append(delta.text)
         if self.reader is not None:
             self.reader.count(delta.token_ids)
         self.finish = delta.finish or self.finish
@@ -73,6 +76,7 @@ class Generation:
     def __init__(self, choices: Sequence[Choice], on_close: Callable[[], None] = lambda: None) -> None:
         self.choices = choices
         self._on_close = on_close
+        self.on_ended: Callable[[], None] = lambda: None  # once, at the close, if it came to its end
         self._num_open = len(choices)
         # The common single choice is read directly; several are pumped in here as they come, in turn.
         self._ready: asyncio.Queue[_Pumped] = asyncio.Queue()
@@ -129,6 +133,9 @@ class Generation:
         for pump in pumps:
             pump.cancel()
         self._on_close()
+        if not self.is_open:
+            on_ended, self.on_ended = self.on_ended, lambda: None
+            on_ended()
         for choice in self.choices:
             choice.stream.close()
 

@@ -15,6 +15,7 @@ from config import Settings
 from engine import EmbeddingService, Engine, EngineInfo, InvalidRequest, Overloaded
 from server.api.generation import Accepted
 from server.api.live_replies import LiveReplies
+from server.api.next_turns import NextTurns
 from server.api.responses.store import StoredResponses
 from server.http.open_tenants import OpenTenants
 from server.http.peer import Peer
@@ -42,6 +43,7 @@ class ServerContext:
     tenants: OpenTenants = field(default_factory=OpenTenants)
     large_bodies: Turns = field(default_factory=Turns)
     large_replies: Turns = field(default_factory=Turns)
+    next_turns: NextTurns | None = None
 
     @property
     def served_names(self) -> tuple[str, ...]:

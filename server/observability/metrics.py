@@ -139,6 +139,8 @@ class MetricsPage:
         page.add("tenant_share_ratio", "gauge", "Share of the last minute's tokens.", _by("tenant", shares))
         for name, text, field in _COUNTERS:
             _add(page, name, "counter", text, getattr(metrics, field))
+        text = "Tokens of chats' next prompts computed in idle steps: found by a prompt, or dropped before."
+        page.add("next_turn_tokens", "counter", text, _by("result", engine.next_turn_tokens()))
         _add(page, "ignored_parameters", "counter", "Unknown request fields.", http.ignored_parameters)
         lines = _by("status", http.batch_lines)
         page.add("batch_lines", "counter", "Lines of batches, by how they ended.", lines)

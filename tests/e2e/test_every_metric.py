@@ -27,6 +27,7 @@ EXCEPTIONS = (
     (r"blamed=batch", "a fault of all requests ends the engine before long"),
     (r"stage=kv", "only a fault of the block accounts counts there"),
     (r"prefix_cache_disk|stage=disk", "there is no disk behind the cache: test_disk_link.py has one"),
+    (r"next_turn_tokens", "replies end beside others here: test_next_turn.py has one that does not"),
     (r"stage=grammar", "no fault can be planned in there"),
     (r"method=medusa", "heads take long to train"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),
@@ -100,7 +101,8 @@ def check_families(scrapes: Scrapes) -> None:
     """All that is promised was there, and showed something."""
     promised = {line.split()[0] for line in GOLDEN.read_text().splitlines() if not line.startswith("#")}
     seen = {re.sub("_(sum|count)$", "", name) for (name, _), value in scrapes.most.items() if value > 0}
-    assert {name for name in promised if "embedding" not in name} == seen
+    excused = {name for name in promised | seen if any(re.search(each, name) for each, _ in EXCEPTIONS)}
+    assert promised - excused == seen - excused
 
 
 def check_labels(scrapes: Scrapes) -> None:

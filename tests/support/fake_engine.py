@@ -168,6 +168,11 @@ class FakeEngine:
             self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
         )
 
+    is_idle = False  # nothing is read ahead
+
+    def next_turn_tokens(self) -> dict[str, int]:
+        return {"used": 0, "unused": 0}
+
     def decode_step_s(self, num_seqs: int) -> float | None:
         return 0.01
 

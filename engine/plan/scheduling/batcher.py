@@ -15,6 +15,7 @@ from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
+from engine.plan.scheduling.next_turns import NextTurns
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
@@ -64,6 +65,7 @@ class ContinuousBatcher:
             config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes
         )
         self.running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
+        self.next_turns = self.running.lookup.next_turns = NextTurns(kv, self.rates)
         self._planner = StepPlanner(config, self.queue, self.running, policy, self.rates, self.decoder)
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._ended: list[str] = []  # while a step computed for them, in this order: they keep their blocks
@@ -87,6 +89,13 @@ class ContinuousBatcher:
         self.queue.add(request)
         if self.running.lookup.ask_disk(request):  # at once: the answer may be there before the next step
             self.queue.hold(request.request_id, disk_hold(request.request_id))
+
+    def read_ahead(self) -> bool:
+        """Queue a piece of what a chat will ask next; False if there is none. For when there is no work."""
+        request = self.next_turns.next_slice(self._clock())
+        if request is not None:
+            self.add(request)
+        return request is not None
 
     @property
     def waits_for_disk(self) -> bool:

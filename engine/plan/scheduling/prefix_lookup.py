@@ -10,6 +10,7 @@ from engine.plan.kv.disk_tier import DiskTier
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.kv.prefix_cache import extend_block_hashes
 from engine.plan.request import Request, RequestStatus
+from engine.plan.scheduling.next_turns import NextTurns
 from engine.plan.scheduling.policy import PolicyKey
 
 _FIRST_HASHES = 4  # blocks to hash before the first look-up; then twice as many as were found
@@ -35,6 +36,7 @@ class PrefixLookup:
     _caching: bool
     _num_hashed: int = 0  # blocks, in this step
     disk: DiskTier | None = None  # behind the prefix cache
+    next_turns: NextTurns | None = None  # told of what is found
 
     def begin_step(self) -> None:
         """A step is to be planned: HASHES_A_STEP blocks may be hashed again."""
@@ -96,6 +98,8 @@ class PrefixLookup:
     def claim(self, request: Request, num_found: int) -> None:
         """Note that the request computes its known full blocks behind the `num_found` first."""
         if self._caching:
+            if self.next_turns is not None:
+                self.next_turns.note_found(request.request_id, request.block_hashes[:num_found])
             hashes = self._hashes(request, len(request.token_ids) // self._kv.block_size)
             self._kv.prefixes.claim(request.request_id, hashes[num_found:])
 

@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import Engine, OutputDelta, TokenLogprobs
+from engine import Engine, OutputDelta, TokenLogprobs, owned_salt
 from server.api.body import read_request
 from server.api.generation import Choice, Generation, Prompt
+from server.api.next_turns import Chat
 from server.api.openai.chat_input import chat_input, may_think
 from server.api.openai.chat_tools import read_tools
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
@@ -24,7 +25,7 @@ from server.api.openapi import json_body
 from server.api.reply_rules import ReplyRules
 from server.api.submission import Submission, open_generation, truncated
 from server.http.body_room import lease_of
-from server.http.context import context_of, exchange_of
+from server.http.context import cache_owner, context_of, exchange_of
 from server.http.errors import invalid
 
 router = APIRouter(tags=["generation"])
@@ -72,11 +73,18 @@ async def open_chat_body(
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     shown = chat_input(body, tools, context.engine.reply_format)
 
+    with_special = bool(body.add_special_tokens)
+
     async def prepare(engine: Engine) -> list[Prompt]:
-        with_special = bool(body.add_special_tokens)
         token_ids = await shown.render(engine, add_special_tokens=with_special, tenant=exchange.tenant)
         return [Prompt(truncated(body, token_ids, engine.info))]
 
+    rules = ReplyRules(tools, body.thinking_token_budget, may_think(shown.options))
+    follows = context.next_turns
+    if follows is not None and not follows.keeps(
+        lease.num_bytes, body.num_choices, is_background=exchange.is_background
+    ):
+        follows = None
     submission = Submission(
         reply_id=reply_id,
         body=body,
@@ -84,10 +92,14 @@ async def open_chat_body(
         prepare=prepare,
         exchange=exchange,
         lease=lease,
-        rules=ReplyRules(tools, body.thinking_token_budget, may_think(shown.options)),
-        held_bytes=lease.num_bytes if echoes or tools is not None else 0,
+        rules=rules,
+        held_bytes=lease.num_bytes if echoes or tools is not None or follows is not None else 0,
     )
-    return await open_generation(context, submission)
+    salt = owned_salt(cache_owner(context, exchange), body.cache_salt)
+    generation = await open_generation(context, submission)
+    if follows is not None:
+        follows.follow(generation, Chat(shown, rules, with_special, exchange.tenant, salt))
+    return generation
 
 
 def _is_named(body: ChatCompletionRequest) -> bool:

@@ -14,6 +14,7 @@ from config import load_settings
         "--swap-space=2GiB",
         "--prefix-caching",
         "--no-prefix-caching",
+        "--no-read-next-turn",
         "--prefix-cache-dir=x",
         "--prefix-cache-disk=1GiB",
         "--share-prefix-cache",

@@ -42,6 +42,7 @@ CONTRACT = {
         "scheduling-policy": "priority",
         "preemption": "auto",
         "priority-aging-seconds": "30",
+        "read-next-turn": "on",
     },
     "speculation": {
         "speculative-method": "auto",

@@ -29,7 +29,8 @@ _CONTRACT = {
         spec_decode_num_draft_tokens spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
         spec_decode_draft_tokens_dropped spec_decode_run_ahead spec_decode_n1_fallbacks engine_errors
         deadline_missed http_requests ignored_parameters embedding_texts embedding_tokens batch_lines
-        prefix_cache_disk_read_blocks prefix_cache_disk_written_blocks forward_faults""",
+        prefix_cache_disk_read_blocks prefix_cache_disk_written_blocks forward_faults
+        next_turn_tokens""",
     "histogram": """
         time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
