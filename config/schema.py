@@ -21,6 +21,7 @@ from config.value_types import (
     Directory,
     DirectoryOrNone,
     FileOrNone,
+    HeaderNameOrNone,
     HostNames,
     Number,
     Origins,
@@ -31,6 +32,7 @@ from config.value_types import (
     Text,
     TextOrNone,
     Texts,
+    Weights,
     Whole,
     WholeOrAuto,
     lower_case,
@@ -212,10 +214,24 @@ class SchedulerSettings(Section):
         ge=0,
         description="wait worth a step of priority, beyond +-10 less; 113 of it outrank anybody; 0 = off",
     )
+    tenant_weight: Weights = Field(
+        (), description="a tenant's share, 1 by default, under its name in the key file; repeatable"
+    )
+    tenant_header: HeaderNameOrNone = Field(
+        None,
+        description="header in which a trusted gateway names the tenant; a client's own is believed, too",
+    )
 
     read_next_turn: bool = Field(
         True, description="while idle, compute what a chat's next prompt will begin with"
     )
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """The weights given, by tenant; the last one of a name counts."""
+        return {
+            name: float(weight) for name, _, weight in (each.rpartition("=") for each in self.tenant_weight)
+        }
 
     @model_validator(mode="after")
     def _within_the_step(self) -> Self:

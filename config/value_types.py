@@ -90,6 +90,22 @@ def read_origin(text: str) -> str:
     return origin
 
 
+def read_weight(text: str) -> str:
+    """NAME=W with a name as in a key file and W a number from 0.001 to 1000. Raises ValueError."""
+    name, _, weight = (part.strip() for part in text.rpartition("="))
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or not 0.001 <= float(weight) <= 1000:
+        raise ValueError("no weight of a tenant")
+    return f"{name}={weight}"
+
+
+def read_header_name(text: str) -> str:
+    """The name of a header that carries no key, in lower case. Raises ValueError."""
+    name = text.strip().lower()
+    if not re.fullmatch(r"[a-z0-9_-]{1,64}", name) or name in ("authorization", "x-api-key", "cookie"):
+        raise ValueError("no header for a name")
+    return name
+
+
 Whole = Annotated[int, BeforeValidator(refuse_bool), Shape("N", "a whole number", numeric=True)]
 WholeOrAuto = Annotated[
     int | None, BeforeValidator(auto_is_none), Shape("N", "a whole number", numeric=True, auto=True)
@@ -116,6 +132,14 @@ FileOrNone = Annotated[
 ]
 Directory = Annotated[Path, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
 DirectoryOrNone = Annotated[Path | None, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
+HeaderNameOrNone = Annotated[
+    Annotated[str, AfterValidator(read_header_name)] | None,
+    Shape("NAME", "the name of a header that carries no key"),
+]
+Weights = Annotated[
+    tuple[Annotated[str, AfterValidator(read_weight)], ...],
+    Shape("NAME=W", "NAME=W with a number W from 0.001 to 1000"),
+]
 HostNames = Annotated[
     tuple[Annotated[str, AfterValidator(read_host_name)], ...],
     Shape("NAME", "names or addresses of hosts without a port, or *"),

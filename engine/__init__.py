@@ -98,13 +98,15 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
 
         return load_embedding_parts(settings)
 
-    server = settings.server
+    server, header = settings.server, settings.scheduler.tenant_header
+    has_tenants = len(server.api_key) > 1 or server.api_key_file is not None or header is not None
     limits = EngineLimits(
         server.max_queued_requests,
         server.max_queued_tokens,
         server.watchdog_timeout,
         server.queue_timeout,
-        has_tenants=len(server.api_key) > 1 or server.api_key_file is not None,
+        has_tenants=has_tenants,
+        tenant_weights=settings.scheduler.tenant_weights,
     )
     thread = SharedThread(GAP_LIMIT_S)
     executors = replace(Executors.threads(usable_cores()), target=thread)

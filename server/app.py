@@ -144,7 +144,13 @@ def build_app(
     app.add_middleware(HeadMiddleware)
     app.add_middleware(ClientMiddleware, settings=settings.server)
     protect_metrics = settings.server.protect_metrics
-    app.add_middleware(AuthMiddleware, keys=keys, protect_metrics=protect_metrics, tenants=tenants)
+    app.add_middleware(
+        AuthMiddleware,
+        keys=keys,
+        protect_metrics=protect_metrics,
+        tenants=tenants,
+        tenant_header=settings.scheduler.tenant_header,
+    )
     if settings.server.cors_origin:
         allow_origins(app, settings.server.cors_origin)
     app.add_middleware(SiteGuard, rules=rules_of(settings.server, is_public))

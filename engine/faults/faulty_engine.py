@@ -33,10 +33,10 @@ class FaultyEngine(Engine):
         plan = self._plan = FaultCounter(faults)
         super().__init__(lambda: load(faulty_factories(plan)), limits, executors=executors)
 
-    def admit(self, num_requests: int, tenant: str | None = None) -> ExitStack:
+    def admit(self, num_requests: int, tenant: str | None = None, priority: int = 0) -> ExitStack:
         """See Engine. What the calling task has tokenized from here on is for the request that is to come."""
         num_before = self._plan.num_arrivals + self._admission.num_preparing
-        permit = super().admit(num_requests, tenant)
+        permit = super().admit(num_requests, tenant, priority)
         PREPARING.set(num_before + 1)
         return permit
 

@@ -22,7 +22,7 @@ from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
-from engine.plan.request import FinishReason, GenerationRequest, Request
+from engine.plan.request import FinishReason, GenerationRequest, Request, RequestStatus
 from engine.plan.step_records import RequestExplanation
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
@@ -55,7 +55,10 @@ class Engine:
         self._executors = executors or Executors.threads()
         num_places, has_tenants = self._limits.max_queued_requests, self._limits.has_tenants
         self._admission = Admission(
-            num_places, self._limits.max_queued_tokens, self._retry_after_s, has_tenants
+            *(num_places, self._limits.max_queued_tokens, self._retry_after_s, has_tenants),
+            weights=self._limits.tenant_weights,
+            reply_of=self._waiting_reply_of,
+            displace=self._displace,
         )
         self._text_admission = Admission(max(1, num_places // 4), 0, lambda _: 1, has_tenants)
         self.state = EngineState.LOADING
@@ -308,14 +311,15 @@ class Engine:
 
     # Requests.
 
-    def admit(self, num_requests: int, tenant: str | None = None) -> ExitStack:
+    def admit(self, num_requests: int, tenant: str | None = None, priority: int = 0) -> ExitStack:
         """Take queue places before tokenizing; use as a context manager around it and `submit_all`.
 
-        Raises Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
+        In a full queue they may be others', who end with an Overloaded then: see `Admission`. Raises
+        Overloaded (queue_full, loading, draining) or EngineDead, and counts the refusal.
         """
         with self._counts.refusals():
             self._check_open()
-            return self._admission.admit(num_requests, self._loaded.batcher.queue, tenant)
+            return self._admission.admit(num_requests, self._loaded.batcher.queue, tenant, priority)
 
     def admit_text(self, tenant: str | None = None) -> ExitStack:
         """A place for a request that wants text or token ids only; raises what `admit` does.
@@ -352,7 +356,7 @@ class Engine:
         queued = [record for record in records if record.request_id not in idle]
         with self._counts.refusals():
             self._check_open()
-            self._admission.check_tokens(queued, batcher.queue)
+            self._admission.check_tokens(queued, batcher.queue, min((r.priority for r in queued), default=0))
         for place, record in enumerate(queued):
             self._check_deadline(record, queued[:place])
         streams = [self._make_stream(request) for request in requests]
@@ -375,6 +379,15 @@ class Engine:
 
     def _retry_after_s(self, num_requests: int) -> int:
         return 1 if self._loop is None else self._loop.retry_after_s(num_requests)
+
+    def _waiting_reply_of(self, request: Request) -> Sequence[Request]:
+        """All of the request's reply, or nothing if any of it has started."""
+        reply = self._requests.reply_of(request.request_id)
+        return reply if all(each.status is RequestStatus.WAITING for each in reply) else ()
+
+    def _displace(self, request: Request, error: Overloaded) -> None:
+        assert self._loop is not None
+        self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="displaced"))
 
     def _check_deadline(self, record: Request, before: Sequence[Request]) -> None:
         """Refuse, and count, what cannot end in time even if all goes well; see `can_meet`."""

@@ -59,6 +59,7 @@ class EngineLimits:
     watchdog_timeout_s: float = 60.0
     queue_timeout_s: float = 0.0  # that a request may wait for its first step; 0 is no limit
     has_tenants: bool = False  # several, none of whom may take all places in the queue
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of their shares; 1 by default
 
 
 class StepRunner(Protocol):

@@ -57,6 +57,11 @@ class RequestCounts:
             self._metrics.requests_started += 1
         self._num_open[name] += 1
 
+    def choices_beside(self, request_id: str) -> list[str]:
+        """The open choices of a choice's group, itself included. O(open)."""
+        name = self._group_of[request_id]
+        return [other for other, group in self._group_of.items() if group == name]
+
     def close(self, request_id: str, ending: Ending) -> None:
         """A choice has ended; with the last one its group has."""
         name = self._group_of.pop(request_id)
@@ -71,7 +76,7 @@ class RequestCounts:
         metrics.deadlines_missed += gravest.reason is FinishReason.DEADLINE
         if gravest.abort is not None:
             metrics.request_aborts[gravest.abort] += 1
-        if isinstance(gravest.error, Overloaded) and gravest.error.code == "queue_timeout":
+        if isinstance(gravest.error, Overloaded) and gravest.error.code in ("queue_timeout", "queue_full"):
             metrics.requests_rejected[gravest.error.code] += 1
 
     @contextmanager
@@ -124,6 +129,10 @@ class OpenRequests:
     def all(self) -> list[Request]:
         """Every open request, oldest first; a copy."""
         return list(self._requests.values())
+
+    def reply_of(self, request_id: str) -> list[Request]:
+        """The open requests of the reply that an open one belongs to."""
+        return [self._requests[choice] for choice in self._counts.choices_beside(request_id)]
 
     async def wait_until_none(self) -> None:
         """Return when no request is open."""

@@ -32,7 +32,7 @@ from engine.errors import StartRefused
 from engine.loop.engine_parts import EngineInfo, EngineParts
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.policy import FairnessWeights, make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
@@ -297,5 +297,6 @@ def make_batcher(
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
         gap_limit_s=step_limit_s(settings) if scheduler.max_prefill_tokens is None else None,
     )
-    policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds)
+    weights = FairnessWeights(tenants=scheduler.tenant_weights)
+    policy = make_policy(scheduler.scheduling_policy, scheduler.priority_aging_seconds, weights)
     return kind(config, kv, policy, decoder=decoder)

@@ -62,6 +62,17 @@ class Submission:
     rules: ReplyRules | None = None
     held_bytes: int = 0
 
+    @property
+    def priority(self) -> int:
+        """Its class; that of background work is the last."""
+        return MAX_PRIORITY if self.exchange.is_background else priority_of(self.body)
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose turns and places it takes: its user's where one key serves many, else the key's holder's."""
+        name, label = self.body.safety_identifier or self.body.user, self.exchange.tenant_of_user
+        return label(name) if label is not None and isinstance(name, str) and name else self.exchange.tenant
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
@@ -80,7 +91,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     """
     body, engine, lease = submission.body, context.engine, submission.lease
     exchange, grammar = submission.exchange, None
-    tenant = exchange.tenant
+    tenant = submission.tenant
     deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
     structure = _structure(submission, engine)
@@ -88,7 +99,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     rules = None if submission.rules is None else replace(submission.rules, has_form=has_form)
     num_requests = submission.num_prompts * body.num_choices
     _check_queueable(submission, num_requests, context.settings.server.max_queued_requests)
-    with engine.admit(num_requests, tenant):
+    with engine.admit(num_requests, tenant, submission.priority):
         try:
             speculation = speculation_options(body, engine.info)
             check_truncation(body, engine.info)
@@ -114,7 +125,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     lease.hold(submission.held_bytes + size.held_bytes)
     request_ids = [request.request_id for _, request in requests]
     reply = LiveReply(
-        *(submission.reply_id, exchange.caller_id, tenant, request_ids),
+        *(submission.reply_id, exchange.caller_id, exchange.tenant, request_ids),
         arrival_time=exchange.arrival_time,
         is_background=exchange.is_background,
     )
@@ -203,9 +214,9 @@ def _make_requests(
                     seed=choice_seed(seed, j),
                     prompt_logprobs=None if j else sampling.prompt_logprobs,
                 ),
-                priority=MAX_PRIORITY if submission.exchange.is_background else priority_of(body),
+                priority=submission.priority,
                 group=submission.reply_id,
-                tenant=submission.exchange.tenant,
+                tenant=submission.tenant,
                 arrival_time=submission.exchange.arrival_time,
                 deadline=deadline,
                 cache_salt=owned_salt(cache_owner(context, submission.exchange), body.cache_salt),

@@ -18,7 +18,7 @@ from engine import StartRefused
 from server.http.context import exchange_of
 from server.http.errors import AUTHENTICATION, ErrorReply
 from server.http.installation import installation_secret
-from server.http.key_file import ApiKey, KeyFileError, read_key_file
+from server.http.key_file import ApiKey, KeyFileError, is_tenant_name, read_key_file
 from server.http.open_tenants import OpenTenants
 from server.pages.api_page import SHELL_PATHS
 
@@ -44,6 +44,15 @@ class KeyRing:
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
+
+    @property
+    def is_one(self) -> bool:
+        """True where one key serves all."""
+        return len(self._tenants) == 1
+
+    def label(self, name: str) -> str:
+        """What stands for a name that a client gives, in logs and metrics, too."""
+        return self._digest(b"name " + name.encode("utf-8", "surrogatepass"))[:_SHOWN_BYTES].hex()
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
         """A name for the one key in the headers, None when it is missing or wrong, or there are two.
@@ -88,30 +97,58 @@ def read_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
 def key_ring(settings: Settings) -> KeyRing:
     """The keys that `settings` name. Raises StartRefused."""
     keys = read_keys(settings.server)
-    return KeyRing(keys, installation_secret(settings.home) if keys else b"")
+    names_tenants = keys or settings.scheduler.tenant_header is not None
+    return KeyRing(keys, installation_secret(settings.home) if names_tenants else b"")
 
 
 class AuthMiddleware:
-    """Lets nothing but the open paths through without a key."""
+    """Lets nothing but the open paths through without a key, and says whose a request is.
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, tenants: OpenTenants) -> None:
+    A trusted gateway names the tenant in `tenant_header`. Where one key serves all, its holder may name users
+    in the body, who are tenants for turns and places; what is kept is the key's all the same.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        protect_metrics: bool,
+        tenants: OpenTenants,
+        tenant_header: str | None = None,
+    ) -> None:
         self.app = app
+        self._tenant_header = None if tenant_header is None else tenant_header.encode()
         self._keys = keys
         self._tenants = tenants
         self._open_paths = OPEN_PATHS if protect_metrics else OPEN_PATHS | {METRICS_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it before its body is read."""
+        tenant = None
         if self._asks(scope):
             tenant = self._keys.tenant_of(scope["headers"])
             if tenant is None:
                 await _refusal().send(scope, receive, send)
                 return
-            exchange_of(scope).tenant = tenant
-            with self._tenants.serving(tenant):
-                await self.app(scope, receive, send)
-        else:
+        tenant = self._named(scope) or tenant
+        if tenant is None:
             await self.app(scope, receive, send)
+            return
+        exchange = exchange_of(scope)
+        exchange.tenant = tenant
+        exchange.tenant_of_user = self._keys.label if self._keys.is_one else None
+        with self._tenants.serving(tenant):
+            await self.app(scope, receive, send)
+
+    def _named(self, scope: Scope) -> str | None:
+        """The tenant that a gateway names, by a digest unless it is a name as in a key file."""
+        if self._tenant_header is None or scope["type"] != "http" or exchange_of(scope).is_background:
+            return None
+        sent = [value for name, value in scope["headers"] if name == self._tenant_header and value.strip()]
+        if len(sent) != 1:
+            return None
+        name = sent[0].strip().decode("latin-1")
+        return name if is_tenant_name(name) else self._keys.label(name)
 
     def _asks(self, scope: Scope) -> bool:
         """Whether the request needs a key; a line of a batch was sent with one."""

@@ -94,7 +94,8 @@ class Exchange:
     """One HTTP request being answered. `headers` are added to the reply, whatever it turns out to be.
 
     `caller_id` is the label the caller put on it, None when there is none that could be sent back. `tenant`
-    names the key used, never the key. `arrival_time` is in seconds of `clock`, which is the engine's so that
+    names the key used, never the key; where that key serves many, `tenant_of_user` names the users it speaks
+    for. `arrival_time` is in seconds of `clock`, which is the engine's so that
     both count from the same instant. `peer` is what its connection knows of the client. `accepted` is None
     until a completion or chat request has its places in the queue, `texts` until the texts of a request for
     vectors or scores are read. `is_background` says that it is a
@@ -106,6 +107,7 @@ class Exchange:
     clock: Callable[[], float] = time.monotonic
     arrival_time: float = field(init=False)
     tenant: str | None = None
+    tenant_of_user: Callable[[str], str] | None = None
     peer: Peer = field(default_factory=Peer)
     accepted: Accepted | None = None
     texts: ReadTexts | None = None

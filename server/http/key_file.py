@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LINE = re.compile(r"(?:([A-Za-z0-9._-]{1,64})\s+=\s+)?([!-~]+)")
+_NAME = r"[A-Za-z0-9._-]{1,64}"
+_LINE = re.compile(rf"(?:({_NAME})\s+=\s+)?([!-~]+)")
 RESERVED = ("anonymous", "other")  # tenant labels of `TenantShares`; a client need not load an engine
 
 
@@ -20,6 +21,11 @@ class ApiKey:
 
     secret: str = field(repr=False)
     name: str | None = None
+
+
+def is_tenant_name(text: str) -> bool:
+    """True for what may name a holder of keys."""
+    return re.fullmatch(_NAME, text) is not None and text not in RESERVED
 
 
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:

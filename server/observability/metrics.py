@@ -32,7 +32,7 @@ PREFIX = "slipstream_"
 
 # Labels that exist before their first count, so that a rate over them never starts from nothing.
 _REJECTIONS = ("queue_full", "queue_timeout", "loading", "draining", "deadline_exceeded")
-_ABORTS = ("disconnect", "cancel", "drain", "timeout")
+_ABORTS = ("disconnect", "cancel", "drain", "timeout", "displaced")
 _PREEMPTIONS = ("recompute", "swap")
 _BLAMED = ("request", "batch")
 _STAGES = (

@@ -176,7 +176,9 @@ class FakeEngine:
     def decode_step_s(self, num_seqs: int) -> float | None:
         return 0.01
 
-    def admit(self, num_requests: int, tenant: str | None = None) -> AbstractContextManager[object]:
+    def admit(
+        self, num_requests: int, tenant: str | None = None, priority: int = 0
+    ) -> AbstractContextManager[object]:
         if self.refusal is not None:
             raise self.refusal
         if self.fault is not None:

@@ -55,6 +55,7 @@ def turn_body(body: MessageBody) -> MessagesTurn:
         parallel_tool_calls=_parallel(body.tool_choice),
         response_format=_response_format(body.format),
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
+        user=body.metadata.get("user_id") if isinstance(body.metadata, dict) else None,
     )
     if isinstance(body, MessagesRequest):
         turn.stream, turn.stop = body.stream, body.stop_sequences

@@ -141,7 +141,7 @@ class MessageBody(ExtraFields):
     inference_geo: Any = None
     """Accepted, without effect."""
     metadata: Any = None
-    """Anthropic's label for the end user. Accepted, without effect."""
+    """Its `user_id` is a tenant in the queue and to `fair` where there is one key."""
     speed: Any = None
     """Accepted, without effect."""
     user_profile_id: Any = None

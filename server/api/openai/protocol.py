@@ -170,13 +170,13 @@ class GenerationBody(BodyPart):
     """The form of the reply in vLLM's words: a schema, a regular expression, choices or a grammar."""
 
     user: Any = None
-    """OpenAI's label for the end user. Accepted, without effect."""
+    """OpenAI's label for the end user, a tenant in the queue and to `fair` where there is one key."""
     metadata: Any = None
     """OpenAI's labels for stored replies. Accepted, without effect."""
     store: Any = None
     """Whether OpenAI keeps the reply. Accepted, without effect: nothing is kept."""
     safety_identifier: Any = None
-    """OpenAI's label for the end user. Accepted, without effect."""
+    """OpenAI's label for the end user, a tenant in the queue and to `fair` where there is one key."""
     prompt_cache_key: Any = None
     """OpenAI's hint for its prompt cache. Accepted, without effect: prefixes are found by their content."""
     prompt_cache_options: Any = None

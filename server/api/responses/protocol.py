@@ -156,11 +156,11 @@ class ResponsesRequest(ExtraFields):
     prompt_cache_retention: Any = None
     """How long OpenAI caches a prompt. Accepted, without effect."""
     safety_identifier: Any = None
-    """OpenAI's label for the end user. Accepted, without effect."""
+    """OpenAI's label for the end user, a tenant in the queue and to `fair` where there is one key."""
     stream_options: Any = None
     """OpenAI's `include_obfuscation`. Accepted, without effect."""
     user: Any = None
-    """OpenAI's label for the end user. Accepted, without effect."""
+    """OpenAI's label for the end user, a tenant in the queue and to `fair` where there is one key."""
 
     @property
     def is_stored(self) -> bool:

@@ -176,6 +176,8 @@ def _turn_body(body: ResponsesRequest, items: Sequence[InputItem], tools: ToolSe
         logprobs=body.includes_logprobs or None,
         top_logprobs=body.top_logprobs if body.includes_logprobs else None,
         service_tier=body.service_tier,
+        user=body.user,
+        safety_identifier=body.safety_identifier,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 

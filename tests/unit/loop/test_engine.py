@@ -314,19 +314,24 @@ async def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 
 
 async def test_one_of_several_tenants_does_not_get_all_places() -> None:
-    """Waiting, or being prepared: seven in eight, and another's request is still taken."""
+    """Waiting, or being prepared: seven in eight; another gets its share, in the place of the newest."""
     shape, limits = EngineShape(max_num_seqs=1), EngineLimits(max_queued_requests=8, has_tenants=True)
     async with running_engine(shape, limits=limits) as harness:
         engine = harness.engine
         running = harness.submit(PROMPT, max_tokens=100, tenant="a")
         await anext(running)
-        for _ in range(4):
-            harness.submit(PROMPT, max_tokens=4, tenant="a")
+        waiting = [harness.submit(PROMPT, max_tokens=4, tenant="a") for _ in range(4)]
         with engine.admit(3, "a"):
             with pytest.raises(Overloaded, match="7 requests wait, the limit is 7"):
                 engine.admit(1, "a")
-            with engine.admit(1, "b"), pytest.raises(Overloaded, match="the limit is 8"):
-                engine.admit(1, "b")
+            with engine.admit(3, "b"):
+                for stream in waiting[2:]:
+                    finish = (await collect(stream)).finish
+                    assert isinstance(finish.error, Overloaded) and finish.error.code == "queue_full"
+                with engine.admit(1, "b"), pytest.raises(Overloaded, match="8 requests wait, the limit is 8"):
+                    engine.admit(1, "b")
+        assert engine.metrics.request_aborts == {"displaced": 3}
+        assert engine.metrics.requests_rejected == {"queue_full": 5}
         with engine.admit(3, "b"), engine.admit(1, "a"):
             pass
         assert engine._admission.num_preparing == 0
@@ -343,6 +348,8 @@ async def test_one_of_several_tenants_does_not_get_the_room_for_all_tokens() -> 
         with pytest.raises(Overloaded, match="60 prompt tokens wait, the limit is 70"):
             harness.submit([1] * 11, tenant="a")
         harness.submit([1] * 20, tenant="b")
+        harness.submit([1] * 20, tenant="b")
+        assert harness.engine.metrics.request_aborts == {"displaced": 2}
         with pytest.raises(Overloaded, match="80 prompt tokens wait, the limit is 80"):
             harness.submit([1], tenant="b")
 
