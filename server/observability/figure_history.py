@@ -94,4 +94,6 @@ def _counts(metrics: BatchMetrics, http: HttpMetrics) -> dict[str, int]:
         "http": sum(server_errors),
         "preempted": sum(metrics.preemptions.values()),
         "faults": sum(metrics.engine_errors.values()),
+        "lines": sum(http.batch_lines.values()),
+        "unanswered": sum(http.batch_load()),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 log = logging.getLogger("slipstream.server")
@@ -37,6 +37,7 @@ class HttpMetrics:
     requests: Counter[tuple[str, int]] = field(default_factory=_foreseen_requests)
     ignored_parameters: int = 0
     batch_lines: Counter[str] = field(default_factory=_no_lines)  # by how they ended
+    batch_load: Callable[[], tuple[int, int]] = lambda: (0, 0)  # lines that run, and that wait
     _logged: set[str] = field(default_factory=set)
 
     def count_ignored(self, count: int, names: Sequence[str]) -> None:

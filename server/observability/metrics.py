@@ -144,6 +144,9 @@ class MetricsPage:
         _add(page, "ignored_parameters", "counter", "Unknown request fields.", http.ignored_parameters)
         lines = _by("status", http.batch_lines)
         page.add("batch_lines", "counter", "Lines of batches, by how they ended.", lines)
+        running, waiting = http.batch_load()
+        _add(page, "batch_lines_running", "gauge", "Lines of batches that run.", running)
+        _add(page, "batch_lines_waiting", "gauge", "Lines of open batches without a seat.", waiting)
         _write_labelled_counters(page, metrics)
         _write_speculation(page, metrics.speculation)
         answered = (

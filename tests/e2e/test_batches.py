@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from server.api.batches import runner
 from server.api.batches.store import BatchStore
 from server.api.batches.upload import Upload
 from tests.e2e.http_server import MODEL, server_url
-from tests.e2e.wire import RawReply, Wire
+from tests.e2e.wire import RawReply, Wire, ask
 from tests.support.fake_engine import FakeEngine
 
 COMPLETIONS: Any = "/v1/completions"
@@ -422,3 +423,64 @@ async def test_a_line_whose_answer_finds_no_room_is_asked_again(
             assert batch.request_counts.completed == 0
         batch = await ended(client, batch)
         assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b"]
+
+
+async def test_what_a_batch_writes_is_kept_as_long_as_it_says_and_the_batch_for_a_month(
+    tmp_path: Path,
+) -> None:
+    async with client_for(tmp_path) as client:
+        file = await client.files.create(file=("in", jsonl([line("a")])), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=COMPLETIONS,
+            completion_window="24h",
+            output_expires_after={"anchor": "created_at", "seconds": 7200},
+        )
+        batch = await ended(client, batch)
+        output = await client.files.retrieve(batch.output_file_id)
+        assert output.expires_at - output.created_at == 7200
+        with pytest.raises(openai.BadRequestError, match="seconds from 3600 to 2592000"):
+            await client.batches.create(
+                input_file_id=file.id,
+                endpoint=COMPLETIONS,
+                completion_window="24h",
+                output_expires_after={"anchor": "created_at", "seconds": 60},
+            )
+    store = BatchStore(tmp_path, lambda: output.expires_at)
+    assert store.find_file(output.id, "") is None
+    assert store.find_batch(batch.id, "") is not None
+    store.close()
+    store = BatchStore(tmp_path, lambda: batch.completed_at + 30 * 86_400)
+    assert store.find_batch(batch.id, "") is None
+    assert not list((tmp_path / "files").iterdir())
+    store.close()
+
+
+async def test_a_folder_of_the_first_schema_is_read(tmp_path: Path) -> None:
+    async with client_for(tmp_path) as client:
+        batch = await ended(client, await submit(client, [line("a")]))
+    database = sqlite3.connect(tmp_path / "batches.sqlite3")
+    database.executescript("ALTER TABLE batches DROP COLUMN output_lifetime_s; PRAGMA user_version = 1;")
+    database.close()
+    async with client_for(tmp_path) as client:
+        assert await client.batches.retrieve(batch.id) == batch
+        await ended(client, await submit(client, [line("b")]))
+
+
+async def test_the_metrics_tell_what_runs_and_what_waits(tmp_path: Path) -> None:
+    async def gate(_: int) -> None:
+        await asyncio.Event().wait()
+
+    async with server_url(FakeEngine(gate=gate), state_dir=tmp_path) as url, client_of(url) as client:
+        batch = await submit(client, [line(f"r{i}") for i in range(100)])
+        await until(client, batch, lambda each: each.status == "in_progress")
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                page = (await ask(url, "GET", "/metrics")).body.decode()
+                found = [
+                    float(value) for value in re.findall(r"batch_lines_(?:running|waiting){.*?} (.*)", page)
+                ]
+                if found[0] == 56:
+                    break
+                await asyncio.sleep(0.01)
+        assert found == [56, 44]

@@ -32,6 +32,7 @@ EXCEPTIONS = (
     (r"stage=grammar", "no fault can be planned in there"),
     (r"method=medusa", "heads take long to train"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),
+    (r"batch_lines_(running|waiting)", "the one batch has ended by then: test_batches.py has them"),
     (r"batch_lines_total status=(expired|cancelled)", "the one batch ends well"),
     (r"http_requests_total code=\d+,route=/v1/(chat|responses|messages)", "one chat is held: it goes well"),
 )

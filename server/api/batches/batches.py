@@ -31,6 +31,7 @@ class Batches:
         caller = LineCaller(app, engine.now)
         runner = BatchRunner(state, seats, caller, context.http.batch_lines, settings.server.max_body_bytes)
         context.live.on_change = runner.wake
+        context.http.batch_load = lambda: (runner.num_running, runner.num_waiting)
         return cls(state, runner)
 
     def start(self) -> None:

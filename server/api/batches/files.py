@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response
 
 from server.api.batches.batches import Batches, batches_of
 from server.api.batches.objects import PAGE_PARAMETERS, file_object, listing, read_page
-from server.api.batches.records import StoredFile
+from server.api.batches.records import LONGEST_LIFE_S, SHORTEST_LIFE_S, StoredFile
 from server.api.batches.store import UNFINISHED, BatchStore
 from server.api.batches.upload import Upload
 from server.http.context import context_of, exchange_of
@@ -25,10 +25,8 @@ router = APIRouter(tags=["batches"])
 
 FILES_PATH = "/v1/files"
 PURPOSES = ("batch", "batch_output")
-LIFETIME_S = 30 * 86_400  # of what does not say how long it is to be kept
 MAX_FILES = 1000  # of one tenant
 MAX_STORED = 20  # times the largest file, of all tenants together
-_LEAST_LIFETIME_S = 3600
 _SECONDS = re.compile(r"[0-9]{1,9}")
 
 FileId = Annotated[str, Path(description="The id of a file.")]
@@ -55,8 +53,8 @@ _FORM = {
                         },
                         "expires_after[seconds]": {
                             "type": "integer",
-                            "minimum": _LEAST_LIFETIME_S,
-                            "maximum": LIFETIME_S,
+                            "minimum": SHORTEST_LIFE_S,
+                            "maximum": LONGEST_LIFE_S,
                             "description": "How long the file is kept.",
                         },
                     },
@@ -179,11 +177,11 @@ def _read_form(fields: Mapping[str, str]) -> tuple[str, int]:
         raise invalid(f"'purpose' is {what}; it must be 'batch'.", "purpose")
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return purpose, LIFETIME_S
+        return purpose, LONGEST_LIFE_S
     if anchor != "created_at":
         raise invalid("'expires_after[anchor]' must be 'created_at'.", "expires_after[anchor]")
     lifetime_s = int(seconds) if seconds is not None and _SECONDS.fullmatch(seconds) else 0
-    if not _LEAST_LIFETIME_S <= lifetime_s <= LIFETIME_S:
-        message = f"'expires_after[seconds]' must be from {_LEAST_LIFETIME_S} to {LIFETIME_S}."
+    if not SHORTEST_LIFE_S <= lifetime_s <= LONGEST_LIFE_S:
+        message = f"'expires_after[seconds]' must be from {SHORTEST_LIFE_S} to {LONGEST_LIFE_S}."
         raise invalid(message, "expires_after[seconds]")
     return purpose, lifetime_s

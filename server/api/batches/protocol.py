@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator
+from typing_extensions import TypedDict
 
+from server.api.batches.records import LONGEST_LIFE_S, SHORTEST_LIFE_S
 from server.api.openai.protocol_values import BodyPart, refuse
 
 MAX_METADATA = 16
@@ -14,6 +16,13 @@ MAX_WINDOW_S = 7 * 86_400
 _MAX_KEY, _MAX_VALUE = 64, 512
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+class ExpiresAfter(TypedDict):
+    """When a file is deleted: so many seconds after it was made."""
+
+    anchor: Annotated[Literal["created_at"], Field(description="From when the seconds count.")]
+    seconds: Annotated[int, Field(description="An hour to 30 days.", ge=SHORTEST_LIFE_S, le=LONGEST_LIFE_S)]
 
 
 def check_window(value: object) -> str:
@@ -47,6 +56,16 @@ def check_id(value: object) -> str:
     return value
 
 
+def check_expiry(value: object) -> int:
+    """The seconds of OpenAI's `{"anchor": "created_at", "seconds": N}`."""
+    if not isinstance(value, dict) or set(value) != {"anchor", "seconds"} or value["anchor"] != "created_at":
+        refuse("must be an object with the anchor 'created_at' and seconds")
+    seconds = value["seconds"]
+    if type(seconds) is not int or not SHORTEST_LIFE_S <= seconds <= LONGEST_LIFE_S:
+        refuse(f"must have seconds from {SHORTEST_LIFE_S} to {LONGEST_LIFE_S}")
+    return seconds
+
+
 class BatchRequest(BodyPart):
     """A job: the requests in a file, all for one endpoint. Unknown fields land in `model_extra`."""
 
@@ -61,5 +80,5 @@ class BatchRequest(BodyPart):
     be met by the measured rate is refused."""
     metadata: Annotated[dict[str, str], PlainValidator(check_metadata, dict[str, str])] | None = None
     """Up to 16 strings to find the batch by."""
-    output_expires_after: Any = Field(None)
-    """Accepted as OpenAI has it; what a batch writes is kept for 30 days."""
+    output_expires_after: Annotated[int, PlainValidator(check_expiry, ExpiresAfter)] = LONGEST_LIFE_S
+    """How long the files that the batch writes are kept, counted from their making; 30 days by default."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 OPEN_STATUSES: Final = ("validating", "in_progress", "finalizing", "cancelling")
+LONGEST_LIFE_S: Final = 30 * 86_400  # of a file, and of a batch after its end
+SHORTEST_LIFE_S: Final = 3600  # of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,10 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """One job. `errors` and `metadata` are JSON; `expires_at` is when its completion window ends."""
+    """One job. `errors` and `metadata` are JSON; `expires_at` is when its completion window ends.
+
+    What it writes is kept for `output_lifetime_s`.
+    """
 
     id: str
     tenant: str
@@ -48,6 +53,7 @@ class StoredBatch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    output_lifetime_s: int = LONGEST_LIFE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def _add(store: BatchStore, pace: LinePace, body: BatchRequest, file: StoredFile
         created_at=now,
         expires_at=expires_at,
         metadata=None if body.metadata is None else json.dumps(body.metadata),
+        output_lifetime_s=body.output_expires_after,
     )
     store.add_batch(batch)
     return batch

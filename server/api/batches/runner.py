@@ -23,7 +23,6 @@ from server.http.errors import ApiError
 
 log = logging.getLogger("slipstream.server")
 
-OUTPUT_LIFETIME_S = 30 * 86_400
 _LINES_READ = 64  # of a job at once
 _MAX_SENT_BACK = 3  # times, after which a line keeps its seat
 _PAUSE_S = 5.0  # after the disk or the database has failed
@@ -88,6 +87,11 @@ class BatchRunner:
     def num_running(self) -> int:
         """Lines that run now."""
         return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines of open batches that have no answer and do not run."""
+        return sum(job.num_unanswered for job in self._jobs.values()) - len(self._running)
 
     @property
     def jobs(self) -> list[Job]:
@@ -185,7 +189,7 @@ class BatchRunner:
         batch = job.batch
         if ending == "completed":
             await self._state.run(lambda store: store.change_batch(batch.id, "finalizing"))
-        batch = await self._state.run(lambda store: store.end_batch(batch.id, ending, OUTPUT_LIFETIME_S))
+        batch = await self._state.run(lambda store: store.end_batch(batch.id, ending))
         if ending != "completed":
             self._counts[ending] += job.num_unanswered
         self._jobs.pop(batch.id, None)

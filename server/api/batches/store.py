@@ -19,13 +19,13 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from server.api.batches.records import OPEN_STATUSES, Line, Page, StoredBatch, StoredFile
+from server.api.batches.records import LONGEST_LIFE_S, OPEN_STATUSES, Line, Page, StoredBatch, StoredFile
 
 if sys.platform != "win32":
     import fcntl
 
 UNFINISHED: Final = ".part"
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -37,7 +37,7 @@ CREATE TABLE batches (
     expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER,
     failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER, output_file_id TEXT,
     error_file_id TEXT, errors TEXT, metadata TEXT, total INTEGER NOT NULL, completed INTEGER NOT NULL,
-    failed INTEGER NOT NULL
+    failed INTEGER NOT NULL, output_lifetime_s INTEGER NOT NULL
 );
 CREATE TABLE lines (
     batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, start INTEGER NOT NULL,
@@ -45,6 +45,10 @@ CREATE TABLE lines (
 ) WITHOUT ROWID;
 CREATE INDEX unanswered ON lines (batch_id, number) WHERE answer IS NULL;
 """
+_FROM_1: Final = (
+    f"ALTER TABLE batches ADD COLUMN output_lifetime_s INTEGER NOT NULL DEFAULT {LONGEST_LIFE_S};"
+)
+_ENDED_AT: Final = "coalesce(completed_at, failed_at, expired_at, cancelled_at)"
 _FILE_COLUMNS: Final = ", ".join(each.name for each in fields(StoredFile))
 _BATCH_COLUMNS: Final = ", ".join(each.name for each in fields(StoredBatch))
 _CODES: Final = {"expired": "batch_expired", "cancelled": "batch_cancelled"}
@@ -139,11 +143,14 @@ class BatchStore:
         self.path(file_id).unlink(missing_ok=True)
 
     def drop_expired(self) -> None:
-        """Forget the files whose time is over and that no open batch reads."""
+        """Forget files that are over and that no open batch reads, and batches a month after their end."""
         query = "SELECT id FROM files WHERE expires_at <= ?"
         for (file_id,) in self._db.execute(query, (self.now(),)).fetchall():
             if self.user_of(file_id) is None:
                 self.delete_file(file_id)
+        with self._transaction():
+            query = f"DELETE FROM batches WHERE {_ENDED_AT} <= ?"
+            self._db.execute(query, (self.now() - LONGEST_LIFE_S,))
 
     # Batches.
 
@@ -154,12 +161,14 @@ class BatchStore:
             self._db.execute(f"INSERT INTO batches ({_BATCH_COLUMNS}) VALUES ({marks})", astuple(batch))
 
     def find_batch(self, batch_id: str, tenant: str) -> StoredBatch | None:
-        """The tenant's batch of this id, None if there is none."""
+        """The tenant's batch of this id, None if there is none or no longer."""
+        self.drop_expired()
         found = self._batch(batch_id)
         return found if found is not None and found.tenant == tenant else None
 
     def list_batches(self, tenant: str, page: Page) -> list[StoredBatch]:
         """The tenant's batches."""
+        self.drop_expired()
         rows = self._listed("batches", _BATCH_COLUMNS, "tenant = ?", [tenant], page)
         return [StoredBatch(*row) for row in rows]
 
@@ -231,7 +240,7 @@ class BatchStore:
             WHERE status = 'in_progress' AND expires_at <= ?"""
         return int(self._db.execute(query, (until,)).fetchone()[0])
 
-    def end_batch(self, batch_id: str, ending: str, output_lifetime_s: int) -> StoredBatch:
+    def end_batch(self, batch_id: str, ending: str) -> StoredBatch:
         """Write the files of a batch and give it the status `ending`, in one transaction.
 
         Lines without an answer get an error that says why. Killed before the end, it is done again.
@@ -246,7 +255,7 @@ class BatchStore:
             if not num_lines:
                 continue
             name, now = f"{batch_id}_{kind}.jsonl", self.now()
-            expires = now + output_lifetime_s
+            expires = now + batch.output_lifetime_s
             made.append(
                 StoredFile(file_id, batch.tenant, name, "batch_output", num_bytes, num_lines, now, expires)
             )
@@ -297,8 +306,9 @@ class BatchStore:
 
     def _make_tables(self) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {_SCHEMA_VERSION};COMMIT;")
+        if version in (0, 1):
+            change = _FROM_1 if version else _SCHEMA
+            self._db.executescript(f"BEGIN;{change}PRAGMA user_version = {_SCHEMA_VERSION};COMMIT;")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its schema is {version}; this version reads {_SCHEMA_VERSION}")
 
