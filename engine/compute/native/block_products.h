@@ -173,16 +173,20 @@ template <class L>
 __attribute__((noinline)) void times_unpacked(const uint8_t* panel, const RowBlock* rows, Index n, Index k, float (*sums)[BLOCK_PANEL]) {
   using F = UnpackedForm<L::PER_SCALE, L::HAS_LEAST>;
   UnpackedSpan<F> span;
-  const Index stride = k / BLOCK, parts = (n + BLOCK_TILE - 1) / BLOCK_TILE, size = (n + parts - 1) / parts;
+  const Index stride = k / BLOCK, parts = (n + BLOCK_TILE - 1) / BLOCK_TILE;
   for (Index b = 0; b < stride; b += F::SPAN / BLOCK) {
     const Index num_blocks = std::min(stride - b, F::SPAN / BLOCK);
     const uint8_t* at = panel + b * BLOCK / L::SPAN * L::BYTES;
     span.template fill<L>(at, num_blocks);
     const uint8_t* next = at + num_blocks * BLOCK / L::SPAN * L::BYTES;
-    constexpr Index STEP = F::SPAN / L::SPAN * L::BYTES / (F::SPAN / BLOCK) / (PANEL_PARTS / 2);
-    for (Index first = 0; first < n; first += size)
-      unpacked_tile<F, BLOCK_TILE>(std::min(size, n - first), rows + first * stride + b, stride, span, (int)num_blocks,
-                                   next, first == 0 ? STEP : 0, sums + first);
+    // Each part asks for its share of what comes next: all at once would be more than memory takes note of.
+    const Index loops = num_blocks * (PANEL_PARTS / tile_parts(BLOCK_TILE));
+    const Index step = ((next - at) / (loops * parts) + 63) / 64 * 64;
+    for (Index part = 0; part < parts; part++, next += loops * step) {
+      const Index first = part * n / parts, stop = (part + 1) * n / parts;
+      unpacked_tile<F, BLOCK_TILE>(stop - first, rows + first * stride + b, stride, span, (int)num_blocks, next, step,
+                                   sums + first);
+    }
   }
 }
 
