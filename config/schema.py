@@ -43,6 +43,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
 CpuKernels = Annotated[Literal["auto", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
 Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(lower_case)]
+KvDtype = Annotated[Literal["auto", "int8"], BeforeValidator(lower_case)]
 Policy = Annotated[
     Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)
 ]
@@ -168,6 +169,9 @@ class CacheSettings(Section):
     kv_cache_memory: Size = Field(2**30, ge=1, description="memory for K/V on a CPU")
     gpu_memory_utilization: Number = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory for weights, K/V and work space"
+    )
+    kv_cache_dtype: KvDtype = Field(
+        "auto", description="what K/V is kept in; auto = as computed, int8 = half the memory, nearly exact"
     )
     swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")

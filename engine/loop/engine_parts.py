@@ -48,6 +48,8 @@ class EngineInfo:
     kernels: str = ""  # which compute the model
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # where a request says nothing
     scratch_bytes: int = 0  # the most that compiled kernels work in
+    kv_dtype: str = ""  # what keys and values are kept in
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)  # by format, most first
 
 
 @dataclass(frozen=True, slots=True)

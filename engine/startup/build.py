@@ -21,8 +21,10 @@ from engine.compute.native.drawing import find_row_draw
 from engine.compute.native.install import with_kernels
 from engine.compute.native.scratch import scratch_bytes
 from engine.compute.native.stored import take_weights
+from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.recurrent.slot_states import state_bytes
 from engine.compute.runner.compute_threads import choose_threads
+from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import check_forward
@@ -50,15 +52,20 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     directory = resolve_model(settings.model, settings.home)
     read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
-    loaded = take_weights(load_model(directory, settings.model), settings.model, settings.home)
-    block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.dtype)
+    loaded = with_kept_kv(load_model(directory, settings.model), settings.cache)
+    loaded = take_weights(loaded, settings.model, settings.home)
+    block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
     if loaded.rewindable:
         check_forward(PackedForward(loaded))
     loaded = with_kernels(
-        loaded, settings.model, settings.home, lambda: load_model(directory, settings.model)
+        loaded,
+        settings.model,
+        settings.home,
+        lambda: with_kept_kv(load_model(directory, settings.model), settings.cache),
     )
+    check_kept_kv(loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
     parts = put_together(settings, loaded, tokenizer, sources, factories, directory)
@@ -85,7 +92,7 @@ def put_together(
     thread that will run it. Raises StartRefused where the K/V does not fit.
     """
     block_size = settings.cache.kv_block_size
-    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.dtype)
+    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.kv_dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
     num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
     row_draw = find_row_draw(loaded, settings.model, settings.home)
@@ -121,6 +128,8 @@ def put_together(
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=num_host_blocks,
         scratch_bytes=scratch_bytes(loaded, settings.scheduler.max_num_batched_tokens),
+        kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes_by_format(loaded.model),
     )
     with refused_where_memory_ends(settings):
         kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)

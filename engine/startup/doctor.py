@@ -32,6 +32,7 @@ from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
 from engine.compute.native.quantization import foresee_weights
 from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.runner.kept_kv import with_kept_kv
 from engine.errors import StartRefused
 from engine.startup.build import (
     count_host_blocks,
@@ -154,7 +155,9 @@ def _outline(
     found: Diagnosis, settings: Settings, architecture: Architecture, dtype: torch.dtype
 ) -> LoadedModel | None:
     try:
-        return found.attempt(lambda: outline_model(architecture, dtype, settings.model))
+        return found.attempt(
+            lambda: with_kept_kv(outline_model(architecture, dtype, settings.model), settings.cache)
+        )
     except NoOutline as reason:
         found.warnings.append(
             f"What {architecture.model_class.__name__} needs shows only in loading it: try --load ({reason})."
@@ -221,7 +224,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
     """Sizes as `load_parts` makes them, and its refusals."""
     settings = _after_weights(settings, outline)
     block_size = settings.cache.kv_block_size
-    block_bytes = bytes_per_block(outline.layers, block_size, outline.dtype)
+    block_bytes = bytes_per_block(outline.layers, block_size, outline.kv_dtype)
     num_blocks = found.attempt(lambda: count_kv_blocks(settings, outline, block_bytes))
     if num_blocks is None:
         return

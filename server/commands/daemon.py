@@ -104,6 +104,8 @@ class Daemon:
             extra={
                 "device": info.device,
                 "dtype": info.dtype,
+                "weight_mib": {form: size >> 20 for form, size in info.weight_bytes.items()},
+                "kv_dtype": info.kv_dtype,
                 "kernels": info.kernels,
                 "compute_threads": info.compute_threads,
                 "max_model_len": info.max_model_len,

@@ -156,6 +156,8 @@ class MetricsPage:
         for name, text, field in _HISTOGRAMS:
             page.add_histograms(name, text, [((), getattr(metrics, field))])
         self._write_embeddings(page)
+        formats = {} if self._context.info is None else self._context.info.weight_bytes
+        page.add("weight_bytes", "gauge", "Memory of the weights, by format.", _by("format", formats))
         steps = (((("phase", phase),), histogram) for phase, histogram in metrics.step_duration.items())
         page.add_histograms("step_duration_seconds", "Time of one step.", steps)
         _add_facts(page, "build", "The server's version.", {"version": server_version()})
@@ -194,6 +196,7 @@ class MetricsPage:
             "max_model_len": info.max_model_len,
             "max_num_seqs": settings.scheduler.max_num_seqs,
             "dtype": info.dtype,
+            "cache_dtype": info.kv_dtype,
             "device": info.device,
             "prefix_caching": str(settings.cache.prefix_caching).lower(),
         }

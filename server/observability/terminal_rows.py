@@ -47,12 +47,14 @@ def _speed(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def start_rows(name: str, url: str, info: EngineInfo, seconds: float) -> list[str]:
     """A server that is ready: what it serves, on what, how much room there is, and where."""
-    room = f"{info.num_kv_blocks * info.kv_block_size:,} tokens ({rough_size(info.kv_bytes)})"
     device = "CPU" if info.device == "cpu" else info.device
     threads = info.compute_threads.partition(":")[0]
     computed_by = f", {counted(int(threads), 'thread')}" if threads and info.device == "cpu" else ""
+    kept = f" in {info.kv_dtype}" if info.kv_dtype not in ("", info.dtype) else ""
+    room = f"{info.num_kv_blocks * info.kv_block_size:,} tokens ({rough_size(info.kv_bytes)}{kept})"
+    weights = "".join(f", {rough_size(size)} {form}" for form, size in info.weight_bytes.items())
     rows = [
-        ("model", f"{name}, {info.dtype}"),
+        ("model", f"{name}, {info.dtype}{weights and '; weights: ' + weights[2:]}"),
         ("device", f"{device}{computed_by}; kernels: {info.kernels or 'transformers and torch'}"),
         ("K/V room", f"{room}, up to {info.max_model_len:,} a request"),
         ("API", f"{url}/v1"),

@@ -265,20 +265,20 @@ async def _hear(stream: Any) -> list[int]:
     return [token for delta in [delta async for delta in stream] for token in delta.token_ids]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["--quantization=none", "--quantization=int8", "--kv-cache-dtype=int8"])
+async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(kept: str, tmp_path: Path) -> None:
     """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""
     target = save_tiny_model("llama", tmp_path / "target")
     repetitive_model(head_dim=32).bfloat16().save_pretrained(target)
-    home, weights = compiled_home(), f"--quantization={quantization}"
-    without = (weights, "--speculative-method", "none")
+    home = compiled_home(formats=kept == "--kv-cache-dtype=int8")
+    without = (kept, "--speculative-method", "none")
     alone = await spoken(target, home, 1, *without)
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
     always = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
     assert await spoken(target, home, 8, *without) == alone
     for seats in (1, 8):
         lookup = ("--speculative-method", "ngram", "--num-speculative-tokens", "5", *always)
-        assert await spoken(target, home, seats, weights, *lookup) == alone
+        assert await spoken(target, home, seats, kept, *lookup) == alone
 
 
 # --- --compile ---

@@ -88,7 +88,7 @@ def test_a_tied_head_reads_the_embeddings_panels(tmp_path: Path) -> None:
     loaded = served(path)
     head, embedding = loaded.model.get_output_embeddings(), loaded.model.base_model.embed_tokens
     assert isinstance(head, NativeLinear) and isinstance(embedding, NativeEmbedding)
-    assert head.weights.parts[0] is embedding._weights.parts[0]
+    assert head.weights.parts[0] is embedding.weights.parts[0]
     expected = packed_sample(PackedForward(as_loaded(model)))
     assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
 

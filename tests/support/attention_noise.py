@@ -70,8 +70,9 @@ def attend(
     dtype: torch.dtype,
     *,
     poisoned: bool = False,
+    kept: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The layer's result, computed in `dtype` from numbers that `noise.dtype` holds.
+    """The layer's result, computed in `dtype` from numbers that `noise.dtype` holds, over K/V `kept` so.
 
     With `poisoned`, every slot that no token of the step may see is NaN.
     """
@@ -83,13 +84,15 @@ def attend(
         return torch.randn(shape, generator=generator).to(noise.dtype).to(device, dtype)
 
     with torch.inference_mode():
-        kv = KvTensors((layer,), num_blocks, noise.block_size, dtype, device)
+        kv = KvTensors((layer,), num_blocks, noise.block_size, dtype, device, kept)
         hidden = torch.from_numpy(hidden_slots(inputs, num_blocks, noise.block_size, layer.window)).to(device)
-        for tensor in (*kv.keys, *kv.values):
-            tensor.copy_(draw(*tensor.shape))
-            if poisoned:
-                by_slot = tensor.transpose(1, 2)
-                by_slot[hidden.view(num_blocks, noise.block_size)] = torch.nan
+        everywhere = []
+        for dim in (layer.key_dim, layer.value_dim):
+            tensor = draw(num_blocks, layer.num_kv_heads, noise.block_size, dim)
+            by_slot = tensor.transpose(1, 2).flatten(0, 1)  # [slots, kv heads, dim]
+            everywhere.append(torch.where(hidden[:, None, None], torch.nan, by_slot) if poisoned else by_slot)
+        slots = torch.arange(num_blocks * noise.block_size, device=device)
+        kv.write(0, kv.rows_of(slots, layer.num_kv_heads), *everywhere)
         num_tokens, num_heads = len(inputs.token_ids), layer.num_kv_heads * noise.heads_of_each
         query = draw(num_heads, num_tokens, layer.key_dim).transpose(0, 1)  # strided, as models have it
         key = draw(layer.num_kv_heads, num_tokens, layer.key_dim).transpose(0, 1)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.compute.attention.huge_pages import HugePages, fill_in_background
+from engine.compute.attention.kv_rows import SCALE_BYTES, Int8Rows, KvRows, PlainRows, Scratch
 from engine.compute.attention.layer_kv import LayerKv
 from engine.plan.step_records import BlockCopy, Int64
 
@@ -18,9 +19,12 @@ _LARGE_BYTES = 64 << 20  # worth a thread of its own to find the memory
 
 
 def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dtype) -> int:
-    """What one block of `block_size` tokens costs in all layers together."""
-    numbers = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-    return numbers * block_size * dtype.itemsize
+    """What one block of `block_size` tokens, kept in `dtype`, costs in all layers together."""
+    widths = (
+        layer.num_kv_heads * (_width(layer.key_dim, dtype) + _width(layer.value_dim, dtype))
+        for layer in layers
+    )
+    return sum(widths) * block_size * dtype.itemsize
 
 
 class KvTensors:
@@ -28,6 +32,8 @@ class KvTensors:
 
     Heads lie outside positions, so that gathering (block, head) rows gives each head one dense run of
     positions: what a batched matrix product wants. Used on the model's thread only.
+
+    Numbers of `compute_dtype` go in and come out; `dtype` is kept: the same, or int8 as `Int8Rows` has it.
     """
 
     def __init__(
@@ -37,23 +43,21 @@ class KvTensors:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kept: torch.dtype | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype
+        self.compute_dtype = dtype
+        self.dtype = kept or dtype
         self.device = device
         pages = HugePages(num_blocks * self.block_bytes)
         self.keys = [self._zeros(pages, layer.num_kv_heads, layer.key_dim) for layer in self.layers]
         self.values = [self._zeros(pages, layer.num_kv_heads, layer.value_dim) for layer in self.layers]
         if device.type == "cpu" and num_blocks * self.block_bytes >= _LARGE_BYTES:
             fill_in_background(self.tensors)
-        self._key_heads = [_by_block_and_head(keys) for keys in self.keys]
-        self._value_heads = [_by_block_and_head(values) for values in self.values]
-        self._key_rows = [_by_position(keys) for keys in self.keys]
-        self._value_rows = [_by_position(values) for values in self.values]
-        self._key_scratch = _Scratch(dtype, device)
-        self._value_scratch = _Scratch(dtype, device)
+        self._keys = self._rows(self.keys)
+        self._values = self._rows(self.values)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -77,8 +81,8 @@ class KvTensors:
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store [num_tokens, num_kv_heads, dim] at `rows`, which come from `rows_of` and all differ."""
-        self._key_rows[layer].index_copy_(0, rows, key.reshape(-1, key.shape[-1]))
-        self._value_rows[layer].index_copy_(0, rows, value.reshape(-1, value.shape[-1]))
+        self._keys[layer].write(rows, key.reshape(-1, key.shape[-1]))
+        self._values[layer].write(rows, value.reshape(-1, value.shape[-1]))
 
     def head_index(self, blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """The index that `gather` takes for `blocks` [num_sequences, max_blocks] in such a layer."""
@@ -91,11 +95,11 @@ class KvTensors:
         Each [num_sequences * num_kv_heads * max_blocks, block_size * dim], in an order that makes a view as
         [num_sequences * num_kv_heads, positions, dim] dense.
         """
-        keys, values = self._key_heads[layer], self._value_heads[layer]
-        return (
-            torch.index_select(keys, 0, index, out=self._key_scratch.take(len(index), keys.shape[1])),
-            torch.index_select(values, 0, index, out=self._value_scratch.take(len(index), values.shape[1])),
-        )
+        return self._keys[layer].gather(index), self._values[layer].gather(index)
+
+    def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and the values in `blocks` [n], each [n, num_kv_heads, block_size, dim]."""
+        return self._keys[layer].read(blocks), self._values[layer].read(blocks)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks in every layer; all sources are read before any target is written."""
@@ -120,8 +124,8 @@ class KvTensors:
             if heads not in by_heads:
                 by_heads[heads] = torch.stack([self.rows_of(of, heads) for of in slots])
             source, target = by_heads[heads]
-            for rows in (self._key_rows[layer], self._value_rows[layer]):
-                rows.index_copy_(0, target, rows.index_select(0, source))
+            self._keys[layer].move(source, target)
+            self._values[layer].move(source, target)
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks in every layer, so that nothing non-finite in them reaches a later owner."""
@@ -129,32 +133,21 @@ class KvTensors:
             return
         index = torch.tensor(list(blocks), device=self.device)
         for tensor in self.tensors:
-            tensor.index_fill_(0, index, 0.0)
+            tensor.index_fill_(0, index, 0)
 
     def _zeros(self, pages: HugePages, num_kv_heads: int, dim: int) -> torch.Tensor:
-        shape = (self.num_blocks, num_kv_heads, self.block_size, dim)
+        shape = (self.num_blocks, num_kv_heads, self.block_size, _width(dim, self.dtype))
         if self.device.type == "cpu":
             return pages.zeros(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-
-class _Scratch:
-    """A buffer that only grows: page faults of fresh memory can cost more than the copying itself."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
-
-    def take(self, num_rows: int, width: int) -> torch.Tensor:
-        """[num_rows, width] of anything."""
-        needed = num_rows * width
-        if self._buffer.numel() < needed:
-            self._buffer = self._buffer.new_empty(needed)
-        return self._buffer[:needed].view(num_rows, width)
+    def _rows(self, tensors: Sequence[torch.Tensor]) -> list[KvRows]:
+        if self.dtype is torch.int8:
+            return [Int8Rows(tensor, self.compute_dtype) for tensor in tensors]
+        scratch = Scratch(self.dtype, self.device)
+        return [PlainRows(tensor, scratch) for tensor in tensors]
 
 
-def _by_block_and_head(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(2).flatten(0, 1)  # [num_blocks * num_kv_heads, block_size * dim]
-
-
-def _by_position(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(0, 2)  # [num_blocks * num_kv_heads * block_size, dim]
+def _width(dim: int, dtype: torch.dtype) -> int:
+    """How many numbers of `dtype` a row of `dim` takes."""
+    return dim + SCALE_BYTES if dtype is torch.int8 else dim

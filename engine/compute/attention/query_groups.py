@@ -133,7 +133,7 @@ class QueryGroup:
             hidden |= keys <= queries[..., None] - window
         for row, tree in self._trees.items():
             hidden[row] = ~tree.sees(offsets[row], keys - newest[row], window)
-        mask = torch.zeros(hidden.shape, dtype=self._kv.dtype)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.compute_dtype)
         return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, :, None]
 
 
@@ -143,7 +143,7 @@ def group_sequences(inputs: StepInputs, kv: KvTensors) -> list[QueryGroup]:
     starts = np.cumsum(inputs.query_lens, dtype=np.intp) - inputs.query_lens
     trees = tree_masks(inputs)
     layer = kv.layers[0]
-    token_bytes = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * kv.dtype.itemsize
+    token_bytes = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * kv.compute_dtype.itemsize
     groups = []
     for members in _similar(inputs, everyone, _GROUP_COST_BYTES // token_bytes):
         longest = int(inputs.kv_lens[members].max())

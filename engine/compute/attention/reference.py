@@ -78,17 +78,13 @@ class ReferenceStep:
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
-        keys, values = self._kv.keys[call.layer], self._kv.values[call.layer]
-        output = query.new_empty(*query.shape[:2], values.shape[-1])
+        output = query.new_empty(*query.shape[:2], self._kv.layers[call.layer].value_dim)
         for sequence in self._sequences:
             rows = slice(sequence.start, sequence.start + sequence.query_len)
-            output[rows] = attend_sequence(
-                query[rows],
-                _positions(keys, sequence),
-                _positions(values, sequence),
-                sequence.mask(call.window),
-                call,
+            key, value = (
+                _positions(blocks, sequence) for blocks in self._kv.read(call.layer, sequence.blocks)
             )
+            output[rows] = attend_sequence(query[rows], key, value, sequence.mask(call.window), call)
         return output
 
 
@@ -112,7 +108,6 @@ def attend_sequence(
     return attended.transpose(0, 1)  # [T, heads, dim]
 
 
-def _positions(tensor: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
-    """The sequence's own rows of [blocks, kv heads, block size, dim] as [kv_len, kv heads, dim]."""
-    gathered = tensor[sequence.blocks].transpose(1, 2)  # [num_blocks, block_size, kv heads, dim]
-    return gathered.flatten(0, 1)[: sequence.kv_len]
+def _positions(blocks: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
+    """The sequence's blocks [num_blocks, kv heads, block size, dim] as [kv_len, kv heads, dim]."""
+    return blocks.transpose(1, 2).flatten(0, 1)[: sequence.kv_len]

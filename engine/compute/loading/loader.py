@@ -57,7 +57,7 @@ class LoadedModel:
     that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
     either may be empty. `kernels` attend for all layers where these were replaced to use them; `team` has the
     threads of what else was replaced, too, None where nothing was. `kernels_used` says in words which
-    kernels compute the model, and why no others.
+    kernels compute the model, and why no others. Its K/V is kept in `kept_kv`; None is `dtype`.
     """
 
     model: PreTrainedModel
@@ -72,6 +72,12 @@ class LoadedModel:
     kernels: attention.RowAttention | None = None
     team: ComputeTeam | None = None
     kernels_used: str = ""
+    kept_kv: torch.dtype | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self.kept_kv or self.dtype
 
     @property
     def rewindable(self) -> bool:

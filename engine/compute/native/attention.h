@@ -16,7 +16,9 @@ constexpr Index ENOUGH_TILES = 4;  // tiles for each thread: where there are few
 
 // With chunks shared out as well, `together` of each tile at a time. Their records are folded in the order of
 // positions into those of the whole tile, which lie before them.
-void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Index together, float* records, Desk& desk) {
+template <class Pages>
+void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Index together, float* records,
+                           Desk<Pages>& desk) {
   const Index size = desk.tile_records(), stride = (together + 1) * size;
   for (Index first = 0; first < tiles.most_chunks(); first += together) {
     const auto part = [&](Index i) { return tiles.span(i / together).chunk(first + i % together); };
@@ -27,16 +29,24 @@ void attend_chunks_in_team(Worker& me, const Tiles& tiles, Index spans, Index to
   }
 }
 
-// softmax(q k^T * scale) v of every token, for every thread of a team, with a barrier behind it.
-void attend_in_team(Worker& me, const Attention& a) {
+template <class Pages>
+void attend_to(Worker& me, const Attention& a) {
   const Tiles tiles(a);
   const Index spans = tiles.count() * a.kv_heads, threads = me.team_size();
-  Desk desk(a, tiles);
+  Desk<Pages> desk(a, tiles);
   if (threads > 1 && spans < ENOUGH_TILES * threads && tiles.most_chunks() > 1) {
     const Index together = std::min(tiles.most_chunks(), a.room / (spans * desk.tile_records()) - 1);
     if (together > 0) return attend_chunks_in_team(me, tiles, spans, together, a.records, desk);
   }
   me.each(spans, [&](Index i) { desk.attend(tiles.span(i), tiles.span(i + 1)); });
+}
+
+// softmax(q k^T * scale) v of every token, for every thread of a team, with a barrier behind it.
+void attend_in_team(Worker& me, const Attention& a) {
+#if defined(SLIP_FORMATS)
+  if (a.of_bytes) return attend_to<BytePages>(me, a);
+#endif
+  attend_to<ElementPages>(me, a);
 }
 
 }  // namespace

@@ -2,25 +2,17 @@
 
 #pragma once
 
-#include <cstdlib>
-#include <memory>
-
-#include "attention_tile.h"
-#include "pages.h"
-#include "tiles.h"
+#include "page_kinds.h"
 
 namespace {
 
-inline float* room(Index numbers) { return (float*)std::aligned_alloc(64, parts_of(numbers, 16) * 64); }
-
+template <class Pages>
 class Desk {
  public:
   Desk(const Attention& a, const Tiles& tiles)
       : a_(a), tiles_(tiles), group_(a.heads / a.kv_heads), tile_records_(tiles.most_rows() * record_size(a.dim)),
-        memory_(room(2 * tile_records_ + numbers(tiles, a) * sizeof(Number) / sizeof(float))),
-        whole_(memory_.get()), part_(whole_ + tile_records_), keys_((Number*)(part_ + tile_records_)),
-        values_(keys_ + KEYS * a.dim), query_(values_ + KEYS * a.dim), seen_(tiles.most_rows()),
-        upcoming_(a.keys, a.values, a.dim), block_{keys_, values_, Scores(a.scale, a.softcap), a.dim, upcoming_} {}
+        memory_(room<float>(2 * tile_records_)), whole_(memory_.get()), part_(whole_ + tile_records_),
+        seen_(tiles.most_rows()), pages_(a, tiles.most_rows()) {}
 
   // How many numbers the records of the largest tile are.
   Index tile_records() const { return tile_records_; }
@@ -53,48 +45,54 @@ class Desk {
     clear(records, rows, a_.dim);
     for (Index start = span.start / KEYS * KEYS; start < span.stop; start += KEYS) {
       const Index count = place(span, start, places_);
+      take_scales(span, start);
       const bool is_last = start + KEYS >= span.stop;
       const Index later = is_last ? next.start / KEYS * KEYS : start + KEYS;
-      upcoming_.turn(next_, place(is_last ? next : span, later, next_));
-      pack_keys(a_.keys, places_, count, a_.dim, keys_, upcoming_);
-      pack_values(a_.values, places_, count, a_.dim, values_, upcoming_);
+      pages_.upcoming().turn(next_, place(is_last ? next : span, later, next_));
       for (Index t = 0; t < span.tile.count; t++)
         std::fill_n(seen_.begin() + t * group_, group_, tiles_.seen(span.tile, t, start));
-      attend_block(block_, rows, query_, seen_.data(), records);
+      pages_.attend(places_, count, rows, seen_.data(), records);
     }
   }
 
  private:
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-
-  // What a block's keys and values and a tile's queries are together, an even number.
-  static Index numbers(const Tiles& tiles, const Attention& a) {
-    return (2 * KEYS + tiles.most_rows() + tiles.most_rows() % 2) * a.dim;
-  }
-
   // The queries of the tile's rows, one after another.
   void take(const Span& span) {
-    const Index size = group_ * a_.dim;
-    const Element* query = a_.query + span.tile.row * a_.heads * a_.dim + span.head * size;
-    for (Index t = 0; t < span.tile.count; t++)
-      copy_numbers(query_ + t * size, query + t * a_.heads * a_.dim, size);
+    const Element* query = a_.query + (span.tile.row * a_.heads + span.head * group_) * a_.dim;
+    for (Index i = 0; i < span.tile.count * group_; i++)
+      pages_.take_query(i, query + (i / group_ * a_.heads + i % group_) * a_.dim);
   }
 
   // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, or more
   // to make it a multiple of 32.
   Index place(const Span& span, Index start, Index* places) const {
-    const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
-    const Index stop = std::min(span.stop, start + KEYS), count = parts_of(stop - start, 32) * 32;
     std::fill_n(places, KEYS, -1);
+    for_runs(span, start, [&](Index at, Index head, Index offset, Index run) {
+      const Index first = pages_.place(head, offset);
+      for (Index i = 0; i < run; i++) places[at + i] = first + i * a_.dim;
+    });
+    return parts_of(std::min(span.stop, start + KEYS) - start, 32) * 32;
+  }
+
+  // The scales of the same positions; what is outside the span has any.
+  void take_scales(const Span& span, Index start) {
+    for_runs(span, start, [&](Index at, Index head, Index offset, Index run) {
+      pages_.take_scales(head, offset, run, at);
+    });
+  }
+
+  // Calls `work(at, head, offset, run)` for the span's positions from `start` on that lie side by side in one head of
+  // one block: where they begin among the KEYS, the head's number among those of all blocks, the first's row there,
+  // and how many they are.
+  template <class Work>
+  SLIP_INLINE void for_runs(const Span& span, Index start, Work work) const {
+    const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
+    const Index stop = std::min(span.stop, start + KEYS);
     for (Index p = std::max(span.start, start); p < stop;) {
       const Index offset = p % a_.block_size, run = std::min(a_.block_size - offset, stop - p);
-      const Index at = ((table[p / a_.block_size] * a_.kv_heads + span.head) * a_.block_size + offset) * a_.dim;
-      for (Index i = 0; i < run; i++) places[p - start + i] = at + i * a_.dim;
+      work(p - start, table[p / a_.block_size] * a_.kv_heads + span.head, offset, run);
       p += run;
     }
-    return count;
   }
 
   void write(const Span& span, const float* records) {
@@ -108,12 +106,10 @@ class Desk {
   const Tiles& tiles_;
   Index group_, tile_records_;
   std::unique_ptr<float, Free> memory_;
-  float *whole_, *part_;           // records of a tile's rows
-  Number *keys_, *values_, *query_;  // a block's, as they are multiplied, and the tile's
-  std::vector<uint64_t> seen_;     // by each row
+  float *whole_, *part_;        // records of a tile's rows
+  std::vector<uint64_t> seen_;  // by each row
   Index places_[KEYS], next_[KEYS];
-  Upcoming upcoming_;
-  Block block_;
+  Pages pages_;
 };
 
 }  // namespace

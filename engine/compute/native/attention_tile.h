@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "pages.h"
+#include "byte_rows.h"
 
 namespace {
 
@@ -48,18 +48,30 @@ class Scores {
   float scale_, limit_;
 };
 
+// Which of the vector's sixteen keys are seen.
+SLIP_INLINE uint32_t seen_of(uint64_t seen, int vector) { return (uint32_t)(seen >> (LANES * vector)) & 0xFFFF; }
+
+// One row's products with V * 16 keys as scores, and the largest score, which brings the row's own up to date.
+template <int V>
+SLIP_INLINE Floats score(const Floats* products, uint64_t seen, const Scores& scores, float* largest, Floats* s) {
+  const Floats hidden = broadcast(-INFINITY);
+  Floats top = load_floats(largest);
+  repeat<V>(SLIP_EACH_OF(v) {
+    s[v] = where_bit(seen_of(seen, v), scores(products[v]), hidden);
+    top = maximum(s[v], top);  // passes over NaN, which its weight will show
+  });
+  top = broadcast(greatest(top));
+  store_floats(largest, top);
+  return top;
+}
+
 // Turns one row's products with V * 16 keys into weights, and brings its total and largest score, which lie one
 // behind the other, up to date. Returns by what its sums are to be multiplied. `seen` has a bit for each key.
 template <int V>
 SLIP_INLINE Floats weigh(const Floats* products, uint64_t seen, const Scores& scores, float* total, Number* weights) {
-  float* largest = total + LANES;
-  const Floats before = load_floats(largest), hidden = broadcast(-INFINITY);
-  Floats s[V], top = before;
-  repeat<V>(SLIP_EACH_OF(v) {
-    s[v] = where_bit((uint32_t)(seen >> (LANES * v)) & 0xFFFF, scores(products[v]), hidden);
-    top = maximum(s[v], top);  // passes over NaN, which its weight will show
-  });
-  top = broadcast(greatest(top));
+  const Floats before = load_floats(total + LANES);
+  Floats s[V];
+  const Floats top = score<V>(products, seen, scores, total + LANES, s);
   const Floats factor = power(before - top);
   Floats sum = load_floats(total);
   repeat<V>(SLIP_EACH_OF(v) {
@@ -68,7 +80,31 @@ SLIP_INLINE Floats weigh(const Floats* products, uint64_t seen, const Scores& sc
     sum = v ? sum + used : fma(sum, factor, used);
   });
   store_floats(total, sum);
-  store_floats(largest, top);
+  return factor;
+}
+
+// The same for values with scales: the weights are integers, of which each stands for `unit`. That depends on what
+// the row sees alone.
+template <int V>
+SLIP_INLINE Floats weigh(const Floats* products, uint64_t seen, const Scores& scores, float* total,
+                         const float* value_scales, int16_t* weights, float& unit) {
+  const Floats before = load_floats(total + LANES);
+  Floats s[V], most = zeros();
+  const Floats top = score<V>(products, seen, scores, total + LANES, s);
+  const Floats factor = power(before - top);
+  Floats sum = load_floats(total);
+  uint32_t broken = 0;
+  repeat<V>(SLIP_EACH_OF(v) {
+    const Floats weight = power(s[v] - top);
+    sum = v ? sum + weight : fma(sum, factor, weight);
+    s[v] = where_bit(seen_of(seen, v), weight * load_floats(value_scales + LANES * v), zeros());
+    most = maximum(s[v], most);
+    broken |= are_nan(s[v]);
+  });
+  store_floats(total, sum);
+  const float largest = greatest(most), inverse = inverse_of(largest, MOST_SHORT);
+  unit = broken ? NAN : largest / MOST_SHORT;
+  repeat<V>(SLIP_EACH_OF(v) { store_int16(weights + LANES * v, nearest_whole(s[v] * broadcast(inverse))); });
   return factor;
 }
 
@@ -101,12 +137,40 @@ SLIP_INLINE void add_values(const Number* weights, const Floats* factors, const 
   });
 }
 
+// The same for values of integers, and weights that are a number of `units` each.
+template <int M, int V, int D>
+SLIP_INLINE void add_values(const int16_t* weights, const float* units, const Floats* factors, const int16_t* values,
+                            Index dim, float* records) {
+  Ints sums[M][D] = {};
+  const Index size = record_size(dim);
+  for (Index p = 0; p < V * LANES; p += 2, values += 2 * dim) multiply(sums, weights + p, KEYS, values);
+  repeat<M>(SLIP_EACH_OF(i) {
+    repeat<D>(SLIP_EACH_OF(d) {
+      float* record = records + i * size + LANES * d;
+      store_floats(record, fma(to_floats(sums[i][d]), broadcast(units[i]), load_floats(record) * factors[i]));
+    });
+  });
+}
+
 // What rows attend to together, and how.
 struct Block {
   const Number *keys, *values;  // as pages.h packs them
   Scores scores;
   Index dim;
-  Upcoming& upcoming;
+  Upcoming<Element>& upcoming;
+
+  Index query_size() const { return dim; }
+};
+
+// The same of integers, as byte_rows.h packs them. Their scales are in the order of positions.
+struct ByteBlock {
+  const int16_t *keys, *values;
+  Scores scores;
+  Index dim;
+  Upcoming<int8_t>& upcoming;
+  const float *key_scales, *value_scales;
+
+  Index query_size() const { return scaled_size(dim); }
 };
 
 // products[i][..] of M rows with C vectors of keys.
@@ -139,9 +203,45 @@ void attend_rows(const Block& b, const Number* query, const uint64_t* seen, floa
     if (d < dim) add_values<M, V, 2>(weights, factors, b.values + PER_WORD * d, dim, records + d);
 }
 
+// products[i][..] of M rows with C vectors of keys.
+template <int M, int V, int C>
+SLIP_INLINE void take_products(const ByteBlock& b, const int16_t* query, Index first, Floats (*products)[V]) {
+  Ints sums[M][C] = {};
+  const Index size = b.query_size();
+  for (Index j = 0; j < b.dim / 2; j++) multiply(sums, query + 2 * j, size, b.keys + (j * KEYS + first) * 2);
+  repeat<M>(SLIP_EACH_OF(i) {
+    const Floats scale = broadcast(scale_behind(query + i * size, b.dim));
+    repeat<C>(SLIP_EACH_OF(v) {
+      products[i][v] = to_floats(sums[i][v]) * scale * load_floats(b.key_scales + first + LANES * v);
+    });
+  });
+}
+
+// M rows of `query`, each with its scale, against the first V * 16 positions of a block of integers.
+template <int M, int V>
+void attend_rows(const ByteBlock& b, const int16_t* query, const uint64_t* seen, float* records) {
+  constexpr int C = std::min(V, MOST_VECTORS), D = std::min(4, MOST_VECTORS);
+  const Index dim = b.dim, size = record_size(dim);
+  Floats products[M][V];
+  for (int v = 0; v < V; v += C) take_products<M, V, C>(b, query, LANES * v, (Floats(*)[V])&products[0][v]);
+  b.upcoming.some(ROWS_AT_ONCE);
+  alignas(64) int16_t weights[M * KEYS];
+  Floats factors[M];
+  float units[M];
+  for (int i = 0; i < M; i++)
+    factors[i] = weigh<V>(products[i], seen[i], b.scores, records + i * size + dim, b.value_scales,
+                          weights + i * KEYS, units[i]);
+  b.upcoming.some(ROWS_AT_ONCE);
+  Index d = 0;
+  for (; d + LANES * D <= dim; d += LANES * D)
+    add_values<M, V, D>(weights, units, factors, b.values + 2 * d, dim, records + d);
+  if constexpr (D > 2)
+    if (d < dim) add_values<M, V, 2>(weights, units, factors, b.values + 2 * d, dim, records + d);
+}
+
 // The same for as many rows and vectors of positions as there are.
-template <int M = TOGETHER, int V = KEYS / LANES>
-void attend_some(Index rows, Index vectors, const Block& b, const Number* query, const uint64_t* seen,
+template <int M = TOGETHER, int V = KEYS / LANES, class AnyBlock, class Query>
+void attend_some(Index rows, Index vectors, const AnyBlock& b, const Query* query, const uint64_t* seen,
                  float* records) {
   if constexpr (M > 1)
     if (rows < M) return attend_some<M - 1, V>(rows, vectors, b, query, seen, records);
@@ -151,14 +251,15 @@ void attend_some(Index rows, Index vectors, const Block& b, const Number* query,
 }
 
 // Any number of rows, each with its mask. Positions behind the last that a few of them see are not looked at.
-void attend_block(const Block& b, Index rows, const Number* query, const uint64_t* seen, float* records) {
+template <class AnyBlock, class Query>
+void attend_block(const AnyBlock& b, Index rows, const Query* query, const uint64_t* seen, float* records) {
   for (Index i = 0; i < rows; i += TOGETHER) {
     const Index together = std::min<Index>(TOGETHER, rows - i);
     uint64_t any = 0;
     for (Index r = i; r < i + together; r++) any |= seen[r];
     if (any)
-      attend_some(together, parts_of(64 - __builtin_clzll(any), LANES), b, query + i * b.dim, seen + i,
-                  records + i * record_size(b.dim));
+      attend_some(together, parts_of(64 - __builtin_clzll(any), LANES), b, query + i * b.query_size(),
+                  seen + i, records + i * record_size(b.dim));
   }
 }
 

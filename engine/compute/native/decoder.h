@@ -25,7 +25,7 @@ struct DecoderStep {  // records.py mirrors it
   Element* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
   const Element *cos, *sin;         // [n, dim]
   const Index* slots;            // [n], as in Rotation
-  Element* const *keys, *const *values;  // each layer's pages
+  void* const *keys, *const *values;  // each layer's pages
   const Attention* attention;    // what is the same in all layers; it gets its tensors here
   Element* scratch;                 // [n, slip_decoder_scratch()]
   Index n;
@@ -81,7 +81,8 @@ void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index inde
   product_in_team(me, layer.qkv, at.normed, at.qkv, s.n, at.blocks);
   Attention attention = *s.attention;
   rotate_and_write_in_team(me, {at.qkv, s.cos, s.sin, layer.query_norm, layer.key_norm, at.query, s.keys[index],
-                                s.values[index], s.slots, s.n, d.heads, d.kv_heads, d.dim, attention.block_size});
+                                s.values[index], s.slots, s.n, d.heads, d.kv_heads, d.dim, attention.block_size,
+                                attention.of_bytes});
   attention.query = at.query;
   attention.keys = s.keys[index];
   attention.values = s.values[index];

@@ -81,7 +81,7 @@ class NativeDecoder(nn.Module):
         cos, sin = self._rotations.rows(positions)
         kv, slots, n = context.kv, context.slots, len(hidden)
         keys, values = _addresses(kv.keys), _addresses(kv.values)
-        attention = self._kernels.attention_record(rows, kv.keys[0].shape, self._decoder.heads)
+        attention = self._kernels.attention_record(rows, kv.keys[0], self._decoder.heads)
         step = DecoderStep(
             *(tensor.data_ptr() for tensor in (hidden, cos, sin, slots)),
             *(keys, values, ctypes.pointer(attention), self._scratch_for(n).data_ptr(), n),

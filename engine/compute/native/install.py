@@ -87,7 +87,7 @@ def usable_build(loaded: LoadedModel, asked: str) -> KernelBuild:
         raise NativeUnavailable("the model keeps recurrent states")
     if not is_known(loaded.model):
         raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")
-    return choose_build(loaded.dtype, asked)
+    return choose_build(loaded.dtype, asked, formats=loaded.kept_kv is torch.int8)
 
 
 def foresee(outline: LoadedModel, home: Path, asked: str, *, formats: bool = False) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engine.compute.attention import LayerCall, PagedRows
+from engine.compute.attention.kv_rows import SCALE_BYTES
 from engine.compute.native.block_panels import PLAIN, BlockPanels, joined
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
@@ -48,6 +49,7 @@ class HeadNorms:
 class NativeKernels:
     """The loaded library. Every tensor is of `dtype` and contiguous on the CPU; results are new tensors.
 
+    With `has_formats` it takes weights in blocks and K/V in int8.
     Computes with the threads of `team`: as many as torch has on the calling thread, until it is resized.
     Raises NativeUnavailable if the library cannot be loaded.
     """
@@ -66,6 +68,7 @@ class NativeKernels:
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._pack_blocks = function("slip_pack_blocks", INDEX, *[POINTER] * 3, INDEX, INDEX)
         self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
+        self.has_formats = bool(self._panel_bytes(GGMLQuantizationType.Q8_0, MAX_HEAD_DIM))
         self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._rms_norm = function("slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._silu_mul = function("slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
@@ -166,11 +169,11 @@ class NativeKernels:
         """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
 
         `qkv` is [n, (heads + 2 * kv_heads) * dim], `rotation` cos and sin [n, dim], `pages` a layer's keys
-        and values [blocks, kv_heads, block_size, dim], `slots` int64 [n]; dim a multiple of
-        32, at most MAX_HEAD_DIM.
+        and values as KvTensors has them, `slots` int64 [n]; dim a multiple of 32, at most MAX_HEAD_DIM.
         """
         keys, values = pages
-        _, kv_heads, block_size, dim = keys.shape
+        _, kv_heads, block_size, _ = keys.shape
+        dim = rotation[0].shape[1]
         n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty(n, heads, dim)
         self._rotate(
@@ -181,7 +184,7 @@ class NativeKernels:
                 rotation[1].data_ptr(),
                 *head_norm_records(norms),
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
-                *(n, heads, kv_heads, dim, block_size),
+                *(n, heads, kv_heads, dim, block_size, keys.dtype is torch.int8),
             ),
         )
         return query
@@ -197,20 +200,24 @@ class NativeKernels:
         keys, values = pages
         query = query.contiguous()
         output = torch.empty_like(query)
-        record = self.attention_record(rows, keys.shape, query.shape[1])
+        record = self.attention_record(rows, keys, query.shape[1])
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         record.output = output.data_ptr()
         record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
         self._attend(self.team.handle, record)
         return output
 
-    def attention_record(self, rows: PagedRows, pages: Sequence[int], heads: int) -> Attention:
-        """What of a step's attention is the same in all layers of `heads` and of pages of this shape.
+    def attention_record(self, rows: PagedRows, pages: torch.Tensor, heads: int) -> Attention:
+        """What of a step's attention is the same in all layers of `heads` and of `pages` like these.
 
         Queries, keys, values and output, window, scale and soft cap are still to be filled in. Raises
         NativeUnavailable where there is no memory to attend with.
         """
-        _, kv_heads, block_size, dim = pages
+        of_bytes = pages.dtype is torch.int8
+        if of_bytes and not self.has_formats:
+            raise NativeUnavailable("the kernels do not attend to K/V in int8")
+        _, kv_heads, block_size, dim = pages.shape
+        dim -= SCALE_BYTES if of_bytes else 0
         given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
         record = Attention(
             *(None, None, None),
@@ -219,6 +226,7 @@ class NativeKernels:
             *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
         )
         record.records, record.room = self._record_room(dim)
+        record.of_bytes = of_bytes
         return record
 
     def _record_room(self, dim: int) -> tuple[int | None, int]:

@@ -67,12 +67,12 @@ class NativeEmbedding(nn.Module):
     def __init__(self, kernels: NativeKernels, weights: PackedWeights, scale: float | None) -> None:
         super().__init__()
         self._kernels = kernels
-        self._weights = weights
+        self.weights = weights
         self._scale = None if scale is None else torch.tensor(scale).to(kernels.dtype)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] to [..., hidden]."""
-        rows = self._kernels.read_rows(self._weights, token_ids.flatten()).view(*token_ids.shape, -1)
+        rows = self._kernels.read_rows(self.weights, token_ids.flatten()).view(*token_ids.shape, -1)
         return rows if self._scale is None else rows * self._scale
 
 

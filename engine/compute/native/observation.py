@@ -56,7 +56,7 @@ class Observation:
     def context(self, rows: RowAttention) -> AttentionContext:
         """The same step over empty tensors, so that an attention can be asked again."""
         kv = self.kv
-        empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.dtype, kv.device)
+        empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
         return AttentionContext(self.inputs, empty, CpuAttention(rows))
 
 

@@ -1,4 +1,7 @@
 // Positions of paged keys and values, brought into the order in which they are multiplied.
+//
+// Pages of elements are [blocks, kv_heads, block_size, dim]. In those of bytes each head of a block has its rows
+// [block_size, dim] of integers, and behind them a float for each row, by which its integers are to be multiplied.
 
 #pragma once
 
@@ -7,14 +10,18 @@
 
 namespace {
 
-// Row `place` of elements, null for -1: what nobody sees may hold anything.
-inline const Element* row_of(const Element* rows, Index place) { return place < 0 ? nullptr : rows + place; }
+// Row `place` of what is stored, null for -1: what nobody sees may hold anything.
+template <class Stored>
+SLIP_INLINE const Stored* row_of(const Stored* rows, Index place) {
+  return place < 0 ? nullptr : rows + place;
+}
 
 // Asks for the rows of a block that is needed next, a few at a time between other work: so memory is never waited
 // for, nor ever idle.
+template <class Stored>
 class Upcoming {
  public:
-  Upcoming(const Element* keys, const Element* values, Index d) : keys_(keys), values_(values), d_(d) {}
+  Upcoming(const Stored* keys, const Stored* values, Index d) : keys_(keys), values_(values), d_(d) {}
 
   // Turns to the block at `places`, which must stay until the next.
   void turn(const Index* places, Index count) { places_ = places, count_ = count, at_ = 0; }
@@ -22,13 +29,13 @@ class Upcoming {
   void some(Index rows) {
     for (Index stop = std::min(at_ + rows, 2 * count_); at_ < stop; at_++) {
       const Index place = places_[at_ < count_ ? at_ : at_ - count_];
-      const Element* row = (at_ < count_ ? keys_ : values_) + place;
-      for (Index j = 0; place >= 0 && j < d_; j += 64 / sizeof(Element)) ask_for(row + j);
+      const Stored* row = (at_ < count_ ? keys_ : values_) + place;
+      for (Index j = 0; place >= 0 && j < d_; j += 64 / sizeof(Stored)) ask_for(row + j);
     }
   }
 
  private:
-  const Element *keys_, *values_;
+  const Stored *keys_, *values_;
   Index d_, count_ = 0, at_ = 0;
   const Index* places_ = nullptr;
 };
@@ -47,7 +54,8 @@ SLIP_INLINE NativeInts words_of(const Element* row, Index j) {
 constexpr Index PER_WORD = SLIP_PAIRED ? 2 : 1;  // numbers
 
 // `count` rows of d, a multiple of 32, at `places`, as [d / PER_WORD][KEYS][PER_WORD].
-void pack_keys(const Element* rows, const Index* places, Index count, Index d, Number* packed, Upcoming& upcoming) {
+void pack_keys(const Element* rows, const Index* places, Index count, Index d, Number* packed,
+               Upcoming<Element>& upcoming) {
   for (Index p = 0; p < count; p += WIDTH)
     for (Index j = 0; j < d; j += WIDTH * PER_WORD) {
       NativeInts r[WIDTH];
@@ -61,7 +69,8 @@ void pack_keys(const Element* rows, const Index* places, Index count, Index d, N
 }
 
 // `count` rows of d, an even number, at `places`, as [count / PER_WORD][d][PER_WORD].
-void pack_values(const Element* rows, const Index* places, Index count, Index d, Number* packed, Upcoming& upcoming) {
+void pack_values(const Element* rows, const Index* places, Index count, Index d, Number* packed,
+                 Upcoming<Element>& upcoming) {
   for (Index p = 0; p < count; p += 2) {
     const Element *even = row_of(rows, places[p]), *odd = row_of(rows, places[p + 1]);
     for (Index j = 0; j < d; j += 32) {

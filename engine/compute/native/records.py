@@ -32,7 +32,7 @@ class Rotation(ctypes.Structure):
         *((name, POINTER) for name in ("qkv", "cos", "sin")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, POINTER) for name in ("query", "keys", "values", "slots")),
-        *((name, INDEX) for name in ("n", "heads", "kv_heads", "dim", "block_size")),
+        *((name, INDEX) for name in ("n", "heads", "kv_heads", "dim", "block_size", "of_bytes")),
     )
 
 
@@ -45,6 +45,7 @@ class Attention(ctypes.Structure):
         *((name, INDEX) for name in ("sequences", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
         ("window", INDEX),
         ("room", INDEX),
+        ("of_bytes", INDEX),
         ("scale", FLOAT),
         ("softcap", FLOAT),
     )

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "byte_rows.h"
 #include "team.h"
 
 extern "C" {
@@ -15,9 +15,11 @@ struct Norm {  // a root-mean-square norm; records.py mirrors it
 struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   const Element *qkv, *cos, *sin;        // [n, (heads + 2 * kv_heads) * dim], [n, dim], [n, dim]
   Norm query_norm, key_norm;          // of single heads, weight [dim], null for none
-  Element *query, *keys, *values;        // [n, heads, dim], and a layer's pages [blocks, kv_heads, block_size, dim]
+  Element* query;                     // [n, heads, dim]
+  void *keys, *values;                // a layer's pages, as pages.h has them
   const Index* slots;                 // [n], block * block_size + offset
   Index n, heads, kv_heads, dim, block_size;
+  Index of_bytes;                     // what the pages are of
 };
 
 }  // extern "C"
@@ -61,8 +63,15 @@ void rotate(const Element* from, const Element* cos, const Element* sin, Element
 void rotate_and_write(const Rotation& r, Index i) {
   const Index dim = r.dim, block = r.slots[i] / r.block_size, offset = r.slots[i] % r.block_size;
   const Element* row = r.qkv + i * (r.heads + 2 * r.kv_heads) * dim;
-  const auto place = [&](Index head) { return ((block * r.kv_heads + head) * r.block_size + offset) * dim; };
-  alignas(64) Element normed[512];
+  const auto write = [&](void* pages, Index head, const Element* numbers) {
+    head += block * r.kv_heads;
+    int8_t* bytes = (int8_t*)pages;
+    if (r.of_bytes)
+      return store_byte_row(numbers, dim, bytes + byte_row(head, offset, r.block_size, dim),
+                            bytes + row_scale(head, offset, r.block_size, dim));
+    memcpy((Element*)pages + (head * r.block_size + offset) * dim, numbers, dim * sizeof(Element));
+  };
+  alignas(64) Element normed[512], rotated[512];
   for (Index h = 0; h < r.heads + r.kv_heads; h++) {
     const bool is_query = h < r.heads;
     const Norm norm = is_query ? r.query_norm : r.key_norm;
@@ -71,11 +80,11 @@ void rotate_and_write(const Rotation& r, Index i) {
       normalize(from, norm, normed, dim);
       from = normed;
     }
-    Element* to = is_query ? r.query + (i * r.heads + h) * dim : r.keys + place(h - r.heads);
+    Element* to = is_query ? r.query + (i * r.heads + h) * dim : rotated;
     rotate(from, r.cos + i * dim, r.sin + i * dim, to, dim);
+    if (!is_query) write(r.keys, h - r.heads, rotated);
   }
-  for (Index h = 0; h < r.kv_heads; h++)
-    memcpy(r.values + place(h), row + (r.heads + r.kv_heads + h) * dim, dim * sizeof(Element));
+  for (Index h = 0; h < r.kv_heads; h++) write(r.values, h, row + (r.heads + r.kv_heads + h) * dim);
 }
 
 // For every thread of a team, with a barrier behind it: y [n, width] = the rows of x, each normalized.

@@ -34,6 +34,19 @@ constexpr int MOST_VECTORS = WIDTH == 16 ? 4 : 1;
 // Vectors of sums in a tile of products.
 constexpr int TILE_VECTORS = WIDTH == 16 ? 2 : 1;
 
+#if defined(__AVX512F__)
+
+// The 16 bits of `even` and of `odd` by turns.
+SLIP_INLINE void store_pairs(void* to, __m512i even, __m512i odd) {
+  alignas(64) static constexpr uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+  _mm512_storeu_si512((char*)to + 64, _mm512_permutex2var_epi16(even, high, odd));
+}
+
+#endif
+
 #if SLIP_PAIRED
 
 // Numbers of two inputs in sixteen columns.
@@ -48,13 +61,9 @@ SLIP_INLINE Pair paired(Floats even, Floats odd) {
 
 // Pairs of 32 columns of two rows, null for a row of zeros.
 SLIP_INLINE void put_pairs(Number* to, const Element* even, const Element* odd) {
-  alignas(64) static constexpr uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const __m512i a = even ? _mm512_loadu_si512(even) : _mm512_setzero_si512();
   const __m512i b = odd ? _mm512_loadu_si512(odd) : _mm512_setzero_si512();
-  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-  _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
+  store_pairs(to, a, b);
 }
 
 SLIP_INLINE Pair spread(const Number* two) {

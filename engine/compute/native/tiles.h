@@ -7,7 +7,8 @@
 extern "C" {
 
 struct Attention {  // of slip_attend; records.py mirrors it
-  const Element *query, *keys, *values;  // [tokens, heads, dim], and pages [blocks, kv_heads, block_size, dim]
+  const Element* query;                  // [tokens, heads, dim]
+  const void *keys, *values;             // pages of elements or of bytes, as pages.h has them
   const int32_t *counts, *lengths;    // [sequences]: tokens in this step, and positions in the pages with these
   const int32_t* tables;              // [sequences, max_blocks]
   const int32_t *trees, *gaps;        // as PagedRows has them; null where all sequences are chains
@@ -15,6 +16,7 @@ struct Attention {  // of slip_attend; records.py mirrors it
   float* records;                     // memory that no other call uses meanwhile; see attention.h
   Index sequences, max_blocks, heads, kv_heads, dim, block_size, window;  // window 0: all positions
   Index room;                         // numbers that fit `records`; 0: chunks are not shared out
+  Index of_bytes;                     // what the pages are of
   float scale, softcap;               // softcap 0: none
 };
 

@@ -57,7 +57,7 @@ class ModelRunner:
         self.scorer = PromptScorer(loaded)
         self._verifier = make_verifier(for_drafts.verification, sampler)
         self.for_drafts = for_drafts
-        self.kv = self.forward.make_kv(num_blocks, block_size)
+        self.kv = self.forward.make_kv(num_blocks, block_size, loaded.kv_dtype)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 
     @torch.inference_mode()
@@ -118,7 +118,7 @@ class ModelRunner:
         block_size = self.kv.block_size
         length = min(_WARM_UP_TOKENS, self.forward.loaded.max_model_len)
         num_blocks = -(-length // block_size)
-        kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size)
+        kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size, self.kv.dtype)
         tokens = [0] * length
         parts = [
             Part(tokens, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))

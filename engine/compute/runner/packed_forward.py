@@ -29,10 +29,10 @@ class PackedForward:
         self.backend = choose_backend(loaded.device, loaded.kernels)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
-    def make_kv(self, num_blocks: int, block_size: int) -> KvTensors:
-        """Empty K/V tensors of the model's shape."""
+    def make_kv(self, num_blocks: int, block_size: int, kept: torch.dtype | None = None) -> KvTensors:
+        """Empty K/V tensors of the model's shape, `kept` in its dtype unless it is said."""
         loaded = self.loaded
-        return KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        return KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device, kept)
 
     def __call__(self, inputs: StepInputs, kv: KvTensors) -> torch.Tensor:
         """The logits of the R rows asked for, [R, vocab], in the model's dtype. Call under inference mode.

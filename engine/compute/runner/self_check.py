@@ -47,9 +47,9 @@ def _difference(forward: PackedForward | RecurrentForward) -> float:
 
 
 @torch.inference_mode()
-def packed_sample(forward: PackedForward) -> torch.Tensor:
-    """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32."""
-    return _packed_logits(forward, _sequences(forward))
+def packed_sample(forward: PackedForward, kept: torch.dtype | None = None) -> torch.Tensor:
+    """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V."""
+    return _packed_logits(forward, _sequences(forward), kept)
 
 
 def packed_difference(sample: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -94,10 +94,12 @@ def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence
             model.set_attn_implementation(before)
 
 
-def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
+def _packed_logits(
+    forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]], kept: torch.dtype | None = None
+) -> torch.Tensor:
     """The same rows computed in pieces."""
     num_blocks = sum(_LENGTHS)
-    compute = _on_scratch(forward, num_blocks)
+    compute = _on_scratch(forward, num_blocks, kept)
     scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
     blocks = (scattered[: _LENGTHS[0]], scattered[_LENGTHS[0] :])
     rows: tuple[list[torch.Tensor], ...] = ([], [])
@@ -113,11 +115,11 @@ def _packed_logits(forward: PackedForward | RecurrentForward, sequences: Sequenc
 
 
 def _on_scratch(
-    forward: PackedForward | RecurrentForward, num_blocks: int
+    forward: PackedForward | RecurrentForward, num_blocks: int, kept: torch.dtype | None
 ) -> Callable[[StepInputs], torch.Tensor]:
     """The forward pass over memory of its own."""
     if isinstance(forward, PackedForward):
-        kv = forward.make_kv(num_blocks, _BLOCK_SIZE)
+        kv = forward.make_kv(num_blocks, _BLOCK_SIZE, kept)
         return lambda inputs: forward(inputs, kv)
     memory = forward.make_memory(num_blocks, _BLOCK_SIZE, num_slots=len(_LENGTHS))
     return lambda inputs: forward(inputs, memory)

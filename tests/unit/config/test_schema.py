@@ -28,6 +28,7 @@ CONTRACT = {
         "num-kv-blocks": "auto",
         "kv-cache-memory": "1GiB",
         "gpu-memory-utilization": "0.9",
+        "kv-cache-dtype": "auto",
         "swap-space": "1GiB",
         "prefix-caching": "on",
         "prefix-cache-dir": "",

@@ -25,23 +25,25 @@ from tests.support.examples import share_of
 from tests.support.native import compiled_kernels
 
 CPU = torch.device("cpu")
+PAGES = torch.empty(1, 1, 16, 32, dtype=torch.bfloat16)
 BLOCK, CHUNK = 64, 512  # positions that the kernel takes at once, and that it sums by themselves
 EDGES = (0, 1, 15, 16, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1)
 
 
 @pytest.fixture(scope="module")
 def kernels() -> NativeKernels:
-    return compiled_kernels()
+    return compiled_kernels(formats=True)
 
 
 # --- numbers ---
 
 
 def check(kernels: NativeKernels, noise: Noise) -> None:
-    """As the reference in float32, up to rounding; what a token may not see is NaN."""
-    ours = attend(noise, CpuAttention(kernels), CPU, torch.bfloat16, poisoned=True)
-    expected = attend(noise, ReferenceAttention(), CPU, torch.float32)
-    torch.testing.assert_close(ours, expected, rtol=2**-7, atol=6e-3)
+    """As the reference in float32, up to rounding; what a token may not see is NaN. So over K/V of 8 bits."""
+    for kept in (None, torch.int8):
+        ours = attend(noise, CpuAttention(kernels), CPU, torch.bfloat16, poisoned=True, kept=kept)
+        expected = attend(noise, ReferenceAttention(), CPU, torch.float32, kept=kept)
+        torch.testing.assert_close(ours, expected, rtol=2**-7, atol=6e-3)
 
 
 def noise(chunks: Sequence[Chunk], layer: LayerKv | None = None, **options: Any) -> Noise:
@@ -113,7 +115,7 @@ def test_anything(
 ) -> None:
     layer = LayerKv(heads[0], dim, dim, window)
     check(
-        compiled_kernels(),
+        compiled_kernels(formats=True),
         noise(chunks, layer, heads_of_each=heads[1], block_size=block_size, softcap=softcap),
     )
 
@@ -127,16 +129,21 @@ BLOCK_SIZE = 16
 class Stored:
     """A few sequences whose tokens are all in the pages, and a query for each token."""
 
-    def __init__(self, kernels: NativeKernels, call: LayerCall) -> None:
+    def __init__(self, kernels: NativeKernels, call: LayerCall, kept: torch.dtype | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         needed = [-(-length // BLOCK_SIZE) for length in LENGTHS]
         free = np.random.default_rng(0).permutation(sum(needed)).tolist()
         self.blocks = [[free.pop() for _ in range(count)] for count in needed]
-        self.kv = KvTensors((LayerKv(3, 64, 64),), sum(needed), BLOCK_SIZE, torch.bfloat16, CPU)
-        for tensor in self.kv.tensors:
-            tensor.normal_(generator=generator)
+        self.kv = KvTensors((LayerKv(3, 64, 64),), sum(needed), BLOCK_SIZE, torch.bfloat16, CPU, kept)
+        self.numbers = torch.randn(2, sum(needed) * BLOCK_SIZE, 3, 64, generator=generator).bfloat16()
+        self.write()
         self.queries = [torch.randn(length, 9, 64, generator=generator).bfloat16() for length in LENGTHS]
         self._kernels, self._call = kernels, call
+
+    def write(self) -> None:
+        """Put `numbers`, keys and values [2, slots, kv heads, dim], into the pages."""
+        slots = torch.arange(self.numbers.shape[1])
+        self.kv.write(0, self.kv.rows_of(slots, 3), *self.numbers)
 
     def attend(self, *runs: tuple[int, int, int]) -> list[torch.Tensor]:
         """Of each (sequence, first token, stop) in one step what its tokens attend to."""
@@ -147,10 +154,13 @@ class Stored:
         return list(torch.split(step.attend(query, self._call), counts))
 
 
+@pytest.mark.parametrize("kept", [None, torch.int8])
 @pytest.mark.parametrize("call", [LayerCall(0, 0.3), LayerCall(0, 0.3, 300), LayerCall(0, 0.3, None, 4.0)])
-def test_the_same_bits_in_any_company(kernels: NativeKernels, call: LayerCall) -> None:
+def test_the_same_bits_in_any_company(
+    kernels: NativeKernels, call: LayerCall, kept: torch.dtype | None
+) -> None:
     """Whole prompts, chunks cut anywhere, single tokens; beside others or not; on any number of threads."""
-    stored = Stored(kernels, call)
+    stored = Stored(kernels, call, kept)
     whole = [stored.attend((of, 0, length))[0] for of, length in enumerate(LENGTHS)]
     cuts = [0, 1, 17, 64, 100, 511, 530, 1024, 1100]
     for number in (1, 2, 3, 5):
@@ -187,10 +197,10 @@ def test_the_room_for_records_does_not_grow_with_the_context(kernels: NativeKern
     kernels.team.resize(2)
     check(kernels, noise([Chunk(40_000)], LayerKv(1, 32, 32), heads_of_each=2))
     fitting = record_numbers(32, 2)
-    record = kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2)
+    record = kernels.attention_record(rows_of(1), PAGES, 2)
     assert (record.room, kernels._records.data_ptr()) == (fitting, record.records)
     kernels.team.resize(1)
-    assert kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2).room == 0
+    assert kernels.attention_record(rows_of(1), PAGES, 2).room == 0
 
 
 def test_scratch_that_cannot_be_had_is_refused_by_name(
@@ -198,7 +208,7 @@ def test_scratch_that_cannot_be_had_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(kernels_module, "record_numbers", lambda dim, threads: 2**60)
     with pytest.raises(NativeUnavailable, match="no 4611686018427387904 bytes for the scratch of attention"):
-        kernels.attention_record(rows_of(1), (1, 1, 16, 32), 2)
+        kernels.attention_record(rows_of(1), PAGES, 2)
 
 
 def rows_of(num_sequences: int) -> PagedRows:
@@ -217,12 +227,15 @@ def test_queries_in_any_layout(kernels: NativeKernels) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("of_keys", [True, False])
-def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels, value: float, of_keys: bool) -> None:
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_what_is_not_finite_is_not_hidden(
+    kernels: NativeKernels, value: float, of_keys: bool, kept: torch.dtype | None
+) -> None:
     """A row must show that its numbers are broken, and its neighbours must not."""
-    stored = Stored(kernels, LayerCall(0, 0.2))
+    stored = Stored(kernels, LayerCall(0, 0.2), kept)
     stored.queries = [query.abs() for query in stored.queries]
-    tensor = (stored.kv.keys if of_keys else stored.kv.values)[0]
-    tensor[stored.blocks[0][0], :, 3] = value
+    stored.numbers[0 if of_keys else 1, stored.blocks[0][0] * BLOCK_SIZE + 3] = value
+    stored.write()
     found = stored.attend((0, 1099, 1100), (1, 600, 601), (2, 60, 90))
     if not of_keys or value != -float("inf"):  # else its weight is nothing, as it should be
         assert not found[0].isfinite().any()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute.attention import CpuAttention, LayerCall, ReferenceAttention
+from engine.compute.attention import CpuAttention, LayerCall, PagedRows, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native import install
@@ -180,10 +180,52 @@ def test_attention(side: Side, dim: int, softcap: float | None, window: int | No
     torch.testing.assert_close(ours.float(), expected, rtol=near, atol=near)
 
 
-def test_attention_is_the_same_bits_in_any_company(side: Side) -> None:
-    kv = KvTensors((LayerKv(3, 64, 64),), 70, 16, side.dtype, CPU)
-    for seed, tensor in enumerate(kv.tensors):
-        tensor.copy_(side.noise(*tensor.shape, seed=seed))
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_attention_over_integers(side_with_formats: Side, dim: int) -> None:
+    side = side_with_formats
+    chunks = [Chunk(c) for c in (0, 64, 511, 1025)] + [
+        Chunk(5, 70),
+        random_tree(np.random.default_rng(0), 62, 40),
+    ]
+    noise = Noise(chunks, LayerKv(2, dim, dim, 300), block_size=7, dtype=side.dtype)
+    ours = attend(noise, CpuAttention(side.kernels), CPU, side.dtype, poisoned=True, kept=torch.int8)
+    expected = attend(noise, ReferenceAttention(), CPU, torch.float32, kept=torch.int8)
+    near = max(2 * side.rounding, 2e-4)  # weights are integers
+    torch.testing.assert_close(ours.float(), expected, rtol=near, atol=near)
+
+
+def test_rotation_writes_integers_as_tensor_operations_do(side_with_formats: Side) -> None:
+    side, dim = side_with_formats, 96
+    qkv = side.noise(5, (4 + 2 * 2) * dim)
+    qkv[1, -dim:], qkv[2, -dim] = 0, torch.nan
+    rotation = (torch.ones(5, dim, dtype=side.dtype), torch.zeros(5, dim, dtype=side.dtype))
+    slots = torch.tensor([11, 0, 4, 7, 8])
+    ours, expected = (KvTensors((LayerKv(2, dim, dim),), 4, 3, side.dtype, CPU, torch.int8) for _ in range(2))
+    side.kernels.rotate_and_write(qkv, rotation, None, (ours.keys[0], ours.values[0]), slots)
+    key, value = qkv.view(5, -1, dim)[:, 4:6], qkv.view(5, -1, dim)[:, 6:]
+    expected.write(0, expected.rows_of(slots, 2), key, value)
+    pairs = zip(ours.read(0, torch.arange(4)), expected.read(0, torch.arange(4)), strict=True)
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_kernels_without_formats_refuse_integers(side: Side) -> None:
+    if side.kernels.has_formats:
+        pytest.skip("these have formats")
+    pages = torch.empty(1, 1, 16, 36, dtype=torch.int8)
+    ones = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(NativeUnavailable, match="int8"):
+        side.kernels.attention_record(PagedRows(ones, ones, ones.view(1, 1), None, None), pages, 2)
+
+
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_attention_is_the_same_bits_in_any_company(side: Side, kept: torch.dtype | None) -> None:
+    if kept is torch.int8 and not side.kernels.has_formats:
+        pytest.skip("needs kernels with formats")
+    kv = KvTensors((LayerKv(3, 64, 64),), 70, 16, side.dtype, CPU, kept)
+    slots = torch.arange(70 * 16)
+    numbers = (side.noise(len(slots), 3, 64, seed=seed) for seed in range(2))
+    kv.write(0, kv.rows_of(slots, 3), *numbers)
     query, other = side.noise(1100, 9, 64, seed=7), side.noise(1, 9, 64, seed=8)
 
     def attended(first: int, stop: int, beside: bool = False) -> torch.Tensor:
