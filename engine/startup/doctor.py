@@ -22,7 +22,7 @@ from engine.compute.drafters.draft_loader import (
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
 from engine.compute.embedding.source import is_embedding_model
 from engine.compute.loading.default_sampling import read_default_sampling
-from engine.compute.loading.gguf_file import read_gguf
+from engine.compute.loading.gguf_file import part_paths, read_gguf
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import gguf_of, read_json
@@ -122,7 +122,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         settings.model.model, source.how, None if directory is None else str(directory), source.pending
     )
     if source.gguf is not None and not source.as_it_is:
-        _check_room(found, settings.home, 8 * source.gguf.stat().st_size)
+        sizes = [part.stat().st_size for part in part_paths(source.gguf) if part.exists()]
+        _check_room(found, settings.home, 8 * sum(sizes))
     stored = found.attempt(lambda: read_stored(source))
     if stored is None:
         if not found.problems:

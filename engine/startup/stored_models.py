@@ -12,9 +12,9 @@ from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from safetensors import safe_open
 
-from engine.compute.loading.gguf_file import GgufFile, read_gguf
+from engine.compute.loading.gguf_file import GgufFile, part_paths, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
-from engine.compute.loading.hub_files import HubName, gguf_name, has_safetensors, short_pick
+from engine.compute.loading.hub_files import HubName, gguf_models, has_safetensors, short_pick
 from engine.compute.loading.missing_model import BUILT_IN
 from engine.compute.loading.model_files import check_model_files, first_line, gguf_of, weight_files
 from engine.compute.loading.model_source import find_bundled_gguf, installed_model
@@ -61,16 +61,11 @@ def _cached(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Stor
     directory = revision.snapshot_path
     asked = None if "main" in revision.refs else min(revision.refs, default=revision.commit_hash)
     files = sorted(file.file_path.relative_to(directory).as_posix() for file in revision.files)
-    ggufs = [file for file in files if file.lower().endswith(".gguf")]
+    ggufs = gguf_models(files)
     if has_safetensors(files) or not ggufs:
         yield _directory(repo.repo_id, asked, _CACHE, directory)
     for file in ggufs:
-        name = HubName(repo.repo_id, short_pick(file, ggufs))
-        try:
-            gguf_name(name, files)
-        except StartRefused:  # a part of one, or what goes beside a model
-            continue
-        yield _gguf(str(name), asked, _CACHE, directory / file)
+        yield _gguf(str(HubName(repo.repo_id, short_pick(file, ggufs))), asked, _CACHE, directory / file)
 
 
 def _directory(name: str, revision: str | None, kept_in: str, directory: Path) -> StoredModel:
@@ -90,8 +85,9 @@ def _directory(name: str, revision: str | None, kept_in: str, directory: Path) -
 
 
 def _gguf(name: str, revision: str | None, kept_in: str, path: Path) -> StoredModel:
-    last_used, reason, stored = _last_used([path]), None, "GGUF"
-    with _unused([path]):
+    parts = [part for part in part_paths(path) if part.exists()]
+    last_used, reason, stored = _last_used(parts), None, "GGUF"
+    with _unused(parts):
         try:
             file = read_gguf(path)
             stored = f"GGUF {_quantization_of(file)}"
@@ -101,7 +97,8 @@ def _gguf(name: str, revision: str | None, kept_in: str, path: Path) -> StoredMo
             reason = str(refusal)
         except Exception as error:  # a damaged file fails in any of a dozen ways
             reason = f"{path} cannot be read: {first_line(error)}."
-    return StoredModel(name, revision, kept_in, str(path), path.stat().st_size, stored, last_used, reason)
+    size = sum(part.stat().st_size for part in parts)
+    return StoredModel(name, revision, kept_in, str(path), size, stored, last_used, reason)
 
 
 def _numbers_in(directory: Path) -> str:

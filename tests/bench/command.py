@@ -16,6 +16,7 @@ from tests.bench.attention import run_attention
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
 from tests.bench.embeddings import run_embeddings
+from tests.bench.gguf import run_gguf
 from tests.bench.host import run_host
 from tests.bench.kernels import run_kernels
 from tests.bench.load import run_load
@@ -56,11 +57,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "speculation": run_speculation,
     "repetitive": run_repetitive,
     "embeddings": run_embeddings,
+    "gguf": run_gguf,
     "peers": run_peers,
     "served": lambda context: run_load(context, served=True, peer=False),
     "transformers": lambda context: run_load(context, served=False, peer=True),
 }
-NEED_MORE = ("embeddings", "peers")  # an embedding model and its own library; engines
+NEED_MORE = ("embeddings", "gguf", "peers")  # an embedding model and its own library; files; engines
 
 
 def plan(names: Sequence[str]) -> list[Benchmark]:
@@ -82,13 +84,17 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join(BENCHMARKS)}; default: all but embeddings and peers",
+        help=f"of {', '.join(BENCHMARKS)}; default: all but {', '.join(NEED_MORE)}",
     )
     parser.add_argument("--runs", type=int, default=3, help="runs of each; the median is shown (default 3)")
     parser.add_argument("--json", type=Path, help="where to write the report (default .bench/TIME.json)")
     parser.add_argument(
         "--peer", type=Peer.parse, action="append", default=[], help=PEER_HELP, metavar="NAME=HOW"
     )
+    parser.add_argument(
+        "--gguf", type=Path, action="append", default=[], help="a file for gguf; repeatable", metavar="FILE"
+    )
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server for gguf", metavar="FILE")
     parser.add_argument("--model", default="", help="what to serve in place of the default model")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -98,6 +104,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--runs must be at least 1")
     if ("peers" in arguments.names) != bool(arguments.peer):
         parser.error("peers and --peer go together")
+    if len({"gguf" in arguments.names, bool(arguments.gguf), arguments.llama_server is not None}) != 1:
+        parser.error("gguf, --gguf and --llama-server go together")
     return arguments
 
 
@@ -117,6 +125,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         flags=flags,
         runs=arguments.runs,
         peers=tuple(arguments.peer),
+        gguf_files=tuple(arguments.gguf),
+        llama_server=arguments.llama_server,
         say=lambda text: progress.print(Text(f"… {text}", style="dim")),
     )
     facts = about() | {"model": context.settings.model.model, "runs": arguments.runs}

@@ -18,7 +18,7 @@ class BenchContext:
     """`flags` are those of `slipstream serve`; `settings` is what they and the environment ask for.
 
     `say` shows what is being measured. The same model serves every benchmark of a report. `peers` are engines
-    to be measured beside ours.
+    to be measured beside ours, `gguf_files` what `llama_server` and ours are compared on.
     """
 
     settings: Settings
@@ -26,6 +26,8 @@ class BenchContext:
     runs: int
     say: Callable[[str], None]
     peers: tuple[Peer, ...] = ()
+    gguf_files: tuple[Path, ...] = ()
+    llama_server: Path | None = None
 
     @cached_property
     def model_directory(self) -> Path:

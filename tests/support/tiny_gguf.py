@@ -67,6 +67,27 @@ def save_tiny_gguf(
     return path
 
 
+def split_gguf(whole: Path, num_parts: int) -> list[Path]:
+    """The file cut into parts beside it, as llama.cpp cuts: all metadata in the first, tensors in turn."""
+    reader = gguf.GGUFReader(whole)
+    paths = [
+        whole.with_name(f"{whole.stem}-{part + 1:05}-of-{num_parts:05}.gguf") for part in range(num_parts)
+    ]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, reader.get_field("general.architecture").contents())
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                inner = field.types[1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", num_parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::num_parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        _finish(writer)
+    return paths
+
+
 def save_block_gguf(
     path: Path, family: str, kinds: Sequence[gguf.GGMLQuantizationType], **changes: Any
 ) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from engine.compute.loading.gguf_file import part_paths
 from engine.compute.loading.model_files import first_line
 from engine.errors import StartRefused
 
@@ -104,13 +105,15 @@ def _fingerprint(source: Path, version: int) -> str:
 
     Reading everything would cost seconds at each start for files of many gigabytes.
     """
-    stat = source.stat()
-    digest = hashlib.sha256(f"{version} {stat.st_size} {stat.st_mtime_ns}".encode())
-    step = max(1, (stat.st_size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-    with source.open("rb") as file:
-        for index in range(_NUM_SAMPLES):
-            file.seek(index * step)
-            digest.update(file.read(_SAMPLE_BYTES))
+    digest = hashlib.sha256(f"{version}".encode())
+    for path in [source, *filter(Path.exists, part_paths(source)[1:])]:
+        stat = path.stat()
+        digest.update(f" {stat.st_size} {stat.st_mtime_ns}".encode())
+        step = max(1, (stat.st_size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+        with path.open("rb") as file:
+            for index in range(_NUM_SAMPLES):
+                file.seek(index * step)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

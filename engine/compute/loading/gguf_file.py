@@ -8,6 +8,7 @@ over, which makes this fifty times as fast as a reader that keeps them.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ Scalar = int | float | bool | str
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,60 @@ class _TensorHead(NamedTuple):
         return self.offset + prod(self.byte_shape)
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a file that is split, in order; its own where it is whole."""
+    found = _PART.search(name)
+    count = int(found[2]) if found else 1
+    return [_PART.sub(f"-{part + 1:05}-of-{count:05}", name) for part in range(count)]
+
+
+def is_later_part(name: str) -> bool:
+    """True for a part of a split file behind the first, which stands for all of them."""
+    return part_names(name)[0] != name
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files that a model consists of whose first is `path`."""
+    return [path.with_name(name) for name in part_names(path.name)]
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Map `path` and read its header. Raises ValueError for a file that is no GGUF, damaged or cut off."""
+    """Map `path` and read its header; of a split file all parts, with the first one's metadata.
+
+    Raises ValueError for a file that is no GGUF, damaged, cut off or incomplete.
+    """
+    whole = _read_part(path)
+    count = whole.values.get("split.count", 1)
+    if count in (0, 1):
+        return whole
+    paths = part_paths(path)
+    if whole.values.get("split.no") != 0:
+        raise ValueError(f"it is a later part of a split model: name the first, {paths[0].name}")
+    if len(paths) != count:
+        raise ValueError(f"it is the first of {count} parts, which its name does not say")
+    tensors = list(whole.tensors)
+    for number, part in enumerate(paths[1:], 1):
+        tensors += _later_part(part, number, count)
+    names = {tensor.name for tensor in tensors}
+    if len(names) != len(tensors) or len(tensors) != whole.values.get("split.tensors.count", len(tensors)):
+        raise ValueError(f"its {count} parts do not belong together")
+    return GgufFile(whole.values, tuple(tensors))
+
+
+def _later_part(path: Path, number: int, count: int) -> Sequence[GgufTensor]:
+    """The tensors of a part, counted from 0. Raises ValueError."""
+    if not path.is_file():
+        raise ValueError(f"its part {path.name} is missing")
+    try:
+        part = _read_part(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    if (part.values.get("split.no"), part.values.get("split.count")) != (number, count):
+        raise ValueError(f"{path.name} is not part {number + 1} of {count}")
+    return part.tensors
+
+
+def _read_part(path: Path) -> GgufFile:
     content = np.asarray(np.memmap(path, mode="r"))
     cursor = _Cursor(content.data)
     magic, version = cursor.take("4sI")

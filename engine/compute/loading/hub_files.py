@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
+from engine.compute.loading.gguf_file import is_later_part
 from engine.compute.loading.model_files import read_json
 from engine.errors import StartRefused
 
@@ -78,23 +79,31 @@ def weight_names(name: HubName, files: Sequence[str], directory: Path) -> list[s
 def gguf_name(name: HubName, files: Sequence[str]) -> str | None:
     """The GGUF file that `name` means among a repo's `files`; None when it means the safetensors.
 
-    Raises StartRefused where it is none of them, more than one, or one that is split into parts.
+    Of one that is split, its first part. Raises StartRefused where it is none of them or more than one.
     """
-    ggufs = sorted(file for file in files if file.lower().endswith(".gguf"))
-    models = [file for file in ggufs if not Path(file).name.lower().startswith("mmproj")]
+    models = gguf_models(files)
     if name.pick is None and (has_safetensors(files) or not models):
         return None
     if not models:
         raise StartRefused(f"{name.repo} has no GGUF files; without :{name.pick} its own weights are read.")
     found = models if name.pick is None else [file for file in models if _is_meant(file, name.pick)]
-    if len(found) != 1 or _PART.search(Path(found[0]).stem):
+    if len(found) != 1:
         raise StartRefused(_refusal(name, models, found))
     return found[0]
 
 
+def gguf_models(files: Sequence[str]) -> list[str]:
+    """The GGUF models among a repo's `files`: of one that is split its first part, and no projectors."""
+    return sorted(
+        file
+        for file in files
+        if file.lower().endswith(".gguf")
+        and not is_later_part(file)
+        and not Path(file).name.lower().startswith("mmproj")
+    )
+
+
 def _refusal(name: HubName, models: Sequence[str], found: Sequence[str]) -> str:
-    if found and all(_PART.search(Path(file).stem) for file in found):
-        return f"{name} is split into {len(found)} files; only GGUF files in one piece are read."
     choice = ", ".join(short_pick(file, models) for file in (found or models)[:_MOST_NAMED])
     if name.pick is None:
         return f"{name.repo} has several GGUF files: name one, as in {name.repo}:Q4_K_M. It has {choice}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.compute.loading.gguf_file import part_names
 from engine.compute.loading.hub_fetch import cached_snapshot, fetch_files, list_repo
 from engine.compute.loading.hub_files import HubName, gguf_name, text_files, weight_names
 from engine.compute.loading.missing_model import not_fetched
@@ -23,7 +24,10 @@ def fetch_model(name: HubName, revision: str | None) -> Path:
         return _from_cache(name, revision)
     files = list(listing.files)
     if (gguf := gguf_name(name, files)) is not None:
-        return fetch_files(listing, revision, [gguf]) / gguf
+        parts = part_names(gguf)
+        if missing := [part for part in parts if part not in listing.files]:
+            raise StartRefused(f"{name} is incomplete: {gguf} is there, and {missing[0]} is not.")
+        return fetch_files(listing, revision, parts) / gguf
     texts = text_files(files)
     directory = fetch_files(listing, revision, texts)
     check_configuration(directory)
@@ -34,13 +38,14 @@ def fetch_model(name: HubName, revision: str | None) -> Path:
 
 
 def cached_gguf(name: HubName, directory: Path) -> Path | None:
-    """The GGUF file that `name` means in a repo's snapshot; None when it is not there or none is meant."""
+    """The GGUF file that `name` means in a repo's snapshot; None when not all is there or none is meant."""
     files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     try:
         found = gguf_name(name, files)
     except StartRefused:  # the repo may have what the cache has not
         return None
-    return None if found is None else directory / found
+    is_whole = found is not None and all(part in files for part in part_names(found))
+    return directory / found if found is not None and is_whole else None
 
 
 def _from_cache(name: HubName, revision: str | None) -> Path:

@@ -76,6 +76,15 @@ def test_a_quantization_or_a_file_is_picked(pick: str, file: str) -> None:
     assert gguf_name(HubName("org/m", pick), GGUFS) == file
 
 
+@pytest.mark.parametrize("pick", [None, "Q8_0", "Q8_0/m-Q8_0-00001-of-00002.gguf"])
+def test_of_a_split_file_the_first_part_is_picked(pick: str | None) -> None:
+    files = [f"Q8_0/m-Q8_0-0000{part}-of-00002.gguf" for part in (2, 1)]
+    assert gguf_name(HubName("org/m", pick), files) == files[1]
+    more = [*files, *(f"m-Q4_0-0000{part}-of-00003.gguf" for part in (1, 2, 3))]
+    with pytest.raises(StartRefused, match=r"It has Q8_0, Q4_0\.$|It has Q4_0, Q8_0\.$"):
+        gguf_name(HubName("org/m"), more)
+
+
 def test_the_only_gguf_file_needs_no_name() -> None:
     assert gguf_name(HubName("org/m"), ["m-Q4_0.gguf", "mmproj-f16.gguf"]) == "m-Q4_0.gguf"
 
@@ -92,7 +101,6 @@ def test_the_only_gguf_file_needs_no_name() -> None:
             ["a-Q4_0.gguf", "b-Q4_0.gguf"],
             "could be several files: name one of a-Q4_0.gguf, b-Q4_0.gguf",
         ),
-        ("Q8_0", ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"], "is split into 2 files"),
     ],
 )
 def test_what_cannot_be_picked_is_said_with_what_there_is(

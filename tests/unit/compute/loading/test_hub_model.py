@@ -18,7 +18,7 @@ from engine.compute.loading.model_source import resolve_model
 from engine.errors import StartRefused, UnsupportedModel
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.tiny_embedders import save_embedder
-from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_gguf import save_tiny_gguf, split_gguf
 from tests.support.tiny_models import save_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -107,6 +107,21 @@ def test_one_gguf_file_is_fetched_and_converted(hub: FakeHub, tmp_path: Path) ->
     assert hub.fetched() == ["t-F32.gguf"]
     found = find_model(settings, tmp_path / "home")
     assert (found.directory, found.pending) == (directory, None)
+
+
+def test_all_parts_of_a_split_file_are_fetched_and_served(hub: FakeHub, tmp_path: Path) -> None:
+    parts = split_gguf(save_tiny_gguf(tmp_path / "t-F32.gguf"), 2)
+    hub.repos["org/split"] = {"t-Q8_0.gguf": b"x"} | {part.name: part.read_bytes() for part in parts}
+    settings, home = ModelSettings(model="org/split:F32"), tmp_path / "home"
+    assert find_model(settings, home).pending == "downloads it from the Hugging Face hub"
+    directory = resolve_model(settings, home)
+    assert sorted(set(hub.fetched())) == [part.name for part in parts]
+    found = find_model(settings, home)
+    assert (found.directory, found.pending) == (directory, None)
+    del hub.repos["org/split"][parts[1].name]
+    hub.repos["org/part"] = hub.repos["org/split"]
+    with pytest.raises(StartRefused, match="org/part:F32 is incomplete: t-F32-00001-of-00002"):
+        resolve_model(ModelSettings(model="org/part:F32"), home)
 
 
 def test_a_cut_connection_is_continued(hub: FakeHub, tmp_path: Path, tiny: Path) -> None:

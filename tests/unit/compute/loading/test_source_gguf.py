@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_convert import convert_gguf
 from engine.compute.loading.gguf_file import GgufList, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.model_files import check_model_files
 from engine.errors import StartRefused, UnsupportedModel
-from tests.support.tiny_gguf import save_tiny_gguf
+from tests.support.tiny_gguf import save_tiny_gguf, split_gguf
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -230,6 +232,53 @@ def test_no_bytes_are_counted_twice_or_lie_elsewhere(
     """Else a small file claims many times its size, once its blocks are unpacked."""
     with pytest.raises(ValueError, match=why):
         read_gguf(bare_gguf(tmp_path / "hostile.gguf", *tensors))
+
+
+@pytest.fixture
+def parts(tiny_gguf: Path, tmp_path: Path) -> list[Path]:
+    whole = tmp_path / "tiny.gguf"
+    whole.write_bytes(tiny_gguf.read_bytes())
+    return split_gguf(whole, 3)
+
+
+def test_the_parts_of_a_split_file_are_one_model(parts: list[Path], converted: Path, tmp_path: Path) -> None:
+    convert_gguf(parts[0], tmp_path / "out")
+    whole, written = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], weights) for name, weights in whole.items())
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (converted / name).read_text()
+
+
+def test_a_changed_later_part_is_converted_anew(parts: list[Path], tmp_path: Path) -> None:
+    made: list[Path] = []
+    for _ in range(2):
+        made += {convert_once(parts[0], tmp_path / "models", lambda *_: None, 1) for _ in range(2)}
+        os.utime(parts[2], ns=(1, 1))
+    assert len(set(made)) == len(made) == 2
+
+
+def test_a_split_file_that_is_not_whole_is_refused_by_name(parts: list[Path], tmp_path: Path) -> None:
+    def why() -> str:
+        with pytest.raises(StartRefused) as refused:
+            convert_gguf(parts[0], tmp_path / "out")
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    with pytest.raises(
+        StartRefused, match="a later part of a split model: name the first, tiny-00001-of-00003"
+    ):
+        convert_gguf(parts[1], tmp_path / "out")
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    assert "tiny-00002-of-00003.gguf is not part 2 of 3" in why()
+    parts[1].write_bytes(second[: len(second) // 2])
+    assert "tiny-00002-of-00003.gguf: it ends within" in why()
+    parts[1].unlink()
+    assert "its part tiny-00002-of-00003.gguf is missing" in why()
+    alone = parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(StartRefused, match="the first of 3 parts, which its name does not say"):
+        convert_gguf(alone, tmp_path / "out")
 
 
 # Where in the file a number lies: so many bytes behind its name.
