@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from fastapi import APIRouter
-from pydantic.main import IncEx
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from server.observability.health import server_version
 router = APIRouter(tags=["server"])
 
 # Settings of the HTTP side, keys and files above all, are only for the operator.
-_SHOWN_SETTINGS: IncEx = {
+_SHOWN_SETTINGS: dict[str, set[str] | bool] = {
     "model": {"dtype", "compile", "cpu_kernels", "quantization"},
     "cache": True,
     "scheduler": True,
