@@ -19,6 +19,7 @@ from tests.bench.embeddings import run_embeddings
 from tests.bench.gguf import run_gguf
 from tests.bench.host import run_host
 from tests.bench.kernels import run_kernels
+from tests.bench.kv import run_kv
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.memory import run_memory
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode": run_decode,
     "attention": run_attention,
     "kernels": run_kernels,
+    "kv": run_kv,
     "quantization": run_quantization,
     "scale": run_scale,
     "ttft": run_ttft,

@@ -59,13 +59,17 @@ class Model:
         """Of every next token: [len(tokens), vocab] in float32."""
         forward, blocks = PackedForward(self.loaded), range(-(-len(tokens) // BLOCK_SIZE))
         step = pack_step([Part(tokens, 0, len(tokens), blocks)], BLOCK_SIZE, every_row=True)
-        return forward(step, forward.make_kv(len(blocks), BLOCK_SIZE)).float().log_softmax(-1)
+        return (
+            forward(step, forward.make_kv(len(blocks), BLOCK_SIZE, self.loaded.kv_dtype))
+            .float()
+            .log_softmax(-1)
+        )
 
     @torch.inference_mode()
     def continued(self, prompt: Sequence[int]) -> list[int]:
         """The likeliest tokens after `prompt`, one by one."""
         forward, blocks = PackedForward(self.loaded), range(-(-(len(prompt) + CONTINUED) // BLOCK_SIZE))
-        kv = forward.make_kv(len(blocks), BLOCK_SIZE)
+        kv = forward.make_kv(len(blocks), BLOCK_SIZE, self.loaded.kv_dtype)
         tokens, first = list(prompt), 0
         while len(tokens) < len(prompt) + CONTINUED:
             step = pack_step([Part(tokens, first, len(tokens), blocks)], BLOCK_SIZE)
@@ -77,7 +81,7 @@ class Model:
     def step_s(self, step: StepInputs) -> float:
         """The seconds of one pass over a step, in a loop of a few; what lies before it is constants."""
         forward = PackedForward(self.loaded)
-        kv = forward.make_kv(int(step.block_tables.max()) + 1, BLOCK_SIZE)
+        kv = forward.make_kv(int(step.block_tables.max()) + 1, BLOCK_SIZE, self.loaded.kv_dtype)
         fill_kv(kv)
         forward(step, kv)
         started = perf_counter()

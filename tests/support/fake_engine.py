@@ -151,6 +151,8 @@ class FakeEngine:
             draft_methods=self.draft_methods,
             max_draft_tokens=self.max_draft_tokens,
             default_sampling=self.default_sampling,
+            kv_dtype="float32",
+            weight_bytes={"Q4_K": 3 << 20, "F32": 1 << 20},
         )
 
     @property

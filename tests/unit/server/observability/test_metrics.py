@@ -22,7 +22,7 @@ _CONTRACT = {
         num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_ratio kv_cache_blocks
         engine_heartbeat_age_seconds speculation_draft_length speculation_acceptance_ratio
         speculation_speedup_ratio num_embedding_requests_waiting tenant_share_ratio build_info
-        cache_config_info batch_lines_running batch_lines_waiting""",
+        cache_config_info batch_lines_running batch_lines_waiting weight_bytes""",
     "counter": """
         requests requests_rejected request_aborts preemptions prompt_tokens prompt_tokens_cached
         generation_tokens prefix_cache_queries prefix_cache_hits spec_decode_num_drafts
@@ -57,6 +57,11 @@ def samples_of(page: MetricsPage) -> list[tuple[str, dict[str, str], float]]:
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 
+def test_weights_are_counted_by_format() -> None:
+    found = [sample for sample in samples_of(make_page()) if sample[0] == "slipstream_weight_bytes"]
+    assert [(labels["format"], value) for _, labels, value in found] == [("Q4_K", 3 << 20), ("F32", 1 << 20)]
+
+
 def test_names_types_labels_and_bounds_stay_as_they_are() -> None:
     assert of_today() == GOLDEN.read_text(encoding="utf-8"), (
         "dashboards, alerts and scripts are written against these names: if the change is meant, "
@@ -82,7 +87,10 @@ def test_every_family_has_help_and_begins_at_zero(state: EngineState) -> None:
         if family.name.startswith("process_"):
             continue
         assert family.documentation
-        is_known = state is EngineState.READY or family.name != "slipstream_cache_config_info"
+        is_known = state is EngineState.READY or family.name not in (
+            "slipstream_cache_config_info",
+            "slipstream_weight_bytes",
+        )
         assert bool(family.samples) is is_known, family.name
         assert all(sample.labels["model_name"] == MODEL for sample in family.samples)
         assert not any(sample.name.endswith("_created") for sample in family.samples)

@@ -1,5 +1,6 @@
 """What a person reads on a terminal: units, plurals, and no percentile that nothing stands behind."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,12 +115,20 @@ def test_the_start_says_what_is_served_on_what_and_where() -> None:
         has_chat_template=True,
         compute_threads="1: a step takes 9.0 ms with 1, 12.0 ms with 2",
         kernels="compiled for this CPU",
+        kv_dtype="bfloat16",
+        weight_bytes={"Q4_K": 80 * 2**20, "F32": 2**20},
     )
     assert start_rows("tiny", "http://h:1", info, 3.21) == [
         "ready after 3.2 s; Ctrl-C ends it",
-        "model        tiny, bfloat16",
+        "model        tiny, bfloat16; weights: 80 MiB Q4_K, 1 MiB F32",
         "device       CPU, 1 thread; kernels: compiled for this CPU",
         "K/V room     46,592 tokens (1.00 GiB), up to 8,192 a request",
         "API          http://h:1/v1",
         "status page  http://h:1/",
     ]
+    plain = replace(info, kv_dtype="int8", weight_bytes={})
+    _, model, _, room, *_ = start_rows("tiny", "http://h:1", plain, 3.21)
+    assert (model, room) == (
+        "model        tiny, bfloat16",
+        "K/V room     46,592 tokens (1.00 GiB in int8), up to 8,192 a request",
+    )
