@@ -118,7 +118,7 @@ def read_gguf(path: Path) -> GgufFile:
     """
     whole = _read_part(path)
     count = whole.values.get("split.count", 1)
-    if count in (0, 1):
+    if not isinstance(count, int) or count < 2:
         return whole
     paths = part_paths(path)
     if whole.values.get("split.no") != 0:
