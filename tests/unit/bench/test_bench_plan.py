@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.command import BENCHMARKS, plan, read_arguments
+from tests.bench.command import BENCHMARKS, NEED_MORE, plan, read_arguments
+from tests.bench.contenders import OURS, Comparison
+from tests.bench.gguf import CASES, LLAMA, compared
 from tests.bench.host import BATCHES, growth, steps_for
 from tests.bench.load import TIME_BOX_S, WrongOutput, checked_figures, ratio_bars, section_of
 from tests.bench.streams import BurstFigures, StreamRecord
@@ -13,12 +15,12 @@ from tests.bench.workloads import Prompt, Workload
 
 def test_all_benchmarks_run_by_default_and_load_runs_once() -> None:
     assert read_arguments([]).names == []
-    assert len(plan([])) == len(BENCHMARKS) - 3  # two are one run, and two need to be named
+    assert len(plan([])) == len(BENCHMARKS) - 1 - len(NEED_MORE)  # two are one run
     assert plan(["transformers", "host"]) == [BENCHMARKS["host"], BENCHMARKS["transformers"]]
     assert plan(["served"]) == [BENCHMARKS["served"]]
 
 
-@pytest.mark.parametrize("argv", [["nonsense"], ["host", "--runs", "0"]])
+@pytest.mark.parametrize("argv", [["nonsense"], ["host", "--runs", "0"], ["gguf", "--gguf", "x"]])
 def test_a_wrong_command_line_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_arguments(argv)
@@ -54,6 +56,16 @@ def test_the_ratio_is_of_medians_and_a_bound_when_the_other_side_ran_out_of_time
     assert (w2.measured, w2.met, w2.bound_only) == (2.0, True, False)
     assert w3.measured == pytest.approx(100 / (2 * 4 / TIME_BOX_S["W3"]))
     assert w3.bound_only
+
+
+def test_a_gguf_file_is_compared_by_rates_run_by_run() -> None:
+    comparison = Comparison()
+    for name, seconds in ((OURS, 1.0), (LLAMA, 2.0)):
+        record = StreamRecord(0.0, (seconds, 2 * seconds), 1, 8)
+        comparison.figures[name] = {case.name: [BurstFigures.of([record])] * 2 for case in CASES}
+    section = compared("model", comparison)
+    assert [bar.measured for bar in section.bars] == [pytest.approx(2.0)] * len(CASES)
+    assert [bar.limit for bar in section.bars] == [1.3, 2.5, 2.5, 1.5, 1.5]
 
 
 def test_growth_is_one_when_linear() -> None:
