@@ -45,8 +45,8 @@ def with_kernels(
     if settings.compile == "off":
         return replace(loaded, kernels_used="torch's (--compile off)")
     try:
-        formats = settings.quantization != "none"
-        build = replace(usable_build(loaded, settings.cpu_kernels), formats=formats)
+        build = usable_build(loaded, settings.cpu_kernels)
+        build = replace(build, formats=build.formats or settings.quantization != "none")
         kernels_of_stored = kernels_of(loaded.model)
         kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
@@ -95,7 +95,8 @@ def foresee(outline: LoadedModel, home: Path, asked: str, *, formats: bool = Fal
 
     Compiles nothing. Raises NativeUnavailable.
     """
-    build = replace(usable_build(outline, asked), formats=formats)
+    build = usable_build(outline, asked)
+    build = replace(build, formats=build.formats or formats)
     is_ready = find_library(home, build) is not None
     if not is_ready:
         find_compiler()

@@ -41,8 +41,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, str, int]]:
 def _packed(weights: PackedWeights) -> Iterator[tuple[int, str, int]]:
     if weights.bias is not None:
         yield _tensor(weights.bias)
-    if weights.scales is not None:  # part of the format that they belong to
-        yield weights.scales.data_ptr(), _tensor(weights.packed)[1], weights.scales.nbytes
     if not weights.parts:
         yield _tensor(weights.packed)
     for part in weights.parts:

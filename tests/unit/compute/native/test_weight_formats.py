@@ -27,15 +27,15 @@ def test_a_plain_model_is_its_parameters() -> None:
     assert weight_bytes_by_format(model) == {"BF16": size}
 
 
-def test_integers_are_counted_with_their_scales() -> None:
+def test_rounded_weights_are_counted_by_what_they_became() -> None:
     loaded = as_loaded(tiny_model("llama", dtype=torch.bfloat16, head_dim=32))
     kernels = compiled_kernels(formats=True)
     loaded = install.install(loaded, kernels)
     before = weight_bytes_by_format(loaded.model)
-    quantize(loaded, kernels)
+    quantize(loaded, kernels, "int4")
     found = weight_bytes_by_format(loaded.model)
-    assert set(before) == {"BF16"} and set(found) == {"BF16", "INT8"}
-    assert found["INT8"] > (before["BF16"] - found["BF16"]) / 2
+    assert set(before) == {"BF16"} and set(found) == {"BF16", "Q4_1", "Q8_0"}
+    assert 0 < found["Q4_1"] + found["Q8_0"] < before["BF16"] - found["BF16"]
 
 
 def test_blocks_are_counted_by_their_formats_and_a_shared_head_once(tmp_path: Path) -> None:
