@@ -13,6 +13,7 @@ from rich.text import Text
 
 from config import load_settings
 from tests.bench.attention import run_attention
+from tests.bench.batches import run_batches
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
 from tests.bench.embeddings import run_embeddings
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scrape": run_scrape,
     "speculation": run_speculation,
     "repetitive": run_repetitive,
+    "batches": run_batches,
     "embeddings": run_embeddings,
     "gguf": run_gguf,
     "peers": run_peers,

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from server.api.batches.store import BatchStore
 from tests.bench.processes import free_port
 from tests.e2e.server_process import ServerProcess, server_process
 from tests.e2e.test_batches import client_of, jsonl, rows_of
-from tests.e2e.test_life import FLAGS
+from tests.e2e.test_life import EXIT_S, FLAGS
 from tests.support.tiny_models import save_tiny_model
 
 NUM_LINES = 100
@@ -80,3 +81,33 @@ async def test_no_line_is_lost_or_answered_twice(tmp_path: Path, num_kills: int)
         ids = [f"r{i}" for i in range(NUM_LINES)]
         assert answered == [each for i, each in enumerate(ids) if i % 10 != 3]
         assert refused == [each for i, each in enumerate(ids) if i % 10 == 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_terminated_server_lets_lines_go_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model")
+    flags = (*FLAGS, "--max-num-seqs", "8", "--state-dir", str(tmp_path / "state"))
+    slowly = [{"point": "forward_sleep", "count": -1, "seconds": 0.02}]
+    async with server_process(model, *flags, faults=slowly) as server:
+        await server.until_ready()
+        async with client_of(server.url) as client:
+            file = await client.files.create(file=("in", job()), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+            )
+            async with asyncio.timeout(WAIT_S):
+                while not (batch.request_counts and batch.request_counts.completed):
+                    await asyncio.sleep(0.02)
+                    batch = await client.batches.retrieve(batch.id)
+        server.signal(signal.SIGTERM)
+        assert await server.exit_code(EXIT_S) == 0  # it waits for no line
+    store = BatchStore(tmp_path / "state")
+    found = store.find_batch(batch.id, "")
+    store.close()
+    assert found is not None
+    assert 0 < found.completed + found.failed < NUM_LINES
+    async with server_process(model, *flags) as server:
+        await server.until_ready()
+        answered, refused = await finish(server, batch.id)
+    assert len({*answered, *refused}) == len(answered) + len(refused) == NUM_LINES
