@@ -17,6 +17,7 @@ import pytest
 
 from engine import Overloaded
 from server.api.batches import runner
+from server.api.batches.seats import LinePace
 from server.api.batches.store import BatchStore
 from server.api.batches.upload import Upload
 from tests.e2e.http_server import MODEL, server_url
@@ -208,6 +209,25 @@ async def test_a_window_that_cannot_be_met_is_refused(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as refusal:
             await submit(client, [line(str(i)) for i in range(20_000)], window="1s")
         assert refusal.value.code == "completion_window_too_short"
+
+
+async def test_a_batch_that_would_break_the_promise_to_a_later_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: int) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(LinePace, "needed_s", lambda _, num_lines: float(num_lines))
+    async with client_for(tmp_path, FakeEngine(gate=never)) as client:
+
+        async def promise(num_lines: int, window: str) -> None:
+            await submit(client, [line(str(i)) for i in range(num_lines)], window=window)
+
+        await promise(100, "150s")
+        with pytest.raises(openai.BadRequestError, match=r"160 lines .* another batch's window"):
+            await promise(60, "120s")
+        await promise(10, "120s")
+        await promise(100, "1h")
 
 
 async def test_lines_give_their_seats_to_requests_that_somebody_waits_for(tmp_path: Path) -> None:

@@ -95,12 +95,9 @@ def _add(store: BatchStore, pace: LinePace, body: BatchRequest, file: StoredFile
     if sum(batch.tenant == tenant for batch in open_batches) >= MAX_OPEN:
         message = f"{MAX_OPEN} batches of this key are open, the limit: wait for one to end."
         raise ApiError(ErrorReply(409, INVALID, message, code="too_many_batches"))
-    num_lines = file.num_lines + store.num_unanswered(expires_at)
-    needed_s = pace.needed_s(num_lines)
-    if needed_s is not None and needed_s > expires_at - now:
-        message = f"{num_lines} lines are to be answered until then, which takes about {needed_s:.0f} s at "
-        message += f"the measured rate; the completion window is {body.completion_window}."
-        raise ApiError(ErrorReply(400, INVALID, message, "completion_window", "completion_window_too_short"))
+    later = {batch.expires_at for batch in open_batches if batch.expires_at > expires_at}
+    for until in sorted({expires_at, *later}):
+        _check_window(pace, file.num_lines, store.num_unanswered(until), until - now, until == expires_at)
     batch = StoredBatch(
         id=f"batch_{uuid.uuid4().hex}",
         tenant=tenant,
@@ -115,6 +112,22 @@ def _add(store: BatchStore, pace: LinePace, body: BatchRequest, file: StoredFile
     )
     store.add_batch(batch)
     return batch
+
+
+def _check_window(pace: LinePace, num_new: int, num_open: int, left_s: int, is_own: bool) -> None:
+    """Refuse a batch whose lines would have a window missed, its own or a later one that would be met.
+
+    `num_open` lines are promised until the end of that window already, which is `left_s` away.
+    """
+    needed_s, needed_without_s = pace.needed_s(num_new + num_open), pace.needed_s(num_open)
+    if needed_s is None or needed_without_s is None or needed_s <= left_s:
+        return
+    if not is_own and needed_without_s > left_s:
+        return
+    whose = "the completion window has" if is_own else "another batch's window, which would be missed, has"
+    message = f"{num_new + num_open} lines are to be answered until then, which takes about {needed_s:.0f} s "
+    message += f"at the measured rate; {whose} {left_s} s left."
+    raise ApiError(ErrorReply(400, INVALID, message, "completion_window", "completion_window_too_short"))
 
 
 async def _find_batch(request: Request, batch_id: str) -> StoredBatch:

@@ -235,9 +235,10 @@ class BatchStore:
         return is_new
 
     def num_unanswered(self, until: int) -> int:
-        """Lines without an answer of the batches that expire by then."""
-        query = """SELECT coalesce(sum(total - completed - failed), 0) FROM batches
-            WHERE status = 'in_progress' AND expires_at <= ?"""
+        """Lines without an answer of the batches that expire by then, those being validated included."""
+        query = """SELECT coalesce(sum(CASE status WHEN 'in_progress' THEN total - completed - failed
+                ELSE (SELECT num_lines FROM files WHERE files.id = input_file_id) END), 0)
+            FROM batches WHERE status IN ('validating', 'in_progress') AND expires_at <= ?"""
         return int(self._db.execute(query, (until,)).fetchone()[0])
 
     def end_batch(self, batch_id: str, ending: str) -> StoredBatch:
