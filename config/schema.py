@@ -130,7 +130,7 @@ class ModelSettings(Section):
         "auto", description="instructions of the kernels; auto = this CPU's fastest"
     )
     quantization: Quantization = Field(
-        "none", description="weights as compiled kernels read them: int8 in half the memory, int4 in a third"
+        "none", description="weights as compiled kernels read them: int8 in 1/2 the memory, int4 1/3"
     )
 
     embedding_model: TextOrNone = Field(

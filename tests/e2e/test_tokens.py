@@ -131,7 +131,7 @@ async def test_the_server_tells_about_itself(real_url: str, url: str) -> None:
     assert info["state"] == "ready"
     assert info["served_model_names"] == [MODEL, "org/alias"]
     assert (info["model"]["max_model_len"], info["model"]["dtype"]) == (256, "float32")
-    assert set(info["settings"]) == {"cache", "scheduler", "speculation"}
+    assert set(info["settings"]) == {"cache", "model", "scheduler", "speculation"}
 
 
 async def test_nothing_about_keys_is_told() -> None:
