@@ -190,7 +190,9 @@ def test_attention_over_integers(side_with_formats: Side, dim: int) -> None:
     noise = Noise(chunks, LayerKv(2, dim, dim, 300), block_size=7, dtype=side.dtype)
     ours = attend(noise, CpuAttention(side.kernels), CPU, side.dtype, poisoned=True, kept=torch.int8)
     expected = attend(noise, ReferenceAttention(), CPU, torch.float32, kept=torch.int8)
-    near = max(2 * side.rounding, 2e-4)  # weights are integers
+    # Queries and weights are rounded to a 32767th of their largest. Done in float64, that alone makes 2.6e-4
+    # in a few of 200,000 such results; a wrong scale or position makes a hundred times as much.
+    near = max(2 * side.rounding, 1e-3)
     torch.testing.assert_close(ours.float(), expected, rtol=near, atol=near)
 
 
