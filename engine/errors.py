@@ -69,7 +69,14 @@ class Overloaded(RequestRejected):
 
 
 class DeadlineExceeded(EngineError):
-    """The time a request was given is up, or too short to finish it: trying again as it is is no use."""
+    """The time a request was given is up, or too short to finish it: trying again as it is is no use.
+
+    `completion_s` says when it would have been done, in seconds from its arrival, where that is estimated;
+    after `retry_after_s` it could have been in time.
+    """
+
+    completion_s: float | None = None
+    retry_after_s: int = 1
 
 
 class OutOfDeviceMemory(EngineError):

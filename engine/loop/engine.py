@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -390,10 +391,15 @@ class Engine:
         self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="displaced"))
 
     def _check_deadline(self, record: Request, before: Sequence[Request]) -> None:
-        """Refuse, and count, what cannot end in time even if all goes well; see `can_meet`."""
+        """Refuse, and count, what will not end in time; see `can_meet`."""
         refusal = too_late(record, self._clock(), partial(self._loaded.batcher.can_meet, before=before))
         if refusal is not None:
             self._counts.miss_deadline()
+            needed_s = self._loaded.batcher.completion_s(record, before)
+            if needed_s is not None and record.deadline is not None:
+                late_s = self._clock() + needed_s - record.deadline
+                refusal.completion_s = self._clock() + needed_s - record.arrival_time
+                refusal.retry_after_s = max(1, math.ceil(late_s))
             raise refusal
 
     def reprioritize(

@@ -18,6 +18,7 @@ from engine.loop.engine_parts import EngineParts, Executors
 from engine.loop.open_requests import Ending, OpenRequests
 from engine.loop.run_ahead import RunAhead
 from engine.loop.step_pipeline import StepPipeline
+from engine.loop.time_limits import deadline_too_soon
 from engine.loop.watchdog import Watchdog
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
@@ -205,6 +206,9 @@ class EngineLoop:
         """Decide the next step, once the drafts are there that it waits for; endings are carried out then."""
         while await self._run_ahead.draft_once():
             self._carry_out_endings()
+        while (late := self._batcher.hopeless()) is not None:  # before anything is computed for it
+            ending = Ending(FinishReason.DEADLINE, deadline_too_soon(late, self._clock()))
+            self._carry_out(late.request_id, ending)
         decision = self._batcher.step()
         if decision.preempted:
             self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)

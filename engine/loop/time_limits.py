@@ -95,5 +95,11 @@ def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) 
         return deadline_passed(request)
     if can_meet(request):
         return None
+    return deadline_too_soon(request, now)
+
+
+def deadline_too_soon(request: Request, now: float) -> DeadlineExceeded:
+    """The error of a request that will not end by its deadline, which is still to come."""
+    assert request.deadline is not None
     left_s = request.deadline - now
     return DeadlineExceeded(f"The deadline is {left_s:.3g} s away, too soon at the present load.")

@@ -131,8 +131,11 @@ def error_reply(error: Exception) -> ErrorReply:
             retry = {"retry-after": str(error.retry_after_s)}
             return ErrorReply(503, OVERLOADED, str(error), code=error.code, headers=retry)
         case DeadlineExceeded():
-            no_retry = {"x-should-retry": "false"}
-            return ErrorReply(504, TIMEOUT, str(error), code="deadline_exceeded", headers=no_retry)
+            headers = {"x-should-retry": "false"}
+            if error.completion_s is not None:
+                headers["retry-after"] = str(error.retry_after_s)
+                headers["x-estimated-completion-ms"] = str(round(error.completion_s * 1000))
+            return ErrorReply(504, TIMEOUT, str(error), code="deadline_exceeded", headers=headers)
         case EngineDead():
             return ErrorReply(503, SERVER, str(error), code=error.code)
         case RequestFailed():

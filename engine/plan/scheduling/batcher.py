@@ -16,6 +16,7 @@ from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
 from engine.plan.scheduling.next_turns import NextTurns
+from engine.plan.scheduling.output_lengths import OutputLengths
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.request_queue import RequestQueue
@@ -25,6 +26,8 @@ from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledIt
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
+
+CONFIDENCE = 0.95  # with which a deadline will be missed that is refused
 
 
 class ContinuousBatcher:
@@ -58,6 +61,7 @@ class ContinuousBatcher:
         self.kv = kv
         self.decoder = decoder or SpeculativeDecoder.without_drafters()
         self.rates = ServiceRates()  # the engine loop tells it what steps took
+        self.lengths = OutputLengths()
         self._policy = policy
         self._clock = clock
         self.queue = RequestQueue(policy)
@@ -132,24 +136,45 @@ class ContinuousBatcher:
         return True
 
     def can_meet(self, request: Request, before: Sequence[Request] = ()) -> bool:
-        """False when a request not added yet cannot end by its deadline even if all goes well from now on.
+        """False when a request not added yet will miss its deadline, by 19 in 20 of what was served.
 
         Those `before` it are to be added, too. True while `rates` are unknown. O(waiting), with a deadline.
         """
         if request.deadline is None:
             return True
-        config = self.config
+        needed_s = self.completion_s(request, before, 1 - CONFIDENCE)
+        return needed_s is None or self._clock() + needed_s <= request.deadline
+
+    def completion_s(
+        self, request: Request, before: Sequence[Request] = (), share: float = 0.5
+    ) -> float | None:
+        """In how many seconds a request not added yet will have ended, were it as short as `share` of those
+        served; None while unknown. Those before it are as long as half of them.
+        """
         ahead = [*self.queue.ahead_of(request), *before] if self._policy.ranks_newcomers else []
-        needed = self.rates.earliest_finish_s(
-            request,
+        return self._finish_s(request, (*self.running, *ahead), share)
+
+    def _finish_s(self, request: Request, before: Sequence[Request], share: float) -> float | None:
+        config = self.config
+        is_full = len(before) >= config.max_num_seqs
+        return self.rates.earliest_finish_s(
+            self.lengths.remaining(request, share),
             num_to_compute=self.running.lookup.num_to_compute(request),
             tokens_a_step=min(config.max_prefill_tokens, config.max_num_batched_tokens),
-            before=[*self.running, *ahead],
+            tokens_before=[self.lengths.remaining(other, 0.5) for other in before] if is_full else (),
             places=config.max_num_seqs,
+            pace=self.decoder.tokens_a_step,
         )
-        if needed is None:
-            return True
-        return self._clock() + needed / self.decoder.best_tokens_a_step <= request.deadline
+
+    def hopeless(self) -> Request | None:
+        """The first in the queue, if it has a seat now and will miss its deadline; see `can_meet`."""
+        request = self.queue.peek()
+        if request is None or request.deadline is None or request.status is not RequestStatus.WAITING:
+            return None
+        if len(self.running) >= self.config.max_num_seqs:
+            return None  # it is judged when it can have a seat
+        needed_s = self._finish_s(request, (), 1 - CONFIDENCE)
+        return None if needed_s is None or self._clock() + needed_s <= request.deadline else request
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How a request stands and why it waits; None if it has ended. O(waiting)."""
@@ -327,6 +352,8 @@ class ContinuousBatcher:
         """End a running request; its blocks are kept while the device may still write them."""
         self.running.remove(request)
         request.finish(reason)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.scores_only:
+            self.lengths.observe(request)
         self._ended.append(request.request_id)
         if self._is_in_flight(request.request_id):
             self.kv.mark_kv_suspect(request.request_id)

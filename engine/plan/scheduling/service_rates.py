@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
-from engine.plan.request import Request
-
 _MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
 _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
 _SEED_ROUNDS = 4  # each as good as so many steps
@@ -102,29 +100,29 @@ class ServiceRates:
 
     def earliest_finish_s(
         self,
-        request: Request,
+        num_tokens: int,
         num_to_compute: int,
         tokens_a_step: int,
-        before: Sequence[Request],
+        tokens_before: Sequence[int],
         places: int,
+        pace: float = 1.0,
     ) -> float | None:
-        """The least seconds until the request ends behind those `before` it; None while unknown.
+        """The seconds until a request has got `num_tokens`, behind others that are to get `tokens_before`.
 
         One of the `places` in a step becomes free, then the request has the server to itself and computes
-        `num_to_compute` known tokens, `tokens_a_step` at once. Requests that may stop early are taken to stop
-        at once, and the prompts of those before to cost nothing.
+        `num_to_compute` known tokens, `tokens_a_step` at once. A step gives each `pace` tokens. Prompts of
+        others cost nothing. None while unknown.
         """
         prefill, one, full = self.prefill_s(num_to_compute), self.step_s(0, 1), self.step_s(0, places)
         if prefill is None or one is None or full is None:
             return None
-        num_decodes = max(0, request.least_output_tokens - request.num_output_tokens - 1)
-        own = prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step) + one * num_decodes
-        num_to_end = len(before) + 1 - places  # before this one can run
+        own = prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step)
+        own += one * (num_tokens - 1) / pace
+        num_to_end = len(tokens_before) + 1 - places  # before this one can run
         if num_to_end <= 0:
             return own
-        steps_left = (max(1, other.least_output_tokens - other.num_output_tokens) for other in before)
-        shortest = nsmallest(num_to_end, steps_left)
-        return own + max(shortest[-1] * one, sum(shortest) / places * full)
+        shortest = nsmallest(num_to_end, tokens_before)
+        return own + max(shortest[-1] * one, sum(shortest) / places * full) / pace
 
 
 class DrainRate:

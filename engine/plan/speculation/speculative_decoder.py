@@ -89,21 +89,13 @@ class SpeculativeDecoder:
         return self._pace.ratio or 1.0
 
     @property
-    def best_tokens_a_step(self) -> int:
-        """How many tokens a request may hope for a step: what one round in twenty commits.
-
-        1 where nothing is drafted; all that can be drafted while too little is known.
-        """
+    def tokens_a_step(self) -> float:
+        """Tokens that a request gets a step, as rounds went; with half of all drafts while few are known."""
         if not (self._sources and self._can_rewind):
-            return 1
+            return 1.0
         if self.stats.num_rounds < _KNOWN_ROUNDS:
-            return 1 + self.config.max_draft_tokens
-        left = self.stats.num_rounds // 20
-        for num_accepted in range(len(self.stats.acceptance_histogram) - 1, 0, -1):
-            left -= self.stats.acceptance_histogram[num_accepted]
-            if left < 0:
-                return 1 + num_accepted
-        return 1
+            return 1.0 + self.config.max_draft_tokens / 2
+        return max(1.0, self.stats.num_committed / self.stats.num_rounds)
 
     # Requests come and go.
 

@@ -56,7 +56,7 @@ class QueuedServer:
         arrival = Arrival(
             self._now, 16, 500 + draw(1000), f"tenant {draw(8)}", draw(-10, 11), 1.0 + draw(10**6)
         )
-        return make_request(self._number, arrival)
+        return make_request(self._number, arrival, Server())
 
 
 def run_queue(num_cycles: int, seed: int = 7) -> Section:

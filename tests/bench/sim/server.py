@@ -16,7 +16,10 @@ from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.run import Outcome, Run
 from tests.bench.sim.trace import Arrival, Trace
 
-ANY_TOKEN = 7  # no model: requests end by their length
+ANY_TOKEN, LAST_TOKEN = (
+    7,
+    8,
+)  # no model: requests end by their length, or by the last token where it is hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Server:
     aging_s: float = 0.0
     prefix_caching: bool = False
     keeps_deadlines: bool = False  # refuses what cannot meet its deadline, and ends what has missed it
+    hides_lengths: bool = False  # nobody knows how long a reply will be but the model
+    exempt: frozenset[int] = frozenset()  # the numbers of requests that are not refused
 
     @property
     def num_slots(self) -> int:
@@ -95,8 +100,9 @@ class Simulation:
     def _take_in(self) -> None:
         while self._coming and self._coming[0][1].arrival.time <= self.now:
             number, outcome = self._coming.popleft()
-            request = make_request(number, outcome.arrival)
-            if self.server.keeps_deadlines and not self.batcher.can_meet(request):
+            request = make_request(number, outcome.arrival, self.server)
+            is_exempt = not self.server.keeps_deadlines or number in self.server.exempt
+            if not is_exempt and not self.batcher.can_meet(request):
                 outcome.refused = True
                 continue
             self._by_id[request.request_id] = outcome
@@ -106,9 +112,16 @@ class Simulation:
     def _expire(self) -> None:
         late = [r for r in self.requests.values() if r.deadline is not None and r.deadline <= self.now]
         for request in late:
-            self.batcher.finish(request.request_id, FinishReason.DEADLINE)
-            self._by_id[request.request_id].expired = True
-            self._close(request)
+            self._expire_one(request)
+        while (first := self.batcher.hopeless()) is not None:
+            if int(first.request_id) in self.server.exempt:
+                return
+            self._expire_one(first)
+
+    def _expire_one(self, request: Request) -> None:
+        self.batcher.finish(request.request_id, FinishReason.DEADLINE)
+        self._by_id[request.request_id].expired = True
+        self._close(request)
 
     def _step(self) -> None:
         decision = self.batcher.step()
@@ -119,9 +132,8 @@ class Simulation:
         self.batcher.rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
         self.num_steps += 1
         self.ended.clear()
-        for token in self.batcher.commit(
-            decision, SampledRows([ANY_TOKEN] * len(decision.inputs.logits_rows))
-        ):
+        tokens = [self._next_token(entry.request_id) for entry in decision.scheduled if entry.samples]
+        for token in self.batcher.commit(decision, SampledRows(tokens)):
             request = token.request
             outcome = self._by_id[request.request_id]
             outcome.token_times.append(self.now)
@@ -131,6 +143,10 @@ class Simulation:
         if self._on_step is not None:
             self._on_step(self, seconds)
 
+    def _next_token(self, request_id: str) -> int:
+        request, outcome = self.requests[request_id], self._by_id[request_id]
+        return LAST_TOKEN if request.num_output_tokens + 1 == outcome.arrival.output_tokens else ANY_TOKEN
+
     def _close(self, request: Request) -> None:
         outcome = self._by_id.pop(request.request_id)
         outcome.seated_time = request.first_scheduled_time
@@ -139,14 +155,18 @@ class Simulation:
         self.ended.append(self.requests.pop(request.request_id))
 
 
-def make_request(number: int, arrival: Arrival) -> Request:
+def make_request(number: int, arrival: Arrival, server: Server) -> Request:
     """The scheduler's record of the trace's request `number`."""
+    is_hidden = server.hides_lengths
+    num_left = server.max_model_len - arrival.prompt_tokens
     return Request(
         request_id=str(number),
         token_ids=arrival.token_ids(number),
         num_prompt_tokens=arrival.prompt_tokens,
-        sampling=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
-        stop_token_ids=frozenset(),
+        sampling=SamplingParams(
+            max_tokens=num_left if is_hidden else arrival.output_tokens, ignore_eos=not is_hidden
+        ),
+        stop_token_ids=frozenset([LAST_TOKEN] if is_hidden else []),
         arrival=number,
         arrival_time=arrival.time,
         priority=arrival.priority,

@@ -22,7 +22,7 @@ def test_nothing_is_known_before_the_first_steps() -> None:
         assert not model.is_known
         assert model.step_s(1, 1) is None
         assert model.prefill_s(1) is None
-        assert model.earliest_finish_s(make_request(), 4, 64, [], 1) is None
+        assert model.earliest_finish_s(8, 4, 64, [], 1) is None
         model.observe(4, 0, 0.1)
     assert model.is_known
     assert model.step_s(4, 0) == pytest.approx(0.1)
@@ -82,13 +82,12 @@ def test_swapping_is_timed_by_the_byte() -> None:
 
 def test_the_time_to_finish_is_the_prompts_chunks_and_one_step_a_further_token() -> None:
     model = trained()
-    request = make_request(prompt=1000, max_tokens=11)  # nothing can stop it sooner
     expected = 0.1 + 2 * 0.02 + 10 * 0.0205
-    assert model.earliest_finish_s(request, 1000, 512, [], 1) == pytest.approx(expected, rel=0.01)
-    request.token_ids.append(1)
-    assert model.earliest_finish_s(request, 1, 512, [], 1) == pytest.approx(
-        0.0001 + 0.02 + 9 * 0.0205, rel=0.02
-    )
+    assert model.earliest_finish_s(11, 1000, 512, [], 1) == pytest.approx(expected, rel=0.01)
+    expected = 0.0001 + 0.02 + 9 * 0.0205
+    assert model.earliest_finish_s(10, 1, 512, [], 1) == pytest.approx(expected, rel=0.02)
+    expected = 0.0001 + 0.02 + 9 * 0.0205 / 3
+    assert model.earliest_finish_s(10, 1, 512, [], 1, pace=3.0) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
