@@ -26,10 +26,14 @@ from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 NUM_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+INT8 = "int8"  # the folder of a model whose K/V is kept so
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", f"gemma2/{INT8}"])
 def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in float32; the second attends by windows in every other layer."""
-    return save_tiny_model(request.param, tmp_path_factory.mktemp("models") / request.param)
+    """A tiny model in float32; the others attend by windows in every other layer."""
+    family = request.param.partition("/")[0]
+    return save_tiny_model(family, tmp_path_factory.mktemp("models") / request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +72,7 @@ async def serving(directory: Path, **changes: object) -> AsyncIterator[Served]:
         environ=WITHOUT_KERNELS,
     )
     sections = {}
+    changes["kv_cache_dtype"] = INT8 if directory.name == INT8 else "auto"
     for name in ("cache", "scheduler"):
         section = getattr(settings, name)
         own = {key: value for key, value in changes.items() if key in type(section).model_fields}
