@@ -184,7 +184,7 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
 def _describe_stored(model: ModelFacts, source: FoundModel, architecture: Architecture) -> None:
     """The weights of a GGUF file that is run as it is, and quantized ones of safetensors."""
     if (weight_format := weight_format_of(architecture.config)) is not None:
-        model.dtype_why = f"to compute in; the weights are unpacked from {weight_format.words}"
+        model.dtype_why = f"to compute in; the weights are stored as {weight_format.words}"
     if not source.as_it_is:
         return
     path = source.gguf or (None if source.directory is None else gguf_of(source.directory))

@@ -19,6 +19,7 @@ from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.forms import NativeUnavailable, forms_of
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
+from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.native.stored import take_weights
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
@@ -26,8 +27,10 @@ from engine.errors import StartRefused
 from tests.support.gguf_blocks import BLOCK_FORMATS
 from tests.support.native import compiled_home
 from tests.support.packed import as_loaded
+from tests.support.quantized_checkpoints import Checkpoint, awq, compressed_integers, save_quantized
 from tests.support.speculated import single_threaded
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
+from tests.support.tiny_models import tiny_model
 
 Q4_K_M = (Format.Q4_K, Format.Q6_K, Format.Q5_0, Format.Q8_0)
 
@@ -69,6 +72,18 @@ def test_unpacked_weights_are_the_files(kind: Format, tmp_path: Path) -> None:
     loaded = stored(path)
     assert isinstance(loaded.model.get_input_embeddings(), StoredEmbedding)
     assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("checkpoint", [awq(), compressed_integers(4)], ids=["awq", "int4"])
+def test_quantized_safetensors_are_multiplied_as_they_are(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.load_state_dict(save_quantized(tmp_path / "model", checkpoint))
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    loaded = served(tmp_path / "model")
+    head = loaded.model.get_output_embeddings()
+    projections = [part for part in loaded.model.modules() if isinstance(part, NativeLinear)]
+    assert {part is head: part.weights.kind for part in projections} == {True: ELEMENTS, False: BLOCKS}
+    assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

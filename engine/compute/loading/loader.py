@@ -27,7 +27,8 @@ from engine.compute.loading.model_files import (
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
-from engine.compute.loading.quantized_files import unpacked_tensors
+from engine.compute.loading.quantized_files import keep_stored, unpack_files
+from engine.compute.loading.stored_weights import StoredWeight
 from engine.compute.loading.support import (
     check_num_layers,
     exact_context_limit,
@@ -103,8 +104,11 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         model = load_gguf_model(source, copy.deepcopy(architecture.config), dtype)
         probe = _probe_without_weights(architecture.config, dtype)
     else:
-        model = _load_weights(directory, architecture.config, dtype).to(device)
+        model, stored = _load_weights(directory, architecture.config, dtype)
+        model = model.to(device)
         probe = probe_layers(model, model.config.get_text_config(decoder=True))
+        if on_kernels and settings.quantization == "none":
+            keep_stored(model, stored)
     return LoadedModel(
         model=model,
         config=model.config.get_text_config(decoder=True),
@@ -207,20 +211,25 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
     return frozenset(found)
 
 
-def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused."""
+def _load_weights(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
+    """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
+
+    Of a quantized one also the weights that blocks hold exactly, by the names of their projections.
+    """
     attention.register()
     # A copy: setting the attention changes the configuration, which a second model may share.
     config = copy.deepcopy(config)
     weight_format = weight_format_of(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
+    stored: dict[str, StoredWeight] = {}
     if weight_format is not None:
-        log.info("weights stored as %s are unpacked into %s", weight_format.words, _name(dtype))
+        log.info("the weights are stored as %s", weight_format.words)
         config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
-        source = {
-            "pretrained_model_name_or_path": None,
-            "state_dict": unpacked_tensors(directory, weight_format, dtype),
-        }
+        unpacked = unpack_files(directory, weight_format, dtype)
+        stored = unpacked.stored
+        source = {"pretrained_model_name_or_path": None, "state_dict": unpacked.tensors}
     try:
         with no_progress_bars(), no_remarks():
             model, report = find_model_class(config).from_pretrained(
@@ -240,8 +249,7 @@ def _load_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype)
         if found := sorted(map(str, report.get(problem) or ())):
             raise misfit(directory, problem, found)
     model.config.use_cache = False
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded
+    return model.eval().requires_grad_(False), stored
 
 
 def misfit(directory: Path, problem: str, keys: Sequence[str]) -> StartRefused:

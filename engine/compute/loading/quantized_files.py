@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Format
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.compute.loading.model_files import first_line, weight_files
+from engine.compute.loading.stored_weights import StoredLinear, StoredWeight
 from engine.compute.loading.weight_formats import WeightFormat
 from engine.errors import StartRefused
 
+_BLOCK = 32  # inputs with one scale
+_SAMPLE = 32  # outputs that are compared
 # What belongs to rounding that is not done: of inputs, outputs, keys and values.
 _UNUSED = (
     *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
@@ -20,17 +27,29 @@ _UNUSED = (
 )
 
 
-def unpacked_tensors(directory: Path, weight_format: WeightFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every tensor by its name in the model, quantized weights as numbers of `dtype`.
+@dataclass(slots=True)
+class Unpacked:
+    """Every tensor by its name in the model, and those projections that blocks of GGUF's hold exactly."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    stored: dict[str, StoredWeight] = field(default_factory=dict)
+
+
+def unpack_files(directory: Path, weight_format: WeightFormat, dtype: torch.dtype) -> Unpacked:
+    """The checkpoint in `directory`, its quantized weights as numbers of `dtype`.
 
     Raises StartRefused for what does not fit the format.
     """
     files = _names_by_file(directory)
-    found: dict[str, Tensor] = {}
+    unpacked = Unpacked()
+    found = unpacked.tensors
     for prefix, endings in _projections(list(files), weight_format).items():
         parts = {ending: _read(files, f"{prefix}.{ending}") for ending in endings}
         try:
-            found[f"{prefix}.weight"] = weight_format.numbers(parts).to(dtype)
+            codes, scales = weight_format.unpack(parts)
+            found[f"{prefix}.weight"] = (codes * scales).to(dtype)
+            if (stored := in_blocks(codes, scales)) is not None:
+                unpacked.stored[prefix] = stored
         except Exception as error:  # a damaged file fails in any of a dozen ways
             raise StartRefused(
                 f"{directory}: {prefix} is not stored as {weight_format.name} ({first_line(error)})."
@@ -43,7 +62,57 @@ def unpacked_tensors(directory: Path, weight_format: WeightFormat, dtype: torch.
         found[name] = _read(files, name)
         if name.endswith("weight") and (found[name].itemsize == 1 or not found[name].is_floating_point()):
             raise StartRefused(f"{directory}: {name} has no scale, as {weight_format.name} would give it.")
-    return found
+    return unpacked
+
+
+def keep_stored(model: Any, stored: dict[str, StoredWeight]) -> None:
+    """Have projections of `model` keep their weights in blocks, in place of numbers."""
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for name, weight in stored.items():
+        linear = linears.get(name)
+        if linear is None or linear.weight.shape != (weight.out, weight.in_features):
+            continue
+        sample = np.arange(min(_SAMPLE, weight.out))
+        if torch.equal(linear.weight[: len(sample)], weight.numbers(sample).to(linear.weight.dtype)):
+            bias = None if linear.bias is None else linear.bias.detach()
+            model.set_submodule(name, StoredLinear(weight, bias))
+
+
+def in_blocks(codes: Tensor, scales: Tensor) -> StoredWeight | None:
+    """Weights codes * scales as Q4_0, Q5_0 or Q8_0, the smallest that has them exactly; None where none has.
+
+    Each 32 inputs must have one scale, of half precision, and whole codes.
+    """
+    out, width = codes.shape
+    if width % _BLOCK:
+        return None
+    codes, spread = (each.float().expand(out, width).reshape(out, -1, _BLOCK) for each in (codes, scales))
+    scale = spread[..., :1]
+    if not (torch.equal(spread, scale.expand_as(spread)) and torch.equal(scale.half().float(), scale)):
+        return None
+    least, most = float(codes.min()), float(codes.max())
+    if not torch.equal(codes, codes.round()) or least < -128 or most > 127:
+        return None
+    half = scale.half().contiguous().view(torch.uint8)  # [out, blocks, 2]
+    made = [half]
+    if least < -16 or most > 15:
+        block_format = Format.Q8_0
+        made.append(codes.to(torch.int8).view(torch.uint8))
+    elif least < -8 or most > 7:
+        block_format = Format.Q5_0
+        moved = (codes + 16).to(torch.int64)
+        fifths = (moved >> 4).view(out, -1, 4, 8) << torch.arange(8)
+        made += [fifths.sum(-1).to(torch.uint8), _nibbles(moved & 15)]
+    else:
+        block_format = Format.Q4_0
+        made.append(_nibbles((codes + 8).to(torch.int64)))
+    blocks = torch.cat(made, dim=-1).view(out, -1).numpy()
+    return StoredWeight(block_format, blocks, out, width)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Codes [..., 32] in bytes [..., 16], the first half of them in the low bits."""
+    return (codes[..., :16] | codes[..., 16:] << 4).to(torch.uint8)
 
 
 def _names_by_file(directory: Path) -> dict[str, Path]:

@@ -30,14 +30,20 @@ class FormatRefused(Exception):
 class WeightFormat:
     """How projections are stored: one with a tensor `marker` is quantized, `endings` are all it may have.
 
-    `numbers` gives the weights [out, in] in float32; `note` says what of the format is left out.
+    `unpack` gives each weight's code [out, in] and what one is worth, of that shape or spread to it; `note`
+    says what of the format is left out.
     """
 
     name: str
     marker: str
     endings: tuple[str, ...]
-    numbers: Callable[[Parts], Tensor]
+    unpack: Callable[[Parts], tuple[Tensor, Tensor]]
     note: str = ""
+
+    def numbers(self, parts: Parts) -> Tensor:
+        """The weights [out, in] in float32."""
+        codes, scales = self.unpack(parts)
+        return codes * scales
 
     @property
     def words(self) -> str:
@@ -72,7 +78,7 @@ def _read_gptq(settings: Mapping[str, Any]) -> WeightFormat:
     # The first version of the format stores zero points less one.
     above = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
-    def numbers(parts: Parts) -> Tensor:
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
         codes = unpack_integers(parts["qweight"].T.contiguous(), bits)  # [out, in]
         zeros = unpack_integers(parts["qzeros"], bits).T + above  # [out, groups]
         scales = parts["scales"].float().T
@@ -80,11 +86,11 @@ def _read_gptq(settings: Mapping[str, Any]) -> WeightFormat:
         if groups is None:
             groups = torch.arange(codes.shape[1]) // (group if group > 0 else codes.shape[1])
         groups = groups.long()
-        return (codes - zeros[:, groups]) * scales[:, groups]
+        return codes - zeros[:, groups], scales[:, groups]
 
     order = ", inputs in the order of their weight" if settings.get("desc_act") else ""
     endings = ("qweight", "qzeros", "scales", "g_idx")
-    return WeightFormat(f"GPTQ, {bits} bits {_groups(group)}{order}", "qweight", endings, numbers)
+    return WeightFormat(f"GPTQ, {bits} bits {_groups(group)}{order}", "qweight", endings, unpack)
 
 
 def _read_awq(settings: Mapping[str, Any]) -> WeightFormat:
@@ -100,14 +106,14 @@ def _read_awq(settings: Mapping[str, Any]) -> WeightFormat:
         codes = unpack_integers(words, 4)
         return codes.view(len(codes), -1, 8)[..., _AWQ_ORDER].flatten(-2)
 
-    def numbers(parts: Parts) -> Tensor:
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
         codes, zeros, scales = columns(parts["qweight"]), columns(parts["qzeros"]), parts["scales"].float()
         width = codes.shape[0] // scales.shape[0]
         spread = (each.repeat_interleave(width, dim=0) for each in (zeros, scales))  # [in, out]
         zero, scale = spread
-        return ((codes - zero) * scale).T.contiguous()
+        return (codes - zero).T, scale.T
 
-    return WeightFormat(f"AWQ, 4 bits {_groups(group)}", "qweight", ("qweight", "qzeros", "scales"), numbers)
+    return WeightFormat(f"AWQ, 4 bits {_groups(group)}", "qweight", ("qweight", "qzeros", "scales"), unpack)
 
 
 def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
@@ -132,7 +138,7 @@ def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
     if len(set(blocks)) > 1:
         raise FormatRefused("its weights have blocks of several sizes (quantization_config)")
 
-    def numbers(parts: Parts) -> Tensor:
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
         scale, zero, packed = (
             parts["weight_scale"].float(),
             parts.get("weight_zero_point"),
@@ -154,13 +160,13 @@ def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
             spread = [None if part is None else _spread(part, codes.shape, block) for part in (scale, zero)]
         by, less = spread
         assert by is not None
-        return (codes if less is None else codes - less) * by
+        return codes if less is None else codes - less, by
 
     rounds_inputs = any(group.get("input_activations") for group in groups)
     endings = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
     listed = ", ".join(sorted(formats)) + f", {' and '.join(map(str, bits))} bits"
     note = _ROUNDED_INPUTS if rounds_inputs else ""
-    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, numbers, note)
+    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, unpack, note)
 
 
 def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
@@ -171,7 +177,7 @@ def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
     kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
     state_name = f"weight.quant_state.bitsandbytes__{kind}"
 
-    def numbers(parts: Parts) -> Tensor:
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
         state = json.loads(bytes(parts[state_name].tolist()))
         largest = parts["weight.absmax"]
         if "weight.nested_absmax" in parts:
@@ -182,25 +188,26 @@ def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
         values = parts["weight.quant_map"].float()[codes.long()]
         blocks = largest.float().repeat_interleave(state["blocksize"])[: len(values)]
-        return (values * blocks)[: torch.Size(state["shape"]).numel()].view(state["shape"])
+        count = torch.Size(state["shape"]).numel()
+        return values[:count].view(state["shape"]), blocks[:count].view(state["shape"])
 
     names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     endings = ("weight", *(f"weight.{name}" for name in names), state_name)
-    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, numbers)
+    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, unpack)
 
 
 def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:
     size = settings.get("weight_block_size")
     block = None if size is None else (int(size[0]), int(size[1]))
 
-    def numbers(parts: Parts) -> Tensor:
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
         weight, scale = parts["weight"].float(), parts["weight_scale_inv"]
         if scale.dtype is torch.uint8:  # exponents of two
             scale = torch.exp2(scale.float() - 127)
-        return weight * _spread(scale.float(), weight.shape, block)
+        return weight, _spread(scale.float(), weight.shape, block)
 
     name = "FP8, a scale each" if block is None else f"FP8, a scale for {block[0]} x {block[1]}"
-    return WeightFormat(name, "weight_scale_inv", ("weight", "weight_scale_inv"), numbers, _ROUNDED_INPUTS)
+    return WeightFormat(name, "weight_scale_inv", ("weight", "weight_scale_inv"), unpack, _ROUNDED_INPUTS)
 
 
 _READERS: dict[Any, Callable[[Mapping[str, Any]], WeightFormat]] = {

@@ -170,13 +170,13 @@ def test_a_gguf_file_is_examined_before_it_is_converted(tmp_path: Path) -> None:
     assert again.model.pending is None and again.model.directory is not None
 
 
-def test_quantized_weights_are_named_and_weighed_as_they_are_unpacked(tmp_path: Path) -> None:
+def test_quantized_weights_are_named_and_weighed_as_numbers(tmp_path: Path) -> None:
     plain = diagnose(settings_for(save_tiny_model("llama", tmp_path / "plain", dtype=torch.float16))).model
     save_quantized(tmp_path / "awq", awq())
     found = diagnose(settings_for(tmp_path / "awq", "--dtype", "float16"))
     assert not found.problems
     assert found.model is not None and plain is not None
-    assert found.model.dtype_why == "to compute in; the weights are unpacked from AWQ, 4 bits in groups of 32"
+    assert found.model.dtype_why == "to compute in; the weights are stored as AWQ, 4 bits in groups of 32"
     assert found.model.weight_bytes == plain.weight_bytes
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Format
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
+from engine.compute.loading.quantized_files import in_blocks
 from engine.compute.loading.weight_formats import FormatRefused, read_weight_format
 from engine.errors import StartRefused
 from tests.support.quantized_checkpoints import (
@@ -26,7 +28,7 @@ from tests.support.quantized_checkpoints import (
     save_quantized,
 )
 
-FLOAT32 = ModelSettings(dtype="float32", device="cpu")
+FLOAT32 = ModelSettings(dtype="float32", device="cpu", compile="off")
 FORMATS = {
     "gptq": gptq(),
     "gptq-act-order": gptq(act_order=True),
@@ -62,7 +64,7 @@ def test_weights_are_what_the_format_says(checkpoint: Checkpoint, tmp_path: Path
 
 def test_a_model_computes_in_its_own_dtype(tmp_path: Path) -> None:
     expected = save_quantized(tmp_path, awq())
-    loaded = load_model(tmp_path, ModelSettings(dtype="bfloat16", device="cpu"))
+    loaded = load_model(tmp_path, ModelSettings(dtype="bfloat16", device="cpu", compile="off"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(loaded.model.state_dict()[name], expected[name].bfloat16())
 
@@ -74,6 +76,30 @@ def test_fp8_blocks_are_unpacked_as_transformers_does() -> None:
         stored["weight"], stored["weight_scale_inv"], output_dtype=torch.float32
     )
     assert torch.equal(found, reference)
+
+
+BLOCKS = {
+    "gptq": Format.Q5_0,  # zero points anywhere from 1 to 16
+    "gptq-act-order": None,  # neighbours have different scales
+    "gptq-8": None,  # differences of nine bits
+    "awq": Format.Q5_0,
+    "int4": Format.Q4_0,
+    "int8": Format.Q8_0,
+    "w8a8": None,  # scales of single precision
+    "nf4": None,
+}
+
+
+@pytest.mark.parametrize(("name", "block_format"), BLOCKS.items())
+def test_blocks_hold_exactly_what_integers_with_a_scale_stand_for(
+    name: str, block_format: Format | None
+) -> None:
+    checkpoint = FORMATS[name]
+    made = checkpoint.store(48, 64, torch.Generator().manual_seed(5))
+    stored = in_blocks(*read_weight_format(checkpoint.settings).unpack(made.tensors))
+    assert (None if stored is None else stored.format) == block_format
+    if stored is not None:
+        assert torch.equal(stored.numbers(), made.numbers)
 
 
 @pytest.mark.parametrize(
