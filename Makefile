@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu model-matrix sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
@@ -35,6 +35,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
+	@echo "make model-matrix  every causal class of transformers, tiny, served and compared: writes tests/model_matrix.md"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"
 	@echo "make soak    mixed load for ten minutes (MINUTES=n) and what the server must not lose by it"
@@ -149,6 +150,9 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
 	@$(BIN)/python -m tests.bench.gpu --json $(or $(JSON),.bench/gpu.json) $(ARGS)
+
+model-matrix: $(STAMP)
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 sim: $(STAMP)
 	@$(BIN)/python -m tests.bench.sim $(ARGS)

@@ -60,7 +60,7 @@ def paged_attention(
         value.squeeze(0).transpose(0, 1),
         call,
     )
-    return output.unsqueeze(0), None
+    return output.contiguous().unsqueeze(0), None  # some models view it in other shapes
 
 
 def _read_options(

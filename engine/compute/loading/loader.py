@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,12 @@ from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
+# Where models that see or hear as well keep their language model's weights, now and in older files.
+_TEXT_HALF_NAMES = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -104,7 +110,8 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         model = load_gguf_model(source, copy.deepcopy(architecture.config), dtype)
         probe = _probe_without_weights(architecture.config, dtype)
     else:
-        model, stored = _load_weights(directory, architecture.config, dtype)
+        names = _TEXT_HALF_NAMES if architecture.is_text_half else None
+        model, stored = _load_weights(directory, architecture.config, dtype, names)
         model = model.to(device)
         probe = probe_layers(model, model.config.get_text_config(decoder=True))
         if on_kernels and settings.quantization == "none":
@@ -212,11 +219,12 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
 
 
 def _load_weights(
-    directory: Path, config: PreTrainedConfig, dtype: torch.dtype
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, names: Mapping[str, str] | None = None
 ) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
 
-    Of a quantized one also the weights that blocks hold exactly, by the names of their projections.
+    `names` are how expressions in the weights' names are to be changed. Of a quantized one also the weights
+    that blocks hold exactly, by the names of their projections.
     """
     attention.register()
     # A copy: setting the attention changes the configuration, which a second model may share.
@@ -241,6 +249,7 @@ def _load_weights(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                **({} if names is None else {"key_mapping": dict(names)}),
             )
     except Exception as error:  # transformers and its model classes raise whatever they like
         raise StartRefused(f"{directory} cannot be loaded: {first_line(error)}.") from error

@@ -6,6 +6,7 @@ what the loaded model really asks of attention.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,20 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from engine.compute.loading.model_files import first_line
+from engine.compute.loading.model_files import first_line, tensor_names
 from engine.compute.loading.weight_formats import FormatRefused, WeightFormat, read_weight_format
 from engine.errors import StartRefused, UnsupportedModel
 
 FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 _LAYER_TYPES = frozenset({FULL_ATTENTION, SLIDING_ATTENTION})
+# That have a causal head, too, which nobody serves.
+_ENCODERS = frozenset(
+    {
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
+    }
+)
 # Architectures whose recurrent layers `slot_mixers` knows; in the last one, some or all layers attend.
 _RECURRENT_MODELS = frozenset({"mamba", "mamba2", "granitemoehybrid"})
 # Angles that depend on a token's own position alone; `dynamic` differs from the plain ones only for positions
@@ -28,10 +37,14 @@ _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model that can be served: its configuration as stored, and the transformers class that loads it."""
+    """A model that can be served: its configuration as stored, and the transformers class that loads it.
+
+    `is_text_half`: the language model of one that sees or hears as well, of which no other part is read.
+    """
 
     config: PreTrainedConfig
     model_class: Any
+    is_text_half: bool = False
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -47,9 +60,45 @@ def read_architecture(directory: Path) -> Architecture:
         raise UnsupportedModel(
             f"{directory / 'config.json'} is not understood: {first_line(error)}."
         ) from error
-    architecture = Architecture(config, find_model_class(config))
+    half = find_text_half(config, directory)
+    architecture = Architecture(half or config, find_model_class(half or config), half is not None)
     check_supported(architecture)
     return architecture
+
+
+def find_text_half(config: PreTrainedConfig, directory: Path | None = None) -> PreTrainedConfig | None:
+    """The configuration of the language model in one that sees or hears as well; None where there is none.
+
+    None, too, where transformers itself loads the language model alone. Whether the output embedding is one
+    of its own the weights in `directory` tell, for configurations do not agree on who says it.
+    """
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not _is_whole(config, find_model_class(config)):
+        return None
+    half: PreTrainedConfig = copy.deepcopy(text)
+    half.architectures = None
+    for name in ("eos_token_id", "dtype", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(half, name, getattr(config, name))
+    if directory is not None and (names := _stored_names(directory)):
+        half.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in names)
+    return half
+
+
+def _stored_names(directory: Path) -> list[str]:
+    """The names of the weights; none where they are not fetched yet, or damaged, which loading says."""
+    try:
+        return tensor_names(directory)
+    except Exception:  # a damaged file fails in any of a dozen ways
+        return []
+
+
+def _is_whole(config: PreTrainedConfig, model_class: Any) -> bool:
+    """True if the class has parts besides the language model."""
+    parts = set(config.sub_configs) - {"attn_config", "ffn_config"}
+    return bool(parts) and model_class.config_class is type(config)
 
 
 def find_model_class(config: PreTrainedConfig) -> Any:
@@ -107,10 +156,12 @@ def exact_context_limit(config: PreTrainedConfig) -> int | None:
 def _reasons(architecture: Architecture) -> Iterator[str]:
     """Every reason found, the most telling first."""
     config, model_class = architecture.config, architecture.model_class
+    if config.model_type in _ENCODERS:
+        yield "it is an encoder, made to read and not to write"
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder"
     parts = sorted(set(config.sub_configs) - {"attn_config", "ffn_config"})
-    if parts and model_class.config_class is type(config):
+    if _is_whole(config, model_class):
         yield f"it is made of several models ({', '.join(parts)})"
     yield from _layer_reasons(architecture.text_config)
     attends = FULL_ATTENTION in (getattr(architecture.text_config, "layer_types", None) or (FULL_ATTENTION,))
@@ -118,6 +169,8 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
         yield "it carries recurrent state from token to token"
     if attends and not model_class._supports_attention_backend:
         yield "it computes attention itself, not through transformers' attention interface"
+    if architecture.is_text_half and getattr(config, "quantization_config", None) is not None:
+        yield "its weights are quantized, and it is a part of a model that sees or hears as well"
     try:
         weight_format_of(config)
     except FormatRefused as reason:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from config import ModelSettings
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading import loader
 from engine.compute.loading.loader import choose_dtype, choose_max_model_len, load_model, read_eos_token_ids
 from engine.errors import StartRefused
-from tests.support.tiny_models import FAMILIES, WINDOW, save_tiny_model, tiny_config, tiny_model
+from tests.support.tiny_models import (
+    FAMILIES,
+    WINDOW,
+    save_tiny_model,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 CPU = torch.device("cpu")
 FLOAT32 = ModelSettings(dtype="float32", device="cpu")
@@ -43,6 +58,61 @@ def test_every_family_is_loaded_whole(family: str, tmp_path: Path) -> None:
     assert loaded.model.config._attn_implementation == "slipstream"
     assert (loaded.dtype, loaded.device) == (torch.float32, CPU)
     assert (loaded.max_model_len, loaded.vocab_size, loaded.eos_token_ids) == (256, 512, frozenset({2}))
+
+
+COMPOSITES: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3Config,
+        "gemma3",
+        {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    ),
+    "mistral3": (Mistral3Config, "mistral", {"model_type": "pixtral", "image_size": 28, "patch_size": 14}),
+}
+
+
+def save_composite(name: str, directory: Path, *, is_tied: bool) -> PreTrainedModel:
+    """A tiny model that sees as well, with a tokenizer."""
+    config_class, family, vision = COMPOSITES[name]
+    text = tiny_config(family, tie_word_embeddings=is_tied).to_dict()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = config_class(text_config=text, vision_config=vision | sizes, tie_word_embeddings=is_tied)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_of_a_model_that_sees_the_language_model_is_loaded_alone(
+    name: str, is_tied: bool, tmp_path: Path
+) -> None:
+    whole = save_composite(name, tmp_path, is_tied=is_tied)
+    tokens = torch.tensor([[5, 9, 17, 33, 7, 5, 9, 17, 33, 7, 5, 9]])
+    with torch.inference_mode():
+        expected = whole(input_ids=tokens, use_cache=False).logits
+        weights = load_file(tmp_path / "model.safetensors")
+        for names in ("as they are", "as older files have them"):
+            if names != "as they are":
+                renamed = {
+                    re.sub(
+                        r"^lm_head",
+                        "language_model.lm_head",
+                        re.sub(
+                            r"^(?:model\.language_model|language_model\.model)\.",
+                            "language_model.model.",
+                            key,
+                        ),
+                    ): tensor
+                    for key, tensor in weights.items()
+                }
+                save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+            loaded = load_model(tmp_path, FLOAT32)
+            assert not any("vision" in key for key in loaded.model.state_dict())
+            loaded.model.set_attn_implementation("eager")
+            assert torch.allclose(loaded.model(tokens).logits, expected, atol=1e-5), names
 
 
 WINDOWS = {
