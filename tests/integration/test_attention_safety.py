@@ -36,17 +36,26 @@ BLOCK_SIZE = 4
 # --- arguments ---
 
 
-def call_attention(module: Any = None, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+def call_attention(
+    module: Any = None, mask: torch.Tensor | None = None, num_kv_heads: int = 2, **options: Any
+) -> torch.Tensor:
     """One call as a model makes it: two tokens, one layer, window 8."""
     inputs = pack_step([Part([1, 2], 0, 2, [0])], BLOCK_SIZE)
-    kv = KvTensors((LayerKv(2, 8, 8, window=8),), 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    kv = KvTensors(
+        (LayerKv(num_kv_heads, 8, 8, window=8),), 1, BLOCK_SIZE, torch.float32, torch.device("cpu")
+    )
     context = AttentionContext(inputs, kv, CpuAttention())
-    query, key, value = (torch.randn(1, heads, 2, 8) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, 2, 8) for heads in (4, num_kv_heads, num_kv_heads))
     keywords: dict[str, Any] = {"slipstream_context": context, "scaling": 0.5, "sliding_window": 8} | options
     layer: Any = module or SimpleNamespace(layer_idx=0)
     output, weights = paged_attention(layer, query, key, value, mask, **keywords)
     assert weights is None
     return output
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_what_is_attended_may_be_viewed_in_any_shape(num_kv_heads: int) -> None:
+    assert call_attention(num_kv_heads=num_kv_heads).view(1, 2, 2, 16).shape == (1, 2, 2, 16)
 
 
 @pytest.mark.parametrize("name", ["position_bias", "s_aux", "alibi", "head_mask", "indices", "something_new"])

@@ -75,6 +75,7 @@ def reduced_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     sizes |= {"pad_token_id": BOS_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
     if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:  # latent attention expands to every head
         sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 4)
+        sizes["head_dim"] = sizes.get("qk_rope_head_dim", 16)  # of what is rotated
     own = _OWN.get(config_class.model_type, {})
     layer_types = getattr(default, "layer_types", None)
     if layer_types and not _is_read_only(config_class, "layer_types"):
