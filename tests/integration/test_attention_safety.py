@@ -60,9 +60,11 @@ def test_what_is_attended_may_be_viewed_in_any_shape(num_kv_heads: int) -> None:
 
 @pytest.mark.parametrize("name", ["position_bias", "s_aux", "alibi", "head_mask", "indices", "something_new"])
 def test_an_argument_it_does_not_know_is_refused_by_name(name: str) -> None:
+    given: dict[str, Any] = {name: torch.zeros(1)}
+    absent: dict[str, Any] = {name: None}
     with pytest.raises(UnsupportedModel, match=name):
-        call_attention(**{name: torch.zeros(1)})
-    assert call_attention(**{name: None}).shape == (1, 2, 4, 8)
+        call_attention(**given)
+    assert call_attention(**absent).shape == (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize(

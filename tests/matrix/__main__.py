@@ -28,8 +28,9 @@ _HEAD = """# Which models are served exactly
 Written by `make model-matrix`: a tiny random model of every causal class of transformers {version}, served by
 the engine in float32 (prompts in chunks of 16 tokens, four requests in a batch, a prefix cache, drafts of the
 n-gram drafter), with every greedy token and its log-probability compared with the model's own forward pass,
-within {tolerance}. The engine runs without compiled kernels here; "with kernels" are the classes that the
-kernels' own tests hold to the same answer. Each other class is refused at the start with the reason given.
+within {tolerance}. The engine runs without compiled kernels here; "with kernels" are the classes that have
+them, which tests of their own hold to the same answer. A refused class is refused at the start, with the
+reason given; of one that is not made there is no configuration that is small enough, so nothing is said.
 
 {counts}
 
