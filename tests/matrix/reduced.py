@@ -44,7 +44,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "ministral": {"num_key_value_heads": 2, "head_dim": 16},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"head_dim": None},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},  # no default
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},

@@ -25,7 +25,16 @@ MAX_PARAMETERS = 50_000_000
 # Whole prompts take several steps of 16 tokens; blocks of 4 tokens are shared; drafts come from the text.
 _FLAGS = (
     *("--max-num-batched-tokens", "16", "--speculative-method", "ngram"),
-    *("--max-num-seqs", "8", "--draft-length-policy", "fixed", "--min-acceptance-rate", "0"),
+    *(
+        "--max-num-seqs",
+        "8",
+        "--kv-cache-memory",
+        "64MiB",
+        "--draft-length-policy",
+        "fixed",
+        "--min-acceptance-rate",
+        "0",
+    ),
 )
 _SHARED = [5, 9, 17, 33, 7, 5, 9, 17, 33, 7, 5, 9, 17, 33]
 PROMPTS = [_SHARED + tail for tail in ([40, 41], [77, 5, 9, 17], list(range(100, 116)), [])]
