@@ -92,3 +92,10 @@ def test_what_is_not_finite_stays_so(kernels: NativeKernels) -> None:
 def test_widths_that_a_format_has_no_blocks_for(kernels: NativeKernels) -> None:
     assert kernels.packs_format(int(Format.Q8_0), 96) and not kernels.packs_format(int(Format.Q4_K), 96)
     assert not kernels.packs_format(int(Format.IQ1_S), 256)
+
+
+def test_no_rows_are_no_work() -> None:
+    """As of the head in a step that computes a part of a prompt and draws nothing."""
+    kernels = compiled_kernels(formats=True)
+    packed = joined([kernels.pack_blocks(int(Format.Q8_0), random_blocks(Format.Q8_0, 64, 256), 256)])
+    assert kernels.linear(torch.empty(0, 256, dtype=torch.bfloat16), packed).shape == (0, 64)
