@@ -36,6 +36,7 @@ from tests.bench.speculation import run_speculation
 from tests.bench.start import run_start
 from tests.bench.streams import BenchmarkFailed
 from tests.bench.ttft import run_ttft
+from tests.bench.turns import run_turns
 
 PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
 PEER_HELP = (
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scale": run_scale,
     "ttft": run_ttft,
     "restart": run_restart,
+    "turns": run_turns,
     "scrape": run_scrape,
     "speculation": run_speculation,
     "repetitive": run_repetitive,

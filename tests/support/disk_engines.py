@@ -32,28 +32,29 @@ class FakeBlockBytes:
     def __init__(self, runner: FakeRunner) -> None:
         self.block_bytes = runner.block_size * 8 + PADDING
         self._rows = runner.slots.reshape(-1, runner.block_size)
-        self._padding = [np.zeros(PADDING, np.uint8) for _ in range(self.batch)]
-        self._is_good = True
+        self._outgoing, self._incoming = ([np.zeros(PADDING, np.uint8) for _ in range(16)] for _ in "oi")
 
     def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
         """Tokens and padding."""
-        for block_id, padding in zip(block_ids, self._padding, strict=False):
+        for block_id, padding in zip(block_ids, self._outgoing, strict=False):
             padding[:] = _padding_of(self._rows[block_id])
-        return self._pieces(block_ids)
+        return self._pieces(block_ids, self._outgoing)
 
     def incoming(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
-        """The same places."""
-        return self._pieces(block_ids)
+        """Places for both; another thread may be at `outgoing`."""
+        return self._pieces(block_ids, self._incoming)
 
     def accept(self, block_ids: Sequence[int]) -> None:
         """Raises AssertionError if padding and tokens were not written together."""
-        for block_id, padding in zip(block_ids, self._padding, strict=False):
+        for block_id, padding in zip(block_ids, self._incoming, strict=False):
             assert (padding == _padding_of(self._rows[block_id])).all(), "a block is torn"
 
-    def _pieces(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
+    def _pieces(
+        self, block_ids: Sequence[int], paddings: Sequence[np.ndarray]
+    ) -> Sequence[Sequence[memoryview]]:
         return [
             [memoryview(self._rows[block_id]).cast("B"), padding.data]
-            for block_id, padding in zip(block_ids, self._padding, strict=False)
+            for block_id, padding in zip(block_ids, paddings, strict=False)
         ]
 
 
