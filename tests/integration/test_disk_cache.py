@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, build_engine
+from engine.plan.scheduling.service_rates import ServiceRates
 from tests.support.engines import Collected, collect
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_models import save_tiny_model
@@ -38,7 +41,11 @@ async def answer(engine: Engine, name: str) -> Collected:
     return await collect(engine.submit(GenerationRequest(name, PROMPT, SAMPLED)))
 
 
-async def test_the_next_process_reads_what_the_last_one_computed(tmp_path: Path) -> None:
+async def test_the_next_process_reads_what_the_last_one_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So tiny a model computes the prompt sooner than a disk is asked.
+    monkeypatch.setattr(ServiceRates, "prefill_s", lambda rates, num_tokens: 0.1 * num_tokens)
     model = save_tiny_model("llama", tmp_path / "model")
     async with engine_over(model, tmp_path / "kv") as engine:
         first = await answer(engine, "first")

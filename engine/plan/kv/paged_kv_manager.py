@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -66,6 +67,7 @@ class PagedKvManager:
         self._sequences: dict[str, _Sequence] = {}
         self._reserved: set[int] = set()
         self._scrub_blocks: list[int] = []
+        self._scrubs_in_flight: deque[tuple[int, ...]] = deque()  # a step's each, oldest first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
     @property
@@ -245,11 +247,17 @@ class PagedKvManager:
         return len(self._reserved)
 
     def reserve(self, num_blocks: int) -> list[int] | None:
-        """Take free blocks to have them filled from elsewhere; None unless one is left for each sequence."""
+        """Take free blocks to have them filled from elsewhere; None unless one is left for each sequence.
+
+        None, too, if any of them is yet to be zeroed, which could come when it is filled.
+        """
         if num_blocks + len(self._sequences) > self.pool.num_free:
             return None
-        block_ids = self.pool.take(num_blocks)
-        self._reserved.update(block_ids or ())
+        block_ids = self.pool.take(num_blocks) or []
+        if not set(block_ids).isdisjoint(chain(self._scrub_blocks, *self._scrubs_in_flight)):
+            self.pool.release(block_ids)
+            return None
+        self._reserved.update(block_ids)
         return block_ids
 
     def unreserve(self, block_ids: Sequence[int]) -> None:
@@ -284,9 +292,14 @@ class PagedKvManager:
         self._scrub_blocks += block_ids
 
     def take_scrub_blocks(self) -> tuple[int, ...]:
-        """The blocks to zero before the next pass; each is handed out once."""
+        """The blocks to zero before the next pass; each is handed out once. `end_scrub` must follow."""
         block_ids, self._scrub_blocks = tuple(self._scrub_blocks), []
+        self._scrubs_in_flight.append(block_ids)
         return block_ids
+
+    def end_scrub(self) -> None:
+        """The oldest pass that blocks were handed out for is over; those of one that failed come again."""
+        self._scrubs_in_flight.popleft()
 
     def swap_out(self, request_id: str, num_tokens: int) -> None:
         """Keep the KV of its first `num_tokens` on the host, before its blocks are freed. They must fit."""

@@ -198,6 +198,7 @@ class RunningSet:
 
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
+        self.kv.end_scrub()
         self.kv.host.confirm_copies()
         self._copies, self._forked = [], []
         self.lookup.begin_step()
@@ -208,6 +209,7 @@ class RunningSet:
         Zeroing and copies from the host are repeated. What was copied or saved may have changed since: a fork
         computes its last block from the start, and the waiting requests returned have lost their KV.
         """
+        self.kv.end_scrub()
         self.kv.scrub(moves.scrub)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)

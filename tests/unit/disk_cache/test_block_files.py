@@ -185,17 +185,23 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_or_none(tmp_path: 
     blocks = LargeBlocks()
     num_found = 0
     for kill in range(8):
+        written, says_written = os.pipe()
         if (child := os.fork()) == 0:
             try:
                 files = BlockFiles(private_directory(tmp_path / "kv"), "k", blocks, 1 << 40)
                 for name in names[500 * kill :]:
                     blocks.fill(name)
                     files.write([0], [name], lambda block_id: True)
+                    os.write(says_written, b".")
             finally:
                 os._exit(1)
-        time.sleep(0.01 + 0.003 * kill)
+        for _ in range(3 + kill % 3):
+            os.read(written, 1)
+        time.sleep(0.0003 * kill)  # somewhere within the next ones
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(written)
+        os.close(says_written)
         files = BlockFiles(tmp_path / "kv", "k", blocks, 1 << 40)
         for name in names[500 * kill : 500 * (kill + 1)]:
             if files.count_stored([name]):
@@ -203,7 +209,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_or_none(tmp_path: 
                 assert files.read([0], [name]) == 1, "a whole file was damaged"
                 assert blocks.holds(name)
                 num_found += 1
-    assert num_found > 8
+    assert num_found >= 8 * 3
 
 
 def test_one_owners_contents_can_be_forgotten(tmp_path: Path) -> None:

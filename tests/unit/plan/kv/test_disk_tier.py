@@ -226,3 +226,18 @@ def test_a_preempted_request_comes_back_from_disk_when_there_is_room() -> None:
     for request in requests:
         assert request.output_token_ids == expected_output(request.token_ids[:16], 20)
     assert len(stored) >= 14
+
+
+def test_a_block_that_is_yet_to_be_zeroed_is_not_read_into() -> None:
+    disk = Disk(num_blocks=8, max_model_len=32)
+    kv = disk.batcher.kv
+    kv.scrub([2])  # free, and perhaps not finite
+    assert kv.reserve(6) is None
+    disk.batcher.add(make_request("b", [1, 2], max_tokens=2))
+    decision = disk.batcher.step()
+    assert decision.inputs is not None
+    assert decision.inputs.scrub_blocks == (2,)
+    assert kv.reserve(6) is None, "the device may not have come to it"
+    disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
+    assert kv.reserve(6) is not None
+    kv.check_integrity()
