@@ -46,7 +46,11 @@ def settings_for(models: Path, name: str, *flags: str) -> Settings:
         ("lama", (), "; did you mean "),
         ("missing.gguf", (), "There is no file "),
         ("empty", (), "is no model directory: it has no config.json."),
-        ("bert", (), "BertLMHeadModel cannot be served exactly: it attends to later tokens."),
+        (
+            "bert",
+            (),
+            "BertLMHeadModel cannot be served exactly: it is an encoder, made to read and not to write.",
+        ),
         ("classifier", (), " gives 2 scores to a pair of texts, and one is served."),
         ("llama", ("--kv-cache-memory", "900TiB"), " of memory: lower --kv-cache-memory."),
         ("llama", ("--num-kv-blocks", "1000000000000"), " of memory: lower --num-kv-blocks."),
