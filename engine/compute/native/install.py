@@ -124,13 +124,14 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     """
     places = find_places(loaded.model, loaded.dtype)
     before = packed_sample(PackedForward(loaded))
+    has_blocks = kernels_of(loaded.model) is not None
     count = _replace_all(loaded, places, kernels)
-    if not count and kernels_of(loaded.model) is None:
+    if not count and not has_blocks:
         raise _nothing_to_do(loaded)
     if count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
     loaded = replace(loaded, team=kernels.team)
-    difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype)
+    difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype, has_blocks)
     if difference is not None:
         raise LogitsChanged(difference)
     log.debug("compiled kernels compute %s", _listed(count))
