@@ -25,10 +25,11 @@ PAUSE_S = 1.0  # between a reply and the next turn: nobody reads and writes fast
 BAR = 1.3
 CASES: dict[str, tuple[str, ...]] = {"read ahead": (), "--no-read-next-turn": ("--no-read-next-turn",)}
 NEW_TEXT = "And what came of that in the end?"
-# Earlier replies stand behind a mark: their K/V is of no use, as where a template drops their thinking.
+# Earlier replies stand behind a mark: their K/V is of no use then, as where thinking is dropped.
 REWORDING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ '(said) ' if m['role'] == 'assistant' else '' }}"
-    # Earlier replies stand behind a mark: their K/V is of no use then, as where thinking is dropped.
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 Message = dict[str, str]
 
