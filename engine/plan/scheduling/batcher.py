@@ -15,7 +15,7 @@ from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
-from engine.plan.scheduling.next_turns import NextTurns
+from engine.plan.scheduling.next_turns import NextTurns, is_read_ahead
 from engine.plan.scheduling.output_lengths import OutputLengths
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
@@ -352,7 +352,8 @@ class ContinuousBatcher:
         """End a running request; its blocks are kept while the device may still write them."""
         self.running.remove(request)
         request.finish(reason)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.scores_only:
+        is_reply = not (request.scores_only or is_read_ahead(request.request_id))
+        if is_reply and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.observe(request)
         self._ended.append(request.request_id)
         if self._is_in_flight(request.request_id):

@@ -18,6 +18,11 @@ _ID_PREFIX = "next-turn-"
 _LATEST = 1 << 62  # arrival: all others came before
 
 
+def is_read_ahead(request_id: str) -> bool:
+    """True for a request of `next_slice`: nobody has asked for it, and nobody gets its token."""
+    return request_id.startswith(_ID_PREFIX)
+
+
 @dataclass(frozen=True, slots=True)
 class _Beginning:
     """A prompt's first blocks."""
@@ -94,7 +99,7 @@ class NextTurns:
 
     def note_found(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """A request begins on the blocks of these hashes."""
-        if self._ahead and not request_id.startswith(_ID_PREFIX):
+        if self._ahead and not is_read_ahead(request_id):
             used = self._ahead.intersection(hashes)
             self._ahead -= used
             self.num_used += len(used) * self._kv.block_size

@@ -108,3 +108,16 @@ def test_many_chats_and_long_prompts_are_bounded() -> None:
     sizes = run_all(batcher, runner)
     assert len(sizes) <= 64 + 256 // 64
     assert sum(sizes) < 256 + 64 * 8
+
+
+def test_slices_tell_nothing_of_how_long_replies_are() -> None:
+    batcher, runner = make()
+    for first in range(50):
+        batcher.next_turns.expect([first] * 8, None)
+    assert len(run_all(batcher, runner)) == 50
+    served = make_request(stop_token_ids=frozenset([1]), max_tokens=1000)
+    served.token_ids += [7] * 100
+    for _ in range(32):
+        batcher.lengths.observe(served)
+    newcomer = make_request(stop_token_ids=frozenset([1]), max_tokens=1000)
+    assert batcher.lengths.remaining(newcomer, 0.05) > 50
