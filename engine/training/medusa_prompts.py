@@ -20,6 +20,23 @@ gardening|dinosaurs|public speaking|the Amazon rainforest|democracy|oil painting
 coral reefs|the printing press|meditation|bicycles|penguins|antibiotics|the Silk Road|time management
 databases|cooking pasta|whales|the Renaissance|batteries|job interviews|tea|the internet|trains|cats
 renewable energy|football|the Ice Age|houseplants|astronomy|team work|friendship|robots|the ocean
+glaciers|the immune system|compound interest|the violin|deserts|elections|wind power|typewriters|spiders
+the Industrial Revolution|migration of birds|cheese|swimming|ancient Egypt|encryption|tides|mountains|maps
+kites|the digestive system|rainbows|lightning|submarines|libraries|poetry|the guitar|camping|knitting|dogs
+insurance|mortgages|start-up companies|remote work|online shopping|social media|video games|photography|film
+sculpture|opera|folk dances|fairy tales|Greek mythology|the Vikings|castles|pirates|the Cold War|the Olympics
+tennis|basketball|rock climbing|running shoes|nutrition labels|vitamins|allergies|migraine|stress|good posture
+the nervous system|genes|evolution|bacteria|mushrooms|trees|rice|chocolate|salt|sugar|olive oil|spices|fishing
+farming|irrigation|soil|compost|plastic waste|clean water|air pollution|hurricanes|snow|the seasons|the equator
+the solar system|comets|satellites|rockets|aeroplanes|bridges|tunnels|skyscrapers|concrete|glass|steel|paper
+the wheel|clocks|calendars|money|taxes|supply and demand|advertising|leadership|negotiation|customer service
+project plans|meetings|note taking|exams|homework|kindergarten|universities|scholarships|teachers|museums
+algebra|fractions|probability|statistics|geometry|logic puzzles|algorithms|compilers|operating systems|web design
+cloud computing|passwords|spam|search engines|smartphones|3D printing|drones|self-driving cars|X-rays|lasers
+magnets|atoms|acids and bases|fire|heat pumps|refrigerators|microwaves|bicycles for children|motorcycles|ferries
+hotels|airports|road trips|travel insurance|backpacks|beaches|islands|waterfalls|national parks|zoos|horses|owls
+frogs|butterflies|ants|sharks|elephants|kangaroos|wolves|pets|moving house|neighbours|weddings|birthdays
+parents|grandparents|patience|honesty|courage|gratitude|habits|creativity|kindness|happiness|laws|human rights
 """.replace("\n", "|")
 
 _ASK_ABOUT = """
@@ -43,6 +60,16 @@ Write a product description for a book about {}.
 How would you start a presentation about {}?
 Compare {} with something similar.
 Answer with a JSON object that has the keys "title", "summary" and "keywords" for an article about {}.
+How does {} work, or how did it come about?
+What would you tell someone who has never heard of {}?
+What mistakes do people make when they deal with {}?
+Why do people care about {}, and should they?
+Give me some advice about {}.
+Write a letter to a newspaper about {}.
+Describe a day in which {} plays a part.
+What questions should I ask an expert on {}?
+Write the opening scene of a novel about {}.
+What has changed about {} over the last hundred years?
 """
 
 _CODE_TASKS = """
@@ -52,6 +79,9 @@ removes duplicates from a list|checks whether a string is a palindrome|converts 
 computes the n-th Fibonacci number|flattens a nested list|finds the median of a list|validates an address
 generates a random password|implements a stack|implements binary search|parses a date|averages a list
 downloads a web page|counts the vowels in a string|transposes a matrix|finds all anagrams in a list of words
+computes the greatest common divisor|rotates a list|parses command line options|writes a log file|rolls dice
+converts Roman numerals|checks balanced brackets|finds the shortest path in a graph|implements a queue
+groups records by month|formats a number with commas|draws a triangle of stars|simulates a coin toss
 """.replace("\n", "|")
 
 _ASK_FOR_CODE = """
@@ -81,11 +111,11 @@ _COUNTRIES = """
 France|Japan|Brazil|Egypt|Canada|India|Germany|Mexico|Italy|Kenya|Australia|Spain|China|Greece|Norway|Peru
 """.replace("\n", "|")
 
-_NUM_OTHER = 600
+_NUM_OTHER = 1500
 
 
 def builtin_prompts(seed: int) -> list[list[Message]]:
-    """About two thousand conversations of one question each, in an order that `seed` decides."""
+    """About eight thousand conversations of one question each, in an order that `seed` decides."""
     rng = random.Random(seed)
     texts = [ask.format(subject) for ask in _lines(_ASK_ABOUT) for subject in _parts(_SUBJECTS)]
     texts += [ask.format(task) for ask in _lines(_ASK_FOR_CODE) for task in _parts(_CODE_TASKS)]
