@@ -27,14 +27,18 @@ insurance|mortgages|start-up companies|remote work|online shopping|social media|
 sculpture|opera|folk dances|fairy tales|Greek mythology|the Vikings|castles|pirates|the Cold War|the Olympics
 tennis|basketball|rock climbing|running shoes|nutrition labels|vitamins|allergies|migraine|stress|good posture
 the nervous system|genes|evolution|bacteria|mushrooms|trees|rice|chocolate|salt|sugar|olive oil|spices|fishing
-farming|irrigation|soil|compost|plastic waste|clean water|air pollution|hurricanes|snow|the seasons|the equator
+farming|irrigation|soil|compost|plastic waste|clean water|air pollution|hurricanes|snow|the seasons
+the equator
 the solar system|comets|satellites|rockets|aeroplanes|bridges|tunnels|skyscrapers|concrete|glass|steel|paper
 the wheel|clocks|calendars|money|taxes|supply and demand|advertising|leadership|negotiation|customer service
 project plans|meetings|note taking|exams|homework|kindergarten|universities|scholarships|teachers|museums
-algebra|fractions|probability|statistics|geometry|logic puzzles|algorithms|compilers|operating systems|web design
+algebra|fractions|probability|statistics|geometry|logic puzzles|algorithms|compilers|operating systems
+web design
 cloud computing|passwords|spam|search engines|smartphones|3D printing|drones|self-driving cars|X-rays|lasers
-magnets|atoms|acids and bases|fire|heat pumps|refrigerators|microwaves|bicycles for children|motorcycles|ferries
-hotels|airports|road trips|travel insurance|backpacks|beaches|islands|waterfalls|national parks|zoos|horses|owls
+magnets|atoms|acids and bases|fire|heat pumps|refrigerators|microwaves|bicycles for children|motorcycles
+ferries
+hotels|airports|road trips|travel insurance|backpacks|beaches|islands|waterfalls|national parks|zoos|horses
+owls
 frogs|butterflies|ants|sharks|elephants|kangaroos|wolves|pets|moving house|neighbours|weddings|birthdays
 parents|grandparents|patience|honesty|courage|gratitude|habits|creativity|kindness|happiness|laws|human rights
 """.replace("\n", "|")
