@@ -238,9 +238,9 @@ class EngineLoop:
         """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
         committed = self._batcher.commit(decision, result.rows)
         if result.features is not None:
-            sampled = [request.request_id for request in decision.scheduled if request.samples]
-            for request_id, features in zip(sampled, result.features, strict=True):
-                self._decoder.keep_features(request_id, features)
+            for scheduled, features in zip(decision.scheduled, result.features, strict=True):
+                if features is not None:
+                    self._decoder.keep_features(scheduled, features)
         num_seqs = 0 if decision.num_prefill_tokens else len(decision.scheduled)
         self._run_ahead.after_step(num_seqs, len(committed), self._clock() - started)
         self._deliver_prompts(decision, result)

@@ -6,8 +6,9 @@ N = tokens scheduled in the step, S = sequences scheduled, R = rows of logits wa
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,13 @@ from engine.plan.grammar import MaskOf
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+
+
+class FeatureRows(Sized, Protocol):
+    """What the target left at verified positions one after another, a tensor [positions, width]; len counts.
+
+    The last is that from which the sequence's newest token was drawn, or the last of a part of its prompt.
+    """
 
 
 NO_TOKEN = -1  # in a list of token ids: nothing was drawn here
@@ -204,7 +212,7 @@ class StepResult:
     sample_s: float  # verification included
     swap_s: float = 0.0
     swap_bytes: int = 0  # moved between device and host
-    features: tuple[object, ...] | None = None  # of each sampled sequence, for drafters that read the target
+    features: tuple[FeatureRows | None, ...] | None = None  # of each sequence, for drafters that read them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P] None where the logits are not finite
 
 

@@ -38,7 +38,13 @@ from engine.plan.scheduling.policy import FairnessWeights, make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
-from engine.startup.build_speculation import draft_methods, load_sources, make_decoder, max_draft_tokens
+from engine.startup.build_speculation import (
+    draft_methods,
+    feature_layers,
+    load_sources,
+    make_decoder,
+    max_draft_tokens,
+)
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.text.tokenizer import Tokenizer
@@ -111,6 +117,7 @@ def put_together(
     for_drafts = ForDrafts(
         verification=settings.speculation.draft_verification,
         keeps_features=any(source.drafter.reads_features for source in sources),
+        feature_layers=feature_layers(sources),
     )
     with refused_where_memory_ends(settings):
         runner = make_runner(loaded, sampler, sizes, for_drafts)

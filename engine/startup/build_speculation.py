@@ -77,6 +77,11 @@ def max_draft_tokens(sources: tuple[DraftSource, ...]) -> int:
     return max((source.max_tokens for source in sources), default=0)
 
 
+def feature_layers(sources: tuple[DraftSource, ...]) -> tuple[int, ...]:
+    """The layers of the target that a drafter reads; none where none does, or only what the head reads."""
+    return next((source.feature_layers for source in sources if source.feature_layers), ())
+
+
 def draft_methods(sources: tuple[DraftSource, ...]) -> tuple[str, ...]:
     """What a request may name."""
     methods = (source.drafter.method for source in sources)

@@ -107,9 +107,10 @@ class SampleGenerator:
         result = self._runner.run(decision.inputs)
         assert result.features is not None
         finished = []
+        hidden = [rows for rows in result.features if rows is not None]
         for token in self._batcher.commit(decision, result.rows):
             growing = self._open[token.request.request_id]
-            growing.hidden.append(as_tensor(result.features[token.row]))  # without drafts: one row a sequence
+            growing.hidden.append(as_tensor(hidden[token.row])[0])  # without drafts: one row a sequence
             if token.finish_reason is not None:
                 del self._open[token.request.request_id]
                 if token.finish_reason is not FinishReason.ERROR:

@@ -70,10 +70,10 @@ def drafter_section(heads: Path, runs: int, say: Say) -> Section:
 def make_job(row: int, temperature: float, target: LoadedModel) -> DraftJob:
     """A job at position 100 with a made-up hidden state."""
     generator = torch.Generator().manual_seed(row)
-    hidden = torch.randn(target.config.hidden_size, generator=generator).to(target.dtype)
+    hidden = torch.randn(1, target.config.hidden_size, generator=generator).to(target.dtype)
     sampling = SamplingParams(max_tokens=999, temperature=temperature, seed=row)
     return DraftJob(
-        DraftRequest(f"r{row}", 50, sampling), 0, 0, (1,) * 101, 101, 32, TargetFeatures(100, hidden)
+        DraftRequest(f"r{row}", 50, sampling), 0, 0, (1,) * 101, 101, 32, (TargetFeatures(100, hidden),)
     )
 
 

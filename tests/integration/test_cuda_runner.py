@@ -98,6 +98,7 @@ def agree(
     if expected.features is not None:
         assert ours.features is not None
         for own, same in zip(ours.features, expected.features, strict=True):
+            assert isinstance(own, torch.Tensor) and isinstance(same, torch.Tensor)
             torch.testing.assert_close(own, same)
     agree_on_logprobs(ours.prompt_logprobs, expected.prompt_logprobs)
     return ours
@@ -158,9 +159,10 @@ def test_drafts_that_are_judged_by_chance_wait(verification: Any) -> None:
     agree(verify([0, 1], [2, 3], 1.0), for_drafts=ForDrafts(verification))
 
 
+@pytest.mark.parametrize("layers", [(), (1, 0)])
 @pytest.mark.parametrize("inputs", [decode([0, 1], 9), verify([2, 0], [1, 3])])
-def test_features_are_of_the_last_accepted(inputs: StepInputs) -> None:
-    assert agree(inputs, for_drafts=ForDrafts(keeps_features=True)).features
+def test_features_are_of_what_is_verified(inputs: StepInputs, layers: tuple[int, ...]) -> None:
+    assert agree(inputs, for_drafts=ForDrafts(keeps_features=True, feature_layers=layers)).features
 
 
 def test_prompts_are_not_replayed() -> None:

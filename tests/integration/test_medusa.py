@@ -200,7 +200,7 @@ def accepted_drafts(drafter: MedusaDrafter, sample: Sample, row: int) -> int:
         token_ids=(0,) * (position + 1),
         num_committed=position + 1,
         num_wanted=32,
-        features=TargetFeatures(position, sample.hidden[row]),
+        features=(TargetFeatures(position, sample.hidden[row : row + 1]),),
     )
     (answer,) = drafter.draft([job]).drafts
     parents = answer.parents or tuple(range(-1, len(answer.token_ids) - 1))

@@ -13,7 +13,7 @@ from engine.compute.attention import ATTENTION_NAME, AttentionContext, LayerCall
 from engine.compute.attention.query_groups import QueryGroup
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
-from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import OutOfDeviceMemory, UnsupportedModel
@@ -259,3 +259,25 @@ def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(AttentionContext, "attend", poisoned)
     with pytest.raises(UnsupportedModel, match="nan"):
         check_forward(make_runner("llama").forward)
+
+
+@torch.inference_mode()
+def test_features_are_of_verified_positions_only() -> None:
+    """A part of a prompt keeps all its rows, a chain those up to the last accepted draft, a tree that one."""
+    loaded = load_tiny("llama")
+    for_drafts = ForDrafts(keeps_features=True, feature_layers=(0, 1))
+    said = greedy(loaded, [5, 6, 7], 3)
+    runner = ModelRunner(loaded, 32, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device), 0, for_drafts)
+    wrong = said[4] + 1
+    runner.run(pack_step([Part(said, 0, 2, [0, 1]), Part(said, 0, 2, [2, 3])], BLOCK_SIZE))
+    chain = Part([*said[:5], wrong], 2, 6, [0, 1], (-1, 0, 1))
+    tree = Part([*said[:3], wrong, said[3]], 2, 5, [2, 3], (-1, -1))
+    parts = [Part([9] * 8, 0, 8, [4, 5]), chain, tree]
+    inputs = pack_step(parts, BLOCK_SIZE)
+    result = runner.run(inputs)
+    assert result.features is not None
+    kept = [features for features in result.features if isinstance(features, torch.Tensor)]
+    assert [len(features) for features in kept] == [8, 1 + 2, 1]
+    _, hidden = runner.forward.with_features(inputs, runner.kv)
+    expected = torch.cat([hidden[:8], hidden[8:11], hidden[14:15]])
+    torch.testing.assert_close(torch.cat(kept), expected)

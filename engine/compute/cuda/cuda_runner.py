@@ -23,10 +23,10 @@ from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.runner.device import mark, out_of_memory_named
 from engine.compute.runner.dummy_steps import plain_sampling
-from engine.compute.runner.model_runner import ModelRunner, last_rows
+from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified
-from engine.plan.step_records import Int32, Int64, StepInputs, StepResult
+from engine.plan.step_records import Int32, Int64, SampledRows, StepInputs, StepResult
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
 
@@ -101,11 +101,11 @@ class CudaRunner:
             if self._can_wait(inputs, drafts):
                 drawn = self._draw(under_way, inputs)
                 verdict = partial(drawn.verdict, inputs, drafts)
-                features = self._features(under_way, under_way.places)
+                features = self._features(under_way, inputs, Verified(SampledRows([])))
             else:
                 verified = self._judge(under_way, inputs)
                 verdict = partial(_known, verified)
-                features = self._features(under_way, under_way.places[last_rows(inputs, verified)])
+                features = self._features(under_way, inputs, verified)
             scores = runner.scorer.score(inputs.prompt_rows, seen)
         marks = StepMarks(start, begin, middle, mark(device))
         return Launched(marks, verdict, num_swapped * self.kv.block_bytes, features, scores)
@@ -153,11 +153,18 @@ class CudaRunner:
         self._drawn[: len(places)].copy_(self._at(np.array(verified.rows.token_ids, np.int64)))
         return verified
 
-    def _features(self, under_way: DevicePass, places: Int64) -> tuple[object, ...] | None:
-        """A copy of what the logits at some places were made from."""
+    def _features(
+        self, under_way: DevicePass, inputs: StepInputs, verified: Verified
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """A copy of what drafters read of the pass; the next one may write over it."""
         if under_way.hidden is None:
             return None
-        return under_way.hidden.index_select(0, self._at(places)).unbind(0)
+        for_drafts = self._runner.for_drafts
+        if for_drafts.feature_layers:
+            hidden = under_way.hidden[: len(inputs.token_ids)].clone()
+        else:
+            hidden = under_way.hidden.index_select(0, self._at(under_way.places))
+        return for_drafts.features(hidden, inputs, verified)
 
     def _at(self, numbers: Int64) -> torch.Tensor:
         """The numbers on the device, int64 [n], sent without waiting."""

@@ -69,7 +69,7 @@ class MedusaDrafter:
     def _candidates(self, jobs: Sequence[DraftJob], features: Sequence[TargetFeatures]) -> torch.Tensor:
         """The tokens that each head puts first, best first: [jobs, depths, width]."""
         token_ids = self._heads.token_ids
-        hidden = torch.stack([as_tensor(each.hidden) for each in features])  # [jobs, hidden]
+        hidden = torch.stack([as_tensor(each.hidden)[-1] for each in features])  # [jobs, hidden]
         scores = self._heads(hidden.to(token_ids.device))[:, : self._num_depths].float()
         sampling = [job.request.sampling for job in jobs]
         temperature = np.array([each.temperature for each in sampling])
@@ -115,9 +115,9 @@ def load_medusa(directory: Path, target: LoadedModel, verification: Verification
 
 def usable_features(job: DraftJob) -> TargetFeatures | None:
     """The features to draft from; None if there are none, none are wanted, or they run ahead of the job."""
-    features = job.features
-    if job.num_wanted < 1 or features is None:
+    if job.num_wanted < 1 or not job.features:
         return None
+    features = job.features[-1]
     return features if features.position < job.next_position else None
 
 

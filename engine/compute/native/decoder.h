@@ -29,6 +29,9 @@ struct DecoderStep {  // records.py mirrors it
   const Attention* attention;    // what is the same in all layers; it gets its tensors here
   Element* scratch;                 // [n, slip_decoder_scratch()]
   Index n;
+  const Index* taps;                // [num_taps] layers whose input is wanted
+  Element* tapped;                  // [n, num_taps, hidden], what enters them
+  Index num_taps;
 };
 
 }  // extern "C"
@@ -94,6 +97,15 @@ void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index inde
   product_in_team(me, layer.output, at.attended, s.hidden, s.n, at.blocks, s.hidden);
 }
 
+// Copies what enters a layer to where it is wanted.
+void tap_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index) {
+  for (Index tap = 0; tap < s.num_taps; tap++)
+    if (s.taps[tap] == index)
+      me.each(s.n, [&](Index i) {
+        memcpy(s.tapped + (i * s.num_taps + tap) * d.hidden, s.hidden + i * d.hidden, d.hidden * sizeof(Element));
+      });
+}
+
 // hidden += mlp(norm(hidden)).
 void transform_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
@@ -114,6 +126,7 @@ void slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
   const Scratch at(*d, *s);
   team->run(true, [&](Worker& me) {
     for (Index index = 0; index < d->num_layers; index++) {
+      tap_layer(me, *d, *s, index);
       attend_layer(me, *d, *s, index, at);
       transform_layer(me, *d, *s, index, at);
     }

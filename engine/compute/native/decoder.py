@@ -15,9 +15,10 @@ from engine.compute.native.families import is_plain
 from engine.compute.native.kernels import NativeKernels, head_norm_records, norm_record
 from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeRmsNorm
 from engine.compute.native.places import is_unhooked
-from engine.compute.native.records import POINTER, Decoder, DecoderLayer, DecoderStep
+from engine.compute.native.records import INDEX, POINTER, Decoder, DecoderLayer, DecoderStep
 from engine.compute.native.rotation_table import RotationTable
 from engine.compute.native.scratch import kept_numbers
+from engine.compute.runner.layer_taps import tap
 
 _PARTS: dict[str, type[nn.Module]] = {
     "self_attn": NativeAttention,
@@ -41,11 +42,14 @@ class NativeDecoder(nn.Module):
     """Stands in for a base model whose layers consist of our modules, and gives the same bits.
 
     `plain` is that model. It runs the steps whose attention is not all the kernel's, and keeps the weights.
+    `tapped_layers` and `tapped` are as in Tappable.
     """
 
     def __init__(self, kernels: NativeKernels, plain: Any) -> None:
         super().__init__()
         self.plain = plain
+        self.tapped_layers: tuple[int, ...] = ()
+        self.tapped: torch.Tensor | None = None
         self.embed_tokens = plain.embed_tokens  # where transformers looks for it
         self._kernels = kernels
         self._layers = (DecoderLayer * len(plain.layers))(*map(_layer_record, plain.layers))
@@ -69,10 +73,16 @@ class NativeDecoder(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = context.native_rows
         if rows is None:
-            return self.plain(input_ids=input_ids, position_ids=position_ids, **options)
+            return self._compute_plainly(input_ids=input_ids, position_ids=position_ids, **options)
         hidden = self.embed_tokens(input_ids)  # [1, N, hidden]
         self._decode(hidden[0], position_ids[0], context, rows)
         return DecoderOutput(hidden)
+
+    def _compute_plainly(self, **options: Any) -> Any:
+        if not self.tapped_layers:
+            return self.plain(**options)
+        output, self.tapped = tap(self.plain, self.tapped_layers, lambda: self.plain(**options))
+        return output
 
     def _decode(
         self, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext, rows: PagedRows
@@ -82,9 +92,12 @@ class NativeDecoder(nn.Module):
         kv, slots, n = context.kv, context.slots, len(hidden)
         keys, values = _addresses(kv.keys), _addresses(kv.values)
         attention = self._kernels.attention_record(rows, kv.keys[0], self._decoder.heads)
+        taps = (INDEX * len(self.tapped_layers))(*self.tapped_layers)
+        self.tapped = hidden.new_empty(n, len(taps) * hidden.shape[1])
         step = DecoderStep(
             *(tensor.data_ptr() for tensor in (hidden, cos, sin, slots)),
             *(keys, values, ctypes.pointer(attention), self._scratch_for(n).data_ptr(), n),
+            *(ctypes.addressof(taps), self.tapped.data_ptr(), len(taps)),
         )
         self._kernels.decode(self._decoder, step)
 

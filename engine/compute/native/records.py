@@ -82,4 +82,6 @@ class DecoderStep(ctypes.Structure):
         ("attention", ctypes.POINTER(Attention)),
         ("scratch", POINTER),
         ("n", INDEX),
+        *((name, POINTER) for name in ("taps", "tapped")),
+        ("num_taps", INDEX),
     )

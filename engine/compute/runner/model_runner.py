@@ -30,11 +30,30 @@ _WARM_UP_VERIFIED = 5
 class ForDrafts:
     """What drafts need of the runner: the rule they are judged by, and whether drafters read the target.
 
-    `keeps_features` has each result carry what those need.
+    `keeps_features` has each result carry what those need: what enters `feature_layers` at every verified
+    position, or, where none are named, what the head read where each sequence's newest token was drawn.
     """
 
     verification: Verification = "match"
     keeps_features: bool = False
+    feature_layers: tuple[int, ...] = ()
+
+    def features(
+        self, hidden: torch.Tensor, inputs: StepInputs, verified: Verified
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of `hidden`, which is as PackedForward gives it, what each sequence keeps: [positions, width].
+
+        None for one of which nothing is of use. They are parts of `hidden` and not copies.
+        """
+        if self.feature_layers:
+            spans = verified_spans(inputs, verified)
+            return tuple(hidden[first:stop] for first, stop in spans.tolist())
+        kept: list[torch.Tensor | None] = [None] * len(inputs.query_lens)
+        last = last_rows(inputs, verified)
+        sequences = np.searchsorted(np.cumsum(inputs.query_lens), inputs.logits_rows[last], side="right")
+        for sequence, row in zip(sequences.tolist(), last.tolist(), strict=True):
+            kept[sequence] = hidden[row : row + 1]
+        return tuple(kept)
 
 
 class ModelRunner:
@@ -52,7 +71,7 @@ class ModelRunner:
         num_host_blocks: int = 0,
         for_drafts: ForDrafts = ForDrafts(),
     ) -> None:
-        self.forward = PackedForward(loaded)
+        self.forward = PackedForward(loaded, for_drafts.feature_layers)
         self._sampler = sampler
         self.scorer = PromptScorer(loaded)
         self._verifier = make_verifier(for_drafts.verification, sampler)
@@ -92,7 +111,7 @@ class ModelRunner:
             seconds_between(middle, end),
             seconds_between(start, begin) if num_swapped else 0.0,
             num_swapped * self.kv.block_bytes,
-            None if hidden is None else hidden[last_rows(inputs, verified)].unbind(0),
+            None if hidden is None else self.for_drafts.features(hidden, inputs, verified),
             scores,
         )
 
@@ -147,3 +166,19 @@ def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
     rows = rows[~is_draft]
     rows[np.searchsorted(rows, inputs.drafts.first_row)] = verified.paths.last_row
     return rows
+
+
+def verified_spans(inputs: StepInputs, verified: Verified) -> Int64:
+    """Each sequence's tokens of the pass that are known to be right: the first, and behind the last. [S, 2]
+
+    Where accepted drafts of a tree do not lie side by side, it is only the last of them.
+    """
+    stops = np.cumsum(inputs.query_lens, dtype=np.int64)
+    spans = np.stack([stops - inputs.query_lens, stops], axis=1)
+    drafts = inputs.drafts
+    if drafts is not None and verified.paths is not None:
+        last = inputs.logits_rows[verified.paths.last_row]
+        spans[drafts.sequence, 1] = last + 1
+        is_apart = verified.paths.are_apart()
+        spans[drafts.sequence[is_apart], 0] = last[is_apart]
+    return spans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,16 +16,18 @@ from engine.compute.attention import (
 )
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.layer_taps import tap
 from engine.plan.step_records import StepInputs
 
 
 class PackedForward:
     """Runs a loaded model on the tokens of many sequences at once; keeps nothing between calls."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
         loaded.model.set_attn_implementation(ATTENTION_NAME)
         self.loaded = loaded
+        self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(loaded.device, loaded.kernels)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
@@ -73,7 +75,8 @@ class PackedForward:
     def with_features(self, inputs: StepInputs, kv: KvTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits as a plain call gives them, and the hidden states they were made from: [R, hidden].
 
-        These are what the model's output embedding reads, after the last norm, in the model's dtype.
+        These are what the model's output embedding reads, after the last norm, in the model's dtype. With
+        `feature_layers` it is what enters these, of every token: [N, layers * hidden].
         """
         rows = torch.tensor(inputs.logits_rows, device=self.loaded.device)
         return self.keeping_features(lambda: self(inputs, kv), rows)
@@ -82,6 +85,8 @@ class PackedForward:
         self, compute: Callable[[], torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `compute`, a pass that wants the logits of `rows` (None: all), gives, and hidden states."""
+        if self._feature_layers:
+            return tap(self.loaded.model.base_model, self._feature_layers, compute)
         seen: list[torch.Tensor] = []
         head = self.loaded.model.get_output_embeddings()
         handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

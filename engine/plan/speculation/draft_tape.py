@@ -5,6 +5,7 @@ A late draft may still be right: only unequal tokens at one position start a new
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -165,6 +166,34 @@ class DraftView:
         self.num_synced = min(self.num_synced, position)
 
 
+class NewFeatures:
+    """What the target left and no drafter was given yet: of the newest `limit` positions, or a few more."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._runs: deque[TargetFeatures] = deque()
+        self._num_rows = 0
+
+    @property
+    def position(self) -> int:
+        """That of the token which the newest row drew; -1 without any."""
+        return self._runs[-1].position if self._runs else -1
+
+    def add(self, run: TargetFeatures) -> None:
+        """Keep what comes behind the others."""
+        self._runs.append(run)
+        self._num_rows += len(run.hidden)
+        while self._num_rows - len(self._runs[0].hidden) >= self._limit:
+            self._num_rows -= len(self._runs.popleft().hidden)
+
+    def take(self) -> tuple[TargetFeatures, ...]:
+        """All of them, oldest first; they are kept no longer."""
+        taken = tuple(self._runs)
+        self._runs.clear()
+        self._num_rows = 0
+        return taken
+
+
 @dataclass(slots=True)
 class DraftedSequence:
     """One request that drafts are made for, and its tape."""
@@ -173,8 +202,8 @@ class DraftedSequence:
     about: DraftRequest
     tape: DraftTape
     views: dict[int, DraftView]  # of the drafters that may draft for it, by the place of their links
+    features: NewFeatures
     num_in_flight: int = 0  # first drafts of the tape that are being verified
-    features: TargetFeatures | None = None  # None where no drafter reads them
     author: DraftView | None = None  # whose drafts the tape holds, or held last
 
     @property
@@ -185,8 +214,7 @@ class DraftedSequence:
     @property
     def has_new_features(self) -> bool:
         """True if it has the features of its newest token, and no drafts after that token yet."""
-        features = self.features
-        is_new = features is not None and features.position == len(self.request.token_ids) - 1
+        is_new = self.features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
 
     def expects_drafts(self, awaited: Collection[int]) -> bool:

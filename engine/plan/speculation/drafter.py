@@ -11,6 +11,7 @@ from math import inf
 from typing import Protocol
 
 from engine.plan.request import SamplingParams
+from engine.plan.step_records import FeatureRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,15 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class TargetFeatures:
-    """The target's hidden state, a tensor [hidden], from which the token at `position` was drawn."""
+    """What the target left at verified positions; from the last of them the token at `position` was drawn."""
 
     position: int
-    hidden: object
+    hidden: FeatureRows
+
+    @property
+    def first(self) -> int:
+        """The position of the first row."""
+        return self.position - len(self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class DraftJob:
 
     The sequence is what the drafter holds of it before position `first`, then `token_ids`. Its first
     `num_committed` tokens are final; the others are drafts, which a later job may replace. A drafter holds
-    what it answered, so a job that agrees with the last answer repeats nothing of it. `features` is set if
-    and only if the drafter reads them.
+    what it answered, so a job that agrees with the last answer repeats nothing of it. `features` are
+    those that a drafter which reads them was not given yet, oldest first; the newest known token's are last.
     """
 
     request: DraftRequest
@@ -48,7 +54,7 @@ class DraftJob:
     token_ids: tuple[int, ...]
     num_committed: int
     num_wanted: int
-    features: TargetFeatures | None = None
+    features: tuple[TargetFeatures, ...] = ()
 
     @property
     def next_position(self) -> int:

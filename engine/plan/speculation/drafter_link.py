@@ -87,7 +87,7 @@ class DrafterLink:
             return []
         if wishes and self.has_price and not any(view.is_behind for _, view, _ in wishes):
             wishes = self._worth_waiting_for(wishes)
-        return [_job(*wish) for wish in wishes]
+        return [_job(*wish, reads_features=self.drafter.reads_features) for wish in wishes]
 
     def _worth_waiting_for(self, wishes: list[_Wish]) -> list[_Wish]:
         """Those whose gain makes up for the time that all requests lose by the micro-step."""
@@ -190,7 +190,7 @@ def _num_wanted(sequence: DraftedSequence, view: DraftView, ahead: bool) -> int:
     return min(length, request.max_num_tokens - num_committed - 1) - len(drafted)
 
 
-def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:
+def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int, *, reads_features: bool) -> DraftJob:
     """Ask for so many drafts, and sync all known tokens to the drafter."""
     token_ids, tape = sequence.request.token_ids, sequence.tape
     num_committed = len(token_ids)
@@ -204,7 +204,7 @@ def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJo
         token_ids=(*token_ids[first:], *(draft.token_id for draft in drafts)),
         num_committed=num_committed,
         num_wanted=num_wanted,
-        features=sequence.features,
+        features=sequence.features.take() if reads_features else (),
     )
 
 

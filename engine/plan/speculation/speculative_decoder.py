@@ -16,6 +16,7 @@ from engine.plan.speculation.draft_tape import (
     DraftedToken,
     DraftTape,
     DraftView,
+    NewFeatures,
     TapeOutcome,
     accepted_drafts,
 )
@@ -25,15 +26,22 @@ from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepL
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import RecentRatio, SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.step_records import FeatureRows, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A drafter and the longest draft it makes; `unasked` if it also drafts where no method is named."""
+    """A drafter and the longest draft it makes; `unasked` if it also drafts where no method is named.
+
+    One that reads features wants those that enter `feature_layers`, or what the head reads where none are
+    named, of as many as `feature_window` positions.
+    """
 
     drafter: Drafter
     max_tokens: int
     unasked: bool = True
+    feature_layers: tuple[int, ...] = ()
+    feature_window: int = 1
 
 
 _KNOWN_ROUNDS = 32  # with fewer, it is unknown what drafts bring
@@ -65,6 +73,7 @@ class SpeculativeDecoder:
         self.waited_s = 0.0
         self.links = tuple(DrafterLink(source.drafter, policy, self.stats) for source in sources)
         self._sources = tuple(sources)
+        self._feature_window = max((source.feature_window for source in sources), default=1)
         self._policy = policy
         self._can_rewind = can_rewind
         self._sequences: dict[str, DraftedSequence] = {}  # those that have not ended
@@ -130,7 +139,7 @@ class SpeculativeDecoder:
             stop_token_ids=request.stop_token_ids,
             prediction=options.prediction,
         )
-        return DraftedSequence(request, about, DraftTape(), views)
+        return DraftedSequence(request, about, DraftTape(), views, NewFeatures(self._feature_window))
 
     def pause(self, request_id: str) -> None:
         """A request runs no more: its drafts, and what drafters hold of it, are dropped."""
@@ -140,7 +149,7 @@ class SpeculativeDecoder:
         self.stats.note_dropped("cancelled", max(0, len(sequence.tape) - sequence.num_in_flight))
         sequence.tape.drop_drafts()
         sequence.num_in_flight = 0
-        sequence.features = None
+        sequence.features.take()
         for index in sequence.views:
             self.links[index].remove(request_id)
 
@@ -258,11 +267,15 @@ class SpeculativeDecoder:
             if not hit:
                 self.stats.note_dropped("stale", num_ahead)
 
-    def keep_features(self, request_id: str, hidden: object) -> None:
-        """Keep what the target's last pass left where it drew the newest token, for drafters that read it."""
-        sequence = self._active.get(request_id)
-        if sequence is not None:
-            sequence.features = TargetFeatures(len(sequence.request.token_ids) - 1, hidden)
+    def keep_features(self, scheduled: ScheduledRequest, rows: FeatureRows) -> None:
+        """Keep what the target left of a request in a committed step, for drafters that read it."""
+        sequence = self._active.get(scheduled.request_id)
+        if sequence is None:
+            return
+        position = scheduled.first_position + scheduled.num_tokens
+        if scheduled.samples:  # drafts may have been refused
+            position = len(sequence.request.token_ids) - 1
+        sequence.features.add(TargetFeatures(position, rows))
 
     def observe_pass(
         self, num_seqs: int, num_tokens: int, num_drafts: int, pass_s: float, step_s: float

@@ -38,7 +38,7 @@ class DevicePass:
     logits: torch.Tensor  # [places, vocab]
     places: Int64  # [R]
     draw: Callable[[], None]
-    hidden: torch.Tensor | None = None  # [places, hidden], what the logits were made from
+    hidden: torch.Tensor | None = None  # what drafters read: of each place, or with feature layers each token
 
 
 class EagerPasses:

@@ -12,7 +12,7 @@ from engine.compute.runner.device import Mark, out_of_memory_named, seconds_betw
 from engine.compute.sampling.sampler import NOT_FINITE
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, Verified, commit_rows
-from engine.plan.step_records import Int64, SampledRows, StepInputs, StepResult, TokenLogprobs
+from engine.plan.step_records import FeatureRows, Int64, SampledRows, StepInputs, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Launched:
     marks: StepMarks
     verdict: Callable[[], Verified]
     swap_bytes: int = 0
-    features: tuple[object, ...] | None = None
+    features: tuple[FeatureRows | None, ...] | None = None
     scores: tuple[TokenLogprobs | None, ...] = ()
 
     def wait(self) -> StepResult:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.compute.drafters.draft_tree import DraftTree
-from engine.compute.drafters.medusa import MedusaDrafter
+from engine.compute.drafters.medusa import MedusaDrafter, as_tensor
 from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.sampling.noise import gumbel
 from engine.plan.request import SamplingParams
@@ -48,7 +48,7 @@ def make_job(
         token_ids=tuple(range(num_known)),
         num_committed=num_known,
         num_wanted=num_wanted,
-        features=None if position is None else TargetFeatures(position, hidden),
+        features=() if position is None else (TargetFeatures(position, hidden[None]),),
     )
 
 
@@ -75,10 +75,8 @@ def test_a_greedy_tree_holds_each_heads_best_guesses(heads: MedusaHeads) -> None
     (answer,) = draft(heads, job)
     assert (answer.epoch, answer.first, answer.probs, answer.is_behind) == (7, 5, (), False)
     assert answer.parents == TREE.parents
-    assert job.features is not None
-    hidden = job.features.hidden
-    assert isinstance(hidden, torch.Tensor)
-    order = heads(hidden[None])[0].argsort(descending=True)  # [K, n]
+    hidden = as_tensor(job.features[-1].hidden)
+    order = heads(hidden)[0].argsort(descending=True)  # [K, n]
     guesses = heads.token_ids[order].tolist()
     expected = [guesses[depth][rank] for depth, rank in zip(TREE.depths, TREE.ranks, strict=True)]
     assert list(answer.token_ids) == expected
@@ -154,10 +152,8 @@ def test_a_batch_answers_as_each_alone(heads: MedusaHeads) -> None:
 def test_a_sampled_tree_holds_the_draws_of_the_positions_own_noise(heads: MedusaHeads) -> None:
     job = make_job(position=9, num_known=10, temperature=0.8, seed=11)
     (answer,) = draft(heads, job)
-    assert job.features is not None
-    hidden = job.features.hidden
-    assert isinstance(hidden, torch.Tensor)
-    logits = heads(hidden[None])[0].double()  # [K, n]
+    hidden = as_tensor(job.features[-1].hidden)
+    logits = heads(hidden)[0].double()  # [K, n]
     for node, (depth, rank) in enumerate(zip(TREE.depths, TREE.ranks, strict=True)):
         position = np.array([10 + depth])
         noise = gumbel(np.array([11]), position, heads.token_ids)[0]
@@ -180,9 +176,7 @@ def test_coupling_agrees_with_the_target_more_often_than_the_likeliest_guess(hea
     modes = draft(fresh, *(make_job(f"r{i}", position=i, num_known=i + 1) for i in range(40)))
     coupled_hits = mode_hits = 0
     for job, answer, mode in zip(jobs, sampled, modes, strict=True):
-        assert job.features is not None
-        assert isinstance(job.features.hidden, torch.Tensor)
-        logits = fresh.projection(job.features.hidden).double()
+        logits = fresh.projection(as_tensor(job.features[-1].hidden)[-1]).double()
         position = np.array([answer.first])
         drawn = logits + gumbel(np.array([job.request.sampling.seed]), position, torch.arange(512))[0]
         coupled_hits += answer.token_ids[0] == int(drawn.argmax())

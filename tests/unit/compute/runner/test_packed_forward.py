@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.layer_taps import layers_of
 from engine.compute.runner.packed_forward import PackedForward
 from tests.support.packed import load_tiny
 
@@ -41,3 +42,19 @@ def test_a_failed_pass_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IndexError):
         forward.with_features(pack_step([Part([10_000], 0, 1, [0])], BLOCK_SIZE), kv)
     assert not loaded.model.get_output_embeddings()._forward_pre_hooks
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_features_of_layers_are_what_enters_them(family: str) -> None:
+    loaded = load_tiny(family)
+    last = loaded.config.num_hidden_layers - 1
+    forward = PackedForward(loaded, (last, 0))
+    inputs = pack_step([Part(list(range(3, 20)), 0, 7, [0, 1]), Part([5, 6], 0, 1, [2])], BLOCK_SIZE)
+    entered: dict[int, torch.Tensor] = {}
+    for index, layer in enumerate(layers_of(loaded.model.base_model)):
+        layer.register_forward_pre_hook(lambda _, args, index=index: entered.update({index: args[0][0]}))
+    with torch.inference_mode():
+        logits, hidden = forward.with_features(inputs, forward.make_kv(3, BLOCK_SIZE))
+        assert torch.equal(logits, forward(inputs, forward.make_kv(3, BLOCK_SIZE)))
+    assert torch.equal(hidden, torch.cat([entered[last], entered[0]], dim=-1))
+    assert hidden.shape == (8, 2 * loaded.config.hidden_size)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from engine.plan.request import Request, SpeculationOptions
-from engine.plan.speculation.draft_tape import DraftedToken
-from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
+from engine.plan.speculation.drafter import Draft, DraftJob, TargetFeatures
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.step_records import ScheduledRequest
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE
@@ -50,7 +51,8 @@ class World:
         config = SpeculationConfig(VOCAB_SIZE, longest, length_policy="fixed", min_acceptance_rate=0.0)
         self.policy = NotingPolicy(config)
         sources = [
-            DraftSource(FakeDrafter(method=method, **ways), longest) for method in methods or ("draft_model",)
+            DraftSource(FakeDrafter(method=method, **ways), longest, feature_window=8)
+            for method in methods or ("draft_model",)
         ]
         self.decoder = SpeculativeDecoder(config, sources, self.policy, PassCosts(), can_rewind=can_rewind)
         self.num_requests = 0
@@ -293,16 +295,39 @@ def test_features_are_used_for_the_newest_token_only() -> None:
     world = World(reads_features=True)
     a = world.open()
     assert world.decoder.links[0].jobs(ahead=True) == [], "nothing was left yet"
-    world.decoder.keep_features("a", "hidden")
+    step = ScheduledRequest("a", 0, 2, samples=True)
+    world.decoder.keep_features(step, "hi")
     job = world.job(ahead=True)
-    assert job.features is not None and job.features.position == 2
+    assert [(run.first, run.position, run.hidden) for run in job.features] == [(0, 2, "hi")]
     world.answer(job, 7)
     assert world.decoder.links[0].jobs(ahead=True) == [], "they tell nothing of what follows a draft"
     world.commit(a, 7, 8, drafted=world.verify(a))
     assert world.decoder.links[0].jobs(ahead=True) == [], "they are of an older token"
-    world.decoder.keep_features("a", "hidden")
+    world.decoder.keep_features(step, "h")
     assert len(world.decoder.links[0].jobs(ahead=True)) == 1
-    world.decoder.keep_features("nobody", "hidden")
+    world.decoder.keep_features(step._replace(request_id="nobody"), "h")
+
+
+def test_features_wait_for_the_drafter_up_to_its_window() -> None:
+    features = NewFeatures(limit=4)
+    assert features.position == -1
+    for position, rows in ((5, "aaaaa"), (6, "b"), (8, "cc"), (9, "d")):
+        features.add(TargetFeatures(position, rows))
+    assert [run.hidden for run in features.take()] == ["b", "cc", "d"]
+    assert features.take() == ()
+    features.add(TargetFeatures(30, "x" * 20))
+    assert features.position == 30, "the newest run is kept whole"
+
+
+def test_features_of_a_chunk_of_a_prompt_are_given_with_those_behind_it() -> None:
+    world = World(reads_features=True)
+    request = world.open()
+    world.decoder.keep_features(ScheduledRequest("a", 0, 1, samples=False), "p")
+    assert world.decoder.links[0].jobs(ahead=True) == [], "its newest token was not drawn yet"
+    world.decoder.keep_features(ScheduledRequest("a", 1, 1, samples=True), "q")
+    (job,) = world.decoder.links[0].jobs(ahead=True)
+    assert [(run.first, run.position) for run in job.features] == [(0, 1), (1, 2)]
+    world.decoder.pause(request.request_id)
 
 
 # What is verified.

@@ -1,0 +1,65 @@
+"""What enters single layers of a model while it passes: for drafters that read more than its last state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Tappable(Protocol):
+    """A base model that computes its layers in one go, and copies what enters those that are named."""
+
+    tapped_layers: tuple[int, ...]
+    tapped: torch.Tensor | None  # of the last pass, [N, layers * hidden]
+
+
+def tap(base: nn.Module, layers: Sequence[int], compute: Callable[[], Result]) -> tuple[Result, torch.Tensor]:
+    """What `compute`, one pass of the base model, gives, and the residual stream that entered `layers`.
+
+    The latter is [N, layers * hidden], one layer's beside the other's. Raises ValueError where the layers are
+    not to be found.
+    """
+    if isinstance(base, Tappable):
+        base.tapped_layers = tuple(layers)
+        try:
+            result, tapped = compute(), base.tapped
+        finally:
+            base.tapped_layers, base.tapped = (), None
+        assert tapped is not None, "every pass copies what is named"
+        return result, tapped
+    found: dict[int, torch.Tensor] = {}
+    modules = layers_of(base)
+    with ExitStack() as hooks:
+        for index in set(layers):
+            note = _Entering(found, index)
+            hooks.callback(modules[index].register_forward_pre_hook(note, with_kwargs=True).remove)
+        result = compute()
+    return result, torch.cat([found[index] for index in layers], dim=-1)
+
+
+def layers_of(base: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a base model, first to last. Raises ValueError where they are in no one list."""
+    num_layers = getattr(getattr(base, "config", None), "num_hidden_layers", 0)
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ValueError(f"{type(base).__name__} has no list of {num_layers} layers")
+
+
+class _Entering:
+    """A hook that notes what a layer is given, [N, hidden]."""
+
+    def __init__(self, found: dict[int, torch.Tensor], index: int) -> None:
+        self._found = found
+        self._index = index
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden: torch.Tensor = args[0] if args else options["hidden_states"]
+        self._found[self._index] = hidden[0]
