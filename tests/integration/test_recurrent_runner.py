@@ -13,12 +13,12 @@ import torch
 
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
-from engine.compute.recurrent import slot_mixers
+from engine.compute.recurrent import mixer_kinds
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.runner.dummy_steps import Part, plain_sampling
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
-from engine.plan.step_records import BlockCopy, DraftInputs
+from engine.plan.step_records import BlockCopy
 from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
     load_recurrent,
@@ -64,7 +64,7 @@ def test_pieces_in_any_company_equal_the_whole(family: str) -> None:
         steps = random_schedule(rng, lengths, max_chunk=70)
         for seat, logits in run_pieces(forward, memory, sequences, steps).items():
             expected = whole_logits(family, sequences[seat])
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
@@ -84,9 +84,9 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
     runner = make_recurrent_runner(family, dtype)
     runner.self_check()
     runner.warm_up()
-    memory = (*runner.kv.tensors, *runner.states.conv.values(), *runner.states.state.values())
+    memory = (*runner.kv.tensors, *runner.states.rows.values(), *runner.states.state.values())
     assert not any(tensor.any() for tensor in memory)
-    assert {tensor.dtype for tensor in runner.states.conv.values()} == {dtype}
+    assert {tensor.dtype for tensor in runner.states.rows.values()} == {dtype}
 
 
 @pytest.mark.parametrize("max_model_len", [1, 5, 13])
@@ -116,27 +116,27 @@ def mixes_slots_up(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forgets_the_inputs(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(inputs: torch.Tensor, conv: Any, slots: LayerSlots) -> Any:
-        slots.conv.zero_()
-        return convolve(inputs, conv, slots)
+    def broken(extended: torch.Tensor, conv: Any, slots: LayerSlots) -> Any:
+        ours = torch.zeros(len(extended), 1)
+        ours[slots.step.mixed] = 1.0
+        return convolve(extended * ours, conv, slots)
 
     return broken
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid"])
+SCANS = ("selective_scan", "structured_scan", "delta_scan")
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid", "qwen3_5_hybrid"])
 @pytest.mark.parametrize(
     ("mutant", "names"),
-    [
-        (forgets_the_state, ("selective_scan", "structured_scan")),
-        (mixes_slots_up, ("selective_scan", "structured_scan")),
-        (forgets_the_inputs, ("convolve",)),
-    ],
+    [(forgets_the_state, SCANS), (mixes_slots_up, SCANS), (forgets_the_inputs, ("convolve",))],
 )
 def test_a_broken_recurrence_is_refused_at_start(
     family: str, mutant: Callable[[Any], Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in names:
-        monkeypatch.setattr(slot_mixers, name, mutant(getattr(slot_mixers, name)))
+        monkeypatch.setattr(mixer_kinds, name, mutant(getattr(mixer_kinds, name)))
     with pytest.raises(UnsupportedModel, match=type(load_recurrent(family).model).__name__):
         make_recurrent_runner(family).self_check()
 
@@ -182,7 +182,7 @@ def test_a_state_that_is_not_finite_ends_its_own_row_and_is_gone_with_the_next_o
     one, other = tokens_of(8, 1), tokens_of(8, 2)
     runner.run(pack_slots({0: part(one, 0, 4, 0), 1: part(other, 0, 4, 1)}))
     with torch.inference_mode():
-        for state in runner.states.state.values():
+        for state in (*runner.states.state.values(), *runner.states.rows.values()):
             state[0] = torch.nan
     rows = runner.run(pack_slots({0: part(one, 4, 5, 0), 1: part(other, 4, 5, 1)})).rows
     assert rows.row_errors is not None and set(rows.row_errors) == {0}
@@ -243,15 +243,11 @@ def test_a_failed_draw_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
         runner.run(pack_slots({0: part(tokens, 4, 5)}))
 
 
-def test_what_needs_a_state_to_be_cut_copied_or_moved_is_refused() -> None:
+def test_what_needs_a_state_to_be_copied_or_moved_is_refused() -> None:
     runner = make_recurrent_runner("granite_hybrid")
     inputs = pack_slots({0: part(tokens_of(5), 0, 5)})
-    drafts = DraftInputs(
-        np.zeros(1, np.int32), np.zeros(1, np.int64), np.ones(1, np.int32), np.ones(1, np.int64)
-    )
     move = (BlockCopy(0, 1),)
     for refused in (
-        replace(inputs, drafts=drafts),
         replace(inputs, block_copies=move),
         replace(inputs, swap_out=move),
         replace(inputs, swap_in=move),

@@ -38,9 +38,24 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "first_k_dense_replace": 1,
     "max_window_layers": 1,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"), 16),
+    "mamba_n_groups": 2,
+    "mamba_d_ssm": 128,
+    "moe_shared_expert_intermediate_size": 32,
 }
+_EVERY_OTHER_ATTENDS = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)
+_CONVOLUTIONS = ["conv", "full_attention", "full_attention", "conv"]
 # What the sizes above do not fit together to.
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": _EVERY_OTHER_ATTENDS},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": _CONVOLUTIONS},
+    "nemotron_h": {"n_groups": 2},
     "ministral": {"num_key_value_heads": 2, "head_dim": 16},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"head_dim": None},
@@ -49,9 +64,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    "lfm2_moe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "layer_types": _CONVOLUTIONS,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * (NUM_LAYERS // 2)},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -68,6 +87,9 @@ def causal_classes() -> Iterator[tuple[type[PreTrainedConfig], type]]:
 def reduced_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Small enough for a forward pass in milliseconds. Raises whatever the class raises."""
     default = config_class()
+    text = default.get_text_config(decoder=True)
+    if text is not default:
+        return config_class(text_config=reduced_config(type(text)).to_dict())
     sizes = {
         name: value
         for name, value in _SIZES.items()

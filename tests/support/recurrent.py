@@ -14,11 +14,11 @@ from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import RecurrentForward, SequenceMemory
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
-from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.step_records import BatchDecision, StepInputs
+from engine.plan.step_records import BatchDecision, DraftInputs, StepInputs
 from tests.support.tiny_models import EOS_ID, MAX_POSITIONS, tiny_model
 
 BLOCK_SIZE = 4
@@ -43,23 +43,46 @@ def _loaded(family: str, dtype: torch.dtype) -> LoadedModel:
         eos_token_ids=frozenset({EOS_ID}),
         layers=probe.layers,
         states=probe.states,
+        attending=probe.attending,
     )
 
 
 def make_recurrent_runner(
-    family: str, dtype: torch.dtype = torch.float32, num_blocks: int = 64, num_slots: int = 4
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    num_blocks: int = 64,
+    num_slots: int = 4,
+    max_drafts: int = 8,
 ) -> RecurrentRunner:
     """A runner over the shared tiny model."""
     loaded = load_recurrent(family, dtype)
-    return RecurrentRunner(
-        loaded, num_blocks, BLOCK_SIZE, num_slots, Sampler(loaded.vocab_size, loaded.device)
-    )
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    return RecurrentRunner(loaded, num_blocks, BLOCK_SIZE, num_slots, sampler, max_drafts)
 
 
 def pack_slots(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:
     """The step that computes `parts`, by seat, in this order."""
     inputs = pack_step(list(parts.values()), BLOCK_SIZE, every_row=every_row)
     return replace(inputs, state_slots=np.array(list(parts), dtype=np.int32))
+
+
+def with_drafts(inputs: StepInputs, num_drafts: Sequence[int]) -> StepInputs:
+    """The step with the last so many tokens of each sequence as drafts, all of whose rows give logits."""
+    if not any(num_drafts):
+        return inputs
+    counts = np.array(num_drafts, np.int32)
+    sequence = np.flatnonzero(counts).astype(np.int32)
+    stops = np.cumsum(inputs.query_lens)
+    wanted = [np.arange(stop - 1 - count, stop) for stop, count in zip(stops, counts, strict=True)]
+    rows = np.concatenate(wanted).astype(np.int64)
+    drafts = DraftInputs(
+        sequence=sequence,
+        first_row=(np.cumsum(counts + 1) - counts - 1)[sequence].astype(np.int64),
+        num_drafts=counts[sequence],
+        token_ids=np.concatenate([inputs.token_ids[each[1:]] for each in wanted]),
+    )
+    sampling = plain_sampling(inputs.positions[rows] + 1)
+    return replace(inputs, logits_rows=rows, sampling=sampling, drafts=drafts)
 
 
 @cache

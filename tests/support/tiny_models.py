@@ -25,6 +25,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
     Mamba2Config,
@@ -37,6 +38,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -142,6 +144,17 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         position_embedding_type="rope",
+    ),
+    "qwen3_5_hybrid": lambda: Qwen3_5TextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+    ),
+    "lfm2_hybrid": lambda: Lfm2Config(
+        **_GROUPED | {"num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"]
     ),
 }
 

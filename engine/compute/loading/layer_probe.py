@@ -17,8 +17,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.model_files import first_line
-from engine.compute.loading.support import FULL_ATTENTION, SLIDING_ATTENTION
-from engine.compute.recurrent.slot_mixers import read_layer_states
+from engine.compute.loading.support import HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
+from engine.compute.recurrent.slot_mixers import read_layer_states, tell_layers_apart
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import UnsupportedModel
 
@@ -32,10 +32,11 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position"})
 class ProbeResult:
     """The K/V shape of each attention layer, what each recurrent one keeps, and the width of the logits.
 
-    Both in order of `layer_idx`.
+    Both in order of `layer_idx`; `attending` are those of the attention layers.
     """
 
     layers: tuple[LayerKv, ...]
+    attending: tuple[int, ...]
     states: tuple[LayerState, ...]
     vocab_size: int
 
@@ -46,7 +47,8 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     `config` is the text model's. Raises UnsupportedModel for anything paged attention would not honour.
     """
     states = read_layer_states(model)
-    if len(states) == config.num_hidden_layers:
+    tell_layers_apart(model)
+    if len(states) == config.num_hidden_layers and HYBRID not in _layer_types(config):
         seen, logits = _run(model)
     else:
         before = model.config._attn_implementation
@@ -60,7 +62,7 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     layers = dict(sorted(seen.layers.items()))
     for index, layer in layers.items():
         _check_window(index, layer, config)
-    return ProbeResult(tuple(layers.values()), states, int(logits.shape[-1]))
+    return ProbeResult(tuple(layers.values()), tuple(layers), states, int(logits.shape[-1]))
 
 
 class _Refusal(Exception):
@@ -136,8 +138,11 @@ def _check_coverage(
     attending: Collection[int], states: Sequence[LayerState], config: PreTrainedConfig
 ) -> None:
     """Every layer attends, or is recurrent in a way we know: else it would need a state that is nowhere."""
-    known = sorted([*attending, *(state.layer_idx for state in states)])
-    if known != list(range(int(config.num_hidden_layers))):
+    types = _layer_types(config)
+    known = {index for index, layer_type in enumerate(types) if layer_type in IDLE_LAYERS}
+    known |= {*attending, *(state.layer_idx for state in states)}
+    both = {index for index, layer_type in enumerate(types) if layer_type == HYBRID}
+    if known != set(range(int(config.num_hidden_layers))) or not both <= set(attending):
         raise UnsupportedModel(
             f"The architecture {config.model_type!r} cannot be served exactly: {len(attending)} of its "
             f"{config.num_hidden_layers} layers use attention, {len(states)} are recurrent in a known way."
@@ -151,9 +156,14 @@ def _check_window(index: int, layer: LayerKv, config: PreTrainedConfig) -> None:
     if getattr(config, "use_sliding_window", True) is False:
         declared = None
     if layer_types is not None:
-        declared = {FULL_ATTENTION: None, SLIDING_ATTENTION: declared}[layer_types[index]]
+        declared = declared if layer_types[index] == SLIDING_ATTENTION else None
     if layer.window != (declared or None):
         raise UnsupportedModel(
             f"The architecture {config.model_type!r} cannot be served exactly: layer {index} attends with a "
             f"window of {layer.window}, its configuration says {declared}."
         )
+
+
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    """What the configuration calls each layer; empty where it does not."""
+    return getattr(config, "layer_types", None) or ()

@@ -60,9 +60,10 @@ class LoadedModel:
     """A causal language model on its device, in evaluation mode and without gradients.
 
     `config` is the text model's own copy. `vocab_size` is the width of the logits, which may exceed the
-    tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each layer
-    that keeps keys and values, `states` for each that keeps a recurrent state, in order of their `layer_idx`;
-    either may be empty. `kernels` attend for all layers where these were replaced to use them; `team` has the
+    tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each
+    layer that keeps keys and values, `states` for each that keeps a recurrent state, in order of their
+    `layer_idx`; either may be empty, and a layer may have both: `attending` are the `layer_idx` of
+    `layers`. `kernels` attend for all layers where these were replaced to use them; `team` has the
     threads of what else was replaced, too, None where nothing was. `kernels_used` says in words which
     kernels compute the model, and why no others. Its K/V is kept in `kept_kv`; None is `dtype`.
     """
@@ -80,6 +81,7 @@ class LoadedModel:
     team: ComputeTeam | None = None
     kernels_used: str = ""
     kept_kv: torch.dtype | None = None
+    attending: tuple[int, ...] = ()
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -126,6 +128,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         eos_token_ids=read_eos_token_ids(directory, config),
         layers=probe.layers,
         states=probe.states,
+        attending=probe.attending,
     )
 
 

@@ -96,6 +96,7 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
         eos_token_ids=frozenset(),
         layers=probe.layers,
         states=probe.states,
+        attending=probe.attending,
     )
 
 

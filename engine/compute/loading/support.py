@@ -19,6 +19,7 @@ from engine.compute.loading.weight_formats import FormatRefused, WeightFormat, r
 from engine.errors import StartRefused, UnsupportedModel
 
 FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+HYBRID = "hybrid"  # attends and is recurrent
 _LAYER_TYPES = frozenset({FULL_ATTENTION, SLIDING_ATTENTION})
 # That have a causal head, too, which nobody serves.
 _ENCODERS = frozenset(
@@ -28,8 +29,17 @@ _ENCODERS = frozenset(
         *("xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
     }
 )
-# Architectures whose recurrent layers `slot_mixers` knows; in the last one, some or all layers attend.
-_RECURRENT_MODELS = frozenset({"mamba", "mamba2", "granitemoehybrid"})
+# Architectures whose recurrent layers `mixer_kinds` knows; in most of them some layers attend.
+_RECURRENT_MODELS = frozenset(
+    {
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2"),
+        *("nemotron_h", "zamba2", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_next", "recurrent_gemma"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+    }
+)
+# Of layers that mix no tokens, and of all that those models have besides.
+IDLE_LAYERS = frozenset({"mlp", "moe"})
+_RECURRENT_TYPES = frozenset({RECURRENT, HYBRID, "conv"}) | IDLE_LAYERS
 # Angles that depend on a token's own position alone; `dynamic` differs from the plain ones only for positions
 # beyond the model's own maximum, which are never served.
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})
@@ -165,9 +175,11 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
         yield f"it is made of several models ({', '.join(parts)})"
     yield from _layer_reasons(architecture.text_config)
     attends = FULL_ATTENTION in (getattr(architecture.text_config, "layer_types", None) or (FULL_ATTENTION,))
-    if model_class._is_stateful and config.model_type not in _RECURRENT_MODELS:
+    is_known = architecture.text_config.model_type in _RECURRENT_MODELS
+    if model_class._is_stateful and not is_known:
         yield "it carries recurrent state from token to token"
-    if attends and not model_class._supports_attention_backend:
+    # Of the known ones few say so, and all do, which the probe sees.
+    if attends and not (model_class._supports_attention_backend or is_known):
         yield "it computes attention itself, not through transformers' attention interface"
     if architecture.is_text_half and getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantized, and it is a part of a model that sees or hears as well"
@@ -179,7 +191,7 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
 
 def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
     """Reasons in how the layers mix tokens."""
-    served = _LAYER_TYPES | ({RECURRENT} if config.model_type in _RECURRENT_MODELS else set())
+    served = _LAYER_TYPES | (_RECURRENT_TYPES if config.model_type in _RECURRENT_MODELS else set())
     if foreign := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         yield f"it has layers of type {', '.join(foreign)}"
     if getattr(config, "alibi", False):

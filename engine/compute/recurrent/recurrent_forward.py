@@ -42,12 +42,14 @@ class RecurrentForward:
         self._mixers = install_mixers(loaded.model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
-    def make_memory(self, num_blocks: int, block_size: int, num_slots: int) -> SequenceMemory:
-        """Zeros of the model's shape."""
+    def make_memory(
+        self, num_blocks: int, block_size: int, num_slots: int, max_drafts: int = 0
+    ) -> SequenceMemory:
+        """Zeros of the model's shape. Up to `max_drafts` tokens of each slot may be cut off again."""
         loaded = self.loaded
         return SequenceMemory(
             KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device),
-            SlotStates(loaded.states, num_slots, loaded.dtype, loaded.device),
+            SlotStates(loaded.states, num_slots, loaded.dtype, loaded.device, max_drafts),
         )
 
     def __call__(self, inputs: StepInputs, memory: SequenceMemory) -> torch.Tensor:
@@ -85,15 +87,12 @@ class _HybridAttention:
 
     def __init__(self, context: AttentionContext, loaded: LoadedModel) -> None:
         self._context = context
-        recurrent = {state.layer_idx for state in loaded.states}
-        num_layers = len(loaded.layers) + len(recurrent)
-        attending = [index for index in range(num_layers) if index not in recurrent]
-        self._places = {index: place for place, index in enumerate(attending)}
+        self._places = {index: place for place, index in enumerate(loaded.attending)}
         nothing = LayerKv(0, 0, 0)
         self.kv = _Layers(
             tuple(
-                nothing if index in recurrent else loaded.layers[self._places[index]]
-                for index in range(num_layers)
+                loaded.layers[self._places[index]] if index in self._places else nothing
+                for index in range(max(loaded.attending) + 1)
             )
         )
 

@@ -25,19 +25,26 @@ _WARM_UP_TOKENS = 64
 class RecurrentRunner:
     """Owns one state slot for each running request, and the paged K/V of the layers that attend.
 
-    What has been computed cannot be cut back, copied or moved: no drafts, no forks, no shared prefixes, no
-    swaps. After a step that failed, its sequences must be computed again from their first tokens. Every
-    method runs on the one thread that made it.
+    A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, and to no
+    other token; nor can it be copied or moved: no forks, no shared prefixes, no swaps. After a step that
+    failed, its sequences must be computed again from their first tokens. Every method runs on the one thread
+    that made it.
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_blocks: int, block_size: int, num_slots: int, sampler: Sampler
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        sampler: Sampler,
+        max_drafts: int = 0,
     ) -> None:
         self._forward = RecurrentForward(loaded)
         self._sampler = sampler
         self._verifier = MatchVerifier(sampler)
         self._scorer = PromptScorer(loaded)
-        self._memory = self._forward.make_memory(num_blocks, block_size, num_slots)
+        self._memory = self._forward.make_memory(num_blocks, block_size, num_slots, max_drafts)
         self.kv = self._memory.kv
         self.states = self._memory.states
 
@@ -45,8 +52,8 @@ class RecurrentRunner:
     def run(self, inputs: StepInputs) -> StepResult:
         """One step: mix tokens, attend, draw. The seconds are of the device's own clock.
 
-        A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for drafts, for blocks
-        that are to be copied or swapped and for a sequence that does not go on where its slot ended;
+        A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for trees of drafts,
+        for blocks that are to be copied or swapped and for a sequence that goes on where its slot cannot;
         OutOfDeviceMemory; other errors of the forward pass come through.
         """
         if inputs.block_copies or inputs.swap_out or inputs.swap_in:

@@ -6,16 +6,20 @@ way a layer computes what transformers computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates, SlotStep
-from engine.compute.recurrent.state_space import convolve, selective_scan, structured_scan
+from engine.compute.recurrent.mixer_kinds import KINDS
+from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates
+from engine.compute.recurrent.slot_step import SlotStep, take
+
+_SHARED_ATTENTION = frozenset({"Zamba2Attention"})
+_IN_NAME = re.compile(r"\blayers\.(\d+)\.")
 
 
 class SlotMixer(nn.Module):
@@ -25,19 +29,27 @@ class SlotMixer(nn.Module):
         super().__init__()
         self.inner = inner
         self.slots: LayerSlots | None = None  # of the pass under way
-        self._mix = _KINDS[type(inner).__name__].mix
+        self._kind = KINDS[type(inner).__name__]
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[1, N, hidden] to the same. In a pass, what transformers passes besides is not needed."""
-        if self.slots is None:
-            output: Tensor = self.inner(hidden_states, *args, **kwargs)
-            return output
-        return self._mix(self.inner, hidden_states[0], self.slots)[None]
+        slots, kind, inner = self.slots, self._kind, self.inner
+        if slots is None:
+            return inner(hidden_states, *args, **kwargs)
+        rows, rest = kind.project(inner, hidden_states[0])
+        extended = slots.extend(rows)
+        mixed = kind.mix(inner, extended, slots)
+        slots.keep(extended)
+        output = kind.finish(inner, mixed if slots.step.new is None else take(mixed, slots.step.new), rest)
+        return (output[None], None) if kind.is_pair else output[None]
 
 
 def read_layer_states(model: nn.Module) -> tuple[LayerState, ...]:
     """What each recurrent layer keeps, in order of `layer_idx`; empty for a model that only attends."""
-    found = [_KINDS[type(layer).__name__].state(layer) for layer in _layers(model).values()]
+    found = [
+        replace(KINDS[type(layer).__name__].state(layer), layer_idx=_index_of(name, layer))
+        for name, layer in _layers(model).items()
+    ]
     return tuple(sorted(found, key=lambda state: state.layer_idx))
 
 
@@ -50,8 +62,19 @@ def install_mixers(model: nn.Module) -> dict[int, SlotMixer]:
         if not isinstance(block, SlotMixer):
             setattr(block, attribute, SlotMixer(layer))
             block = getattr(block, attribute)
-        mixers[int(layer.layer_idx)] = block  # type: ignore[arg-type]  # transformers' layers have one
+        mixers[_index_of(name, layer)] = block
     return mixers
+
+
+def tell_layers_apart(model: nn.Module) -> None:
+    """Make attention that several layers share say, in `layer_idx`, which of them calls it."""
+    for module in model.modules():
+        if type(module).__name__ in _SHARED_ATTENTION:
+            module.register_forward_pre_hook(_take_index, with_kwargs=True)
+
+
+def _take_index(module: Any, _: Any, kwargs: dict[str, Any]) -> None:
+    module.layer_idx = kwargs["layer_idx"]
 
 
 @contextmanager
@@ -59,67 +82,23 @@ def continuing(mixers: dict[int, SlotMixer], states: SlotStates, step: SlotStep)
     """For the length of the block, `mixers` continue the slots that `step` names."""
     try:
         for index, mixer in mixers.items():
-            mixer.slots = LayerSlots(step, states.conv[index], states.state[index])
+            mixer.slots = LayerSlots(step, states.rows[index], states.state[index])
         yield
     finally:
         for mixer in mixers.values():
             mixer.slots = None
 
 
-class _Kind(NamedTuple):
-    """How a class of layers mixes [N, hidden] to [N, hidden], and what it keeps."""
-
-    mix: Callable[[Any, Tensor, LayerSlots], Tensor]
-    state: Callable[[Any], LayerState]
-
-
-def _mix_mamba(layer: Any, hidden: Tensor, slots: LayerSlots) -> Tensor:
-    inputs, gate = layer.in_proj(hidden).chunk(2, dim=-1)  # [N, channels]
-    inputs = layer.act(convolve(inputs, layer.conv1d, slots))
-    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
-    steps, b, c = layer.x_proj(inputs).split(sizes, dim=-1)
-    steps = F.softplus(F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float())
-    rates = -torch.exp(layer.A_log.float())  # [channels, state]
-    inputs = inputs.float()
-    output = selective_scan(inputs, steps, rates, (b.float(), c.float()), slots)
-    output = output.addcmul_(inputs, layer.D.float()).mul_(F.silu(gate.float()))
-    mixed: Tensor = layer.out_proj(output.to(hidden.dtype))
-    return mixed
-
-
-def _mix_mamba2(layer: Any, hidden: Tensor, slots: LayerSlots) -> Tensor:
-    sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
-    gate, inputs, steps = layer.in_proj(hidden).split(sizes, dim=-1)
-    inputs = layer.act(convolve(inputs, layer.conv1d, slots)).float()
-    shared = layer.n_groups * layer.ssm_state_size
-    inputs, b, c = inputs.split([layer.intermediate_size, shared, shared], dim=-1)
-    inputs = inputs.view(-1, layer.num_heads, layer.head_dim)
-    b, c = (gates.reshape(-1, layer.n_groups, layer.ssm_state_size) for gates in (b, c))
-    steps = F.softplus(steps.float() + layer.dt_bias.float()).clamp(*layer.time_step_limit)  # [N, heads]
-    output = structured_scan(inputs, steps, -torch.exp(layer.A_log.float()), (b, c), slots)
-    output = output.addcmul_(inputs, layer.D.float()[:, None]).flatten(1)
-    mixed: Tensor = layer.out_proj(layer.norm(output, gate).to(hidden.dtype))
-    return mixed
-
-
-def _mamba_state(layer: Any) -> LayerState:
-    shape = (layer.intermediate_size, layer.ssm_state_size)
-    return LayerState(layer.layer_idx, layer.intermediate_size, layer.conv_kernel_size - 1, shape)
-
-
-def _mamba2_state(layer: Any) -> LayerState:
-    shape = (layer.num_heads, layer.head_dim, layer.ssm_state_size)
-    return LayerState(layer.layer_idx, layer.conv_dim, layer.conv_kernel_size - 1, shape)
-
-
-_MAMBA2 = _Kind(_mix_mamba2, _mamba2_state)
-_KINDS = {
-    "MambaMixer": _Kind(_mix_mamba, _mamba_state),
-    "Mamba2Mixer": _MAMBA2,
-    "GraniteMoeHybridMambaLayer": _MAMBA2,
-}
-
-
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Transformers' recurrent layers by name."""
-    return {name: module for name, module in model.named_modules() if type(module).__name__ in _KINDS}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in KINDS}
+
+
+def _index_of(name: str, layer: nn.Module) -> int:
+    """The layer's place in the model; not every class tells it."""
+    index: Any = getattr(layer, "layer_idx", None)
+    if index is None:
+        found = _IN_NAME.search(name)
+        assert found is not None, f"no layer's place in {name}"
+        index = found[1]
+    return int(index)

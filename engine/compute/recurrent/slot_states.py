@@ -1,165 +1,159 @@
-"""State slots, one a running sequence: what a model carries from token to token outside the K/V blocks."""
+"""State slots, one a running sequence: what a model carries from token to token outside the K/V blocks.
+
+A state that has taken a token in cannot let it go, so drafts are kept out of it: a slot's state ends before
+the first draft of the last step, and the rows of those drafts, which are small, are kept beside it. The next
+step mixes those that were accepted once more, in front of its own tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import StepInputs
 
 _STATE_DTYPE = torch.float32  # it sums over a whole sequence
-
-Index = slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
     """What the recurrent layer `layer_idx` keeps for a sequence, however long that is.
 
-    The newest `conv_width` inputs of a convolution over `conv_channels`, in the model's dtype, and a float32
-    state of `shape`.
+    A token's row is the `row_width` values that the later ones need of it, in the model's dtype: the inputs
+    of a convolution that reads `conv_width` tokens back, and gates. The float32 state has `shape`.
     """
 
     layer_idx: int
-    conv_channels: int
+    row_width: int
     conv_width: int
     shape: tuple[int, ...]
 
 
-def state_bytes(states: Iterable[LayerState], dtype: torch.dtype, num_slots: int = 1) -> int:
-    """What `num_slots` slots cost in all layers together, for a model of `dtype`."""
+def state_bytes(
+    states: Iterable[LayerState], dtype: torch.dtype, num_slots: int = 1, max_drafts: int = 0
+) -> int:
+    """What `num_slots` slots cost in all layers of a model of `dtype`, with so many drafts each."""
     return num_slots * sum(
-        state.conv_channels * state.conv_width * dtype.itemsize + prod(state.shape) * _STATE_DTYPE.itemsize
+        state.row_width * (state.conv_width + max_drafts) * dtype.itemsize
+        + prod(state.shape) * _STATE_DTYPE.itemsize
         for state in states
     )
-
-
-class Run(NamedTuple):
-    """Several tokens of one sequence: `rows` of the packed pass, which continue the state in `slot`."""
-
-    rows: slice
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStep:
-    """Which rows of one packed pass continue which slots.
-
-    `single_rows[i]` is the only token of the sequence in `single_slots[i]`; both are empty for none. They are
-    in order of their slots, and slices where they lie in one run, so that states can be changed in place.
-    """
-
-    single_rows: Index
-    single_slots: Index
-    num_singles: int
-    runs: tuple[Run, ...]
 
 
 class SlotStates:
     """The states of up to `num_slots` sequences in every recurrent layer; every slot is empty at first.
 
     Used on the model's thread only. A pass changes the slots of its sequences in place, and they count as
-    empty from `begin` to `commit_states`, so no sequence continues from a pass that failed half-way.
+    empty from `begin` to `commit_states`, so no sequence continues from a pass that failed half-way. A
+    sequence may be cut back by as many tokens as its last step had drafts, `max_drafts` at most.
     """
 
     def __init__(
-        self, states: Sequence[LayerState], num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        states: Sequence[LayerState],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
         self.num_slots = num_slots
+        self.max_drafts = max_drafts
         self.device = device
-        self.conv = {  # by layer_idx: [num_slots, conv_channels, conv_width]
-            state.layer_idx: torch.zeros(
-                num_slots, state.conv_channels, state.conv_width, dtype=dtype, device=device
-            )
+        self.conv_width = max((state.conv_width for state in states), default=0)
+        num_rows = self.conv_width + max_drafts
+        # By layer_idx: [num_slots, num_rows, row_width], from `conv_width` tokens before the state's end on.
+        self.rows = {
+            state.layer_idx: torch.zeros(num_slots, num_rows, state.row_width, dtype=dtype, device=device)
             for state in states
         }
         self.state = {  # by layer_idx: [num_slots, *shape]
             state.layer_idx: torch.zeros(num_slots, *state.shape, dtype=_STATE_DTYPE, device=device)
             for state in states
         }
-        self._lengths = np.zeros(num_slots, np.int64)  # tokens that a slot's state has seen
+        self._lengths = np.zeros(num_slots, np.int64)  # tokens that a slot's state has taken in
+        self._kept = np.zeros(num_slots, np.int64)  # rows of drafts behind them
 
     def begin(self, inputs: StepInputs) -> SlotStep:
         """Make the slots of a pass ready: those of sequences that begin are zeroed.
 
-        Raises RewindError, and nothing has changed, for drafts, and for a sequence that goes on anywhere but
-        behind the last token that its slot has seen.
+        Raises RewindError, and nothing has changed, for trees of drafts, for more drafts than are kept, and
+        for a sequence that goes on anywhere but behind the last token that its slot has seen or at a draft.
         """
-        slots, first = self._check(inputs)
-        self._lengths[slots] = 0
-        fresh = torch.tensor(slots[first == 0], device=self.device, dtype=torch.long)
+        pieces = self._check(inputs)
+        self._lengths[pieces.slots] = self._kept[pieces.slots] = 0
+        fresh = torch.tensor(pieces.slots[pieces.begins], device=self.device, dtype=torch.long)
         if len(fresh):
-            for tensor in (*self.conv.values(), *self.state.values()):
+            for tensor in (*self.rows.values(), *self.state.values()):
                 tensor.index_fill_(0, fresh, 0.0)
-        return self._plan(inputs.query_lens, slots)
+        return SlotStep(pieces, self.conv_width, self.conv_width + self.max_drafts, self.device)
 
     def commit_states(self, inputs: StepInputs) -> None:
-        """The pass has succeeded: its sequences may be continued from its last tokens."""
-        self._lengths[inputs.state_slots] = inputs.kv_lens
+        """The pass has succeeded: its sequences may go on behind their newest tokens, or behind any draft."""
+        slots, num_drafts = inputs.state_slots, _num_drafts(inputs)
+        self._lengths[slots] = inputs.kv_lens - num_drafts
+        self._kept[slots] = num_drafts
 
-    def _check(self, inputs: StepInputs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """The slots and first positions of a pass's sequences, found sound. [S], [S]"""
-        if inputs.drafts is not None:
+    def _check(self, inputs: StepInputs) -> Pieces:
+        """What a pass computes of which sequences, found sound."""
+        if inputs.drafts is not None and inputs.drafts.parents is not None:
+            raise RewindError(
+                RewindFault.NOT_SUPPORTED, "A recurrent model verifies chains of drafts, and no trees."
+            )
+        num_drafts = _num_drafts(inputs)
+        if num_drafts.max(initial=0) > self.max_drafts:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED,
-                "A recurrent model verifies no drafts: its state cannot be cut back.",
+                f"A slot keeps the rows of {self.max_drafts} drafts: {num_drafts.max()} cannot be verified.",
             )
         assert inputs.state_slots is not None, "a recurrent model needs to know its sequences' slots"
         slots = inputs.state_slots.astype(np.intp)
         first = inputs.kv_lens.astype(np.int64) - inputs.query_lens
         assert len(np.unique(slots)) == len(slots), f"two sequences share one of the slots {slots.tolist()}"
         assert 0 <= slots.min() <= slots.max() < self.num_slots, f"slots {slots.tolist()} of {self.num_slots}"
-        for wrong in np.flatnonzero((first != 0) & (first != self._lengths[slots])).tolist():
-            beyond = first[wrong] > self._lengths[slots[wrong]]
+        num_again = np.where(first == 0, 0, first - self._lengths[slots])
+        for wrong in np.flatnonzero((num_again < 0) | (num_again > self._kept[slots])).tolist():
             raise RewindError(
-                RewindFault.POSITION_BEYOND_END if beyond else RewindFault.NOT_SUPPORTED,
-                f"The recurrent state in slot {slots[wrong]} has seen {self._lengths[slots[wrong]]} tokens: "
-                f"it cannot go on from position {first[wrong]}, only from there or from 0.",
+                RewindFault.NOT_SUPPORTED if num_again[wrong] < 0 else RewindFault.POSITION_BEYOND_END,
+                f"The recurrent state in slot {slots[wrong]} has seen {self._lengths[slots[wrong]]} tokens "
+                f"and keeps {self._kept[slots[wrong]]} drafts: it cannot go on from position {first[wrong]}.",
             )
-        return slots, first
-
-    def _plan(self, query_lens: NDArray[np.int32], slots: NDArray[np.intp]) -> SlotStep:
-        starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
-        single = np.flatnonzero(query_lens == 1)
-        single = single[np.argsort(slots[single])]
-        runs = tuple(
-            Run(slice(int(starts[run]), int(starts[run] + query_lens[run])), int(slots[run]))
-            for run in np.flatnonzero(query_lens > 1)
-        )
-        return SlotStep(self._index(starts[single]), self._index(slots[single]), len(single), runs)
-
-    def _index(self, places: NDArray[np.int64] | NDArray[np.intp]) -> Index:
-        """A slice if the places are consecutive, else a tensor of them."""
-        if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
-            return slice(int(places[0]), int(places[0]) + len(places))
-        return torch.tensor(places, device=self.device, dtype=torch.long)
+        return Pieces(slots, first == 0, inputs.query_lens.astype(np.int64), num_again, num_drafts)
 
 
-class LayerSlots(NamedTuple):
+def _num_drafts(inputs: StepInputs) -> NDArray[np.int64]:
+    """The drafts of each sequence of a step. [S]"""
+    num_drafts = np.zeros(len(inputs.query_lens), np.int64)
+    if inputs.drafts is not None:
+        num_drafts[inputs.drafts.sequence] = inputs.drafts.num_drafts
+    return num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlots:
     """One layer's slots as one pass sees them."""
 
     step: SlotStep
-    conv: Tensor  # [num_slots, conv_channels, conv_width]
+    rows: Tensor  # [num_slots, conv_width + max_drafts, row_width]
     state: Tensor  # [num_slots, *shape]
 
+    def extend(self, rows: Tensor) -> Tensor:
+        """The rows of a pass, [N, row_width], with what slots have before each sequence: [X, row_width]."""
+        step = self.step
+        if step.before is not None:
+            rows = torch.cat([self.rows.flatten(0, 1).index_select(0, step.before), rows])
+        return rows if step.order is None else rows.index_select(0, step.order)
 
-def take(tensor: Tensor, index: Index) -> Tensor:
-    """The rows at `index`: a view for a slice, else a copy."""
-    return tensor[index] if isinstance(index, slice) else tensor.index_select(0, index)
-
-
-def put(tensor: Tensor, index: Index, rows: Tensor) -> None:
-    """Write back what `take` gave; a slice's rows are there already if they were changed in place."""
-    if isinstance(index, slice):
-        if rows.data_ptr() != tensor[index].data_ptr():
-            tensor[index] = rows
-    else:
-        tensor.index_copy_(0, index, rows)
+    def keep(self, extended: Tensor) -> None:
+        """Put into the slots what the next pass may need of `extended`."""
+        if len(self.step.kept_places):
+            self.rows.flatten(0, 1).index_copy_(
+                0, self.step.kept_places, extended.index_select(0, self.step.kept_rows)
+            )

@@ -1,41 +1,58 @@
-"""The token-mixing parts of state-space layers over a packed row in which each sequence continues its slot.
+"""How the tokens of state-space layers meet, over rows in which each sequence continues its slot.
 
-Sequences of one token go together, longer runs one by one. Sums and decays are float32 whatever the model's
-dtype is. Written against the layers' weights alone, since what transformers' own layers do with several
-tokens and a state that is not empty differs from layer to layer and from version to version.
+Sequences go together, in blocks of tokens. Sums and decays are float32 whatever the model's dtype is. Written
+against the layers' weights alone, since what transformers' own layers do with several tokens and a state that
+is not empty differs from layer to layer and from version to version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.recurrent.slot_states import LayerSlots, put, take
+from engine.compute.recurrent.slot_states import LayerSlots
+from engine.compute.recurrent.slot_step import ScanBlock, put, take
 
-# Tokens that a run advances by at once. A selective scan keeps the states of all of them, which had better
+# Tokens that sequences advance by at once. A selective scan keeps the states of all of them, which had better
 # stay in the cache; a structured one does work that grows with their square, in fewer and larger operations.
 _SELECTIVE_BLOCK = 16
 _STRUCTURED_BLOCK = 64
 
+Advance = Callable[[Sequence[Tensor], ScanBlock, Tensor], tuple[Tensor, Tensor]]
 
-def convolve(inputs: Tensor, conv: Any, slots: LayerSlots) -> Tensor:
-    """The causal depthwise convolution `conv` of each sequence's own inputs: [N, channels] to the same."""
-    step, output = slots.step, torch.empty_like(inputs)
-    if step.num_singles:
-        kept = take(slots.conv, step.single_slots)  # [n, channels, width]
-        window = torch.cat([kept, take(inputs, step.single_rows)[:, :, None]], dim=2)
-        products = window.float() * conv.weight[:, 0].float()
-        mixed = products.sum(2) if conv.bias is None else products.sum(2) + conv.bias.float()
-        put(output, step.single_rows, mixed.to(inputs.dtype))
-        put(slots.conv, step.single_slots, window[:, :, 1:])
-    for rows, slot in step.runs:
-        fresh = inputs[rows].T  # [channels, tokens]
-        window = torch.cat([slots.conv[slot], fresh], dim=1)
-        output[rows] = F.conv1d(window[None], conv.weight, conv.bias, groups=len(fresh))[0].T
-        slots.conv[slot] = window[:, fresh.shape[1] :]
+
+def convolve(extended: Tensor, conv: Any, slots: LayerSlots) -> Tensor:
+    """The causal depthwise convolution `conv` of the first columns of [X, ...]: [M, channels]."""
+    step, weight = slots.step, conv.weight[:, 0].float()  # [channels, taps]
+    channels, taps = weight.shape
+    inputs = extended[step.conv_width + 1 - taps :, :channels].float()
+    length = len(extended) - step.conv_width
+    mixed = inputs[:length] * weight[:, 0]
+    for tap in range(1, taps):
+        mixed.addcmul_(inputs[tap : tap + length], weight[:, tap])
+    if conv.bias is not None:
+        mixed += conv.bias.float()
+    return take(mixed, _shifted(step.mixed, step.conv_width)).to(extended.dtype)
+
+
+def _shifted(index: slice | Tensor, by: int) -> slice | Tensor:
+    return slice(index.start - by, index.stop - by) if isinstance(index, slice) else index - by
+
+
+def scan(inputs: Sequence[Tensor], slots: LayerSlots, size: int, output: Tensor, advance: Advance) -> Tensor:
+    """Fill `output` [M, ...] from `inputs`, each [M, ...], with blocks of `size` tokens; the slots advance.
+
+    `advance` is given a block's inputs [n, T, ...] and states [n, ...], which it may change, and gives what
+    comes of them and the new states.
+    """
+    for block in slots.step.blocks(size):
+        state = take(slots.state, block.slots)
+        mixed, state = advance([block.take(each) for each in inputs], block, state)
+        block.put(output, mixed)
+        put(slots.state, block.slots, state)
     return output
 
 
@@ -44,80 +61,115 @@ def selective_scan(
 ) -> Tensor:
     """h = exp(steps * rates) h + steps * inputs B, y = C h, with a rate for each channel and state.
 
-    `inputs` and `steps` are [N, channels], `rates` [channels, state] and negative, `gates` are B and C, each
-    [N, state]; all float32. Gives [N, channels]. Gu & Dao, "Mamba", 2023.
+    `inputs` and `steps` are [M, channels], `rates` [channels, state] and negative, `gates` are B and C, each
+    [M, state]; all float32. Gives [M, channels]. Gu & Dao, "Mamba", 2023.
     """
-    step, (b, c), output = slots.step, gates, torch.empty_like(inputs)
-    fed = steps * inputs  # [N, channels]
-    if step.num_singles:
-        rows = step.single_rows
-        state = take(slots.state, step.single_slots)  # [n, channels, state]
-        state.mul_(torch.exp(take(steps, rows)[:, :, None] * rates))
-        state.addcmul_(take(fed, rows)[:, :, None], take(b, rows)[:, None, :])
-        put(output, rows, torch.bmm(state, take(c, rows)[:, :, None])[:, :, 0])
-        put(slots.state, step.single_slots, state)
-    for rows, slot in step.runs:
-        state = slots.state[slot]  # [channels, state]
-        for first in range(rows.start, rows.stop, _SELECTIVE_BLOCK):
-            block = slice(first, min(first + _SELECTIVE_BLOCK, rows.stop))
-            decays = torch.exp(steps[block, :, None] * rates)  # [tokens, channels, state]
-            states = fed[block, :, None] * b[block, None, :]  # what each token adds; then its state
-            for decay, token_state in zip(decays, states, strict=True):
-                state = token_state.addcmul_(decay, state)
-            output[block] = torch.bmm(states, c[block, :, None])[:, :, 0]
-        slots.state[slot] = state
-    return output
+
+    def advance(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
+        fed, steps, b, c = parts
+        if block.valid is not None:
+            fed, steps = (each.masked_fill(~block.valid[:, :, None], 0.0) for each in (fed, steps))
+        decays = torch.exp(steps[..., None] * rates)  # [n, T, channels, state]
+        states = fed[..., None] * b[:, :, None, :]  # what each token adds; then its state
+        taken = run_through(decays, states, block, state)
+        return torch.matmul(states, c[..., None])[..., 0], taken
+
+    return scan((steps * inputs, steps, *gates), slots, _SELECTIVE_BLOCK, torch.empty_like(inputs), advance)
 
 
-def structured_scan(
-    inputs: Tensor, steps: Tensor, rates: Tensor, gates: tuple[Tensor, Tensor], slots: LayerSlots
-) -> Tensor:
-    """The same recurrence with one rate for each head, so that a block of tokens is a few matrix products.
+def diagonal_scan(inputs: Tensor, decays: Tensor, slots: LayerSlots) -> Tensor:
+    """h = decays h + inputs, y = h; all [M, channels] and float32. De et al., "Griffin", 2024."""
 
-    `inputs` are [N, heads, dim], `steps` [N, heads], `rates` [heads] and negative, `gates` are B and C, each
-    [N, groups, state], shared by the heads of a group; all float32. Gives [N, heads, dim]. Dao & Gu,
+    def advance(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
+        states, decays = parts[0].clone(), parts[1]
+        if block.valid is not None:
+            states = states.masked_fill_(~block.valid[:, :, None], 0.0)
+            decays = decays.masked_fill(~block.valid[:, :, None], 1.0)
+        return states, run_through(decays, states, block, state)
+
+    return scan((inputs, decays), slots, _STRUCTURED_BLOCK, torch.empty_like(inputs), advance)
+
+
+def run_through(decays: Tensor, states: Tensor, block: ScanBlock, state: Tensor) -> Tensor:
+    """Make `states`, [n, T, ...] of what each token adds, the states after each; gives those to be kept."""
+    kept = state
+    for place in range(states.shape[1]):
+        state = states[:, place].addcmul_(decays[:, place], state)
+        if block.taken is None:
+            kept = state
+        else:
+            is_taken = block.taken[:, place].view(-1, *[1] * (state.ndim - 1))
+            kept = torch.where(is_taken, state, kept)
+    return kept
+
+
+def structured_scan(inputs: Tensor, logs: Tensor, gates: tuple[Tensor, Tensor], slots: LayerSlots) -> Tensor:
+    """h = exp(logs) h + inputs B, y = C h: one decay for each head, so that blocks are matrix products.
+
+    `inputs` are [M, heads, dim], `logs` [M, heads] and negative, `gates` are B and C, each
+    [M, groups, state], shared by the heads of a group; all float32. Gives [M, heads, dim]. Dao & Gu,
     "Transformers are SSMs", 2024.
     """
-    step, (b, c), output = slots.step, gates, torch.empty_like(inputs)
-    logs = steps * rates  # [N, heads]
-    fed = steps[:, :, None] * inputs  # [N, heads, dim]
-    if step.num_singles:
-        rows, (num_groups, size) = step.single_rows, b.shape[1:]
-        state = take(slots.state, step.single_slots)  # [n, heads, dim, state]
-        state.mul_(torch.exp(take(logs, rows))[:, :, None, None])
-        grouped = state.view(len(state), num_groups, -1, size)  # [n, groups, heads of each * dim, state]
-        grouped.addcmul_(take(fed, rows).reshape(len(state), num_groups, -1, 1), take(b, rows)[:, :, None, :])
-        mixed = torch.matmul(grouped, take(c, rows)[:, :, :, None])
-        put(output, rows, mixed.view(len(state), *inputs.shape[1:]))
-        put(slots.state, step.single_slots, state)
-    for rows, slot in step.runs:
-        for first in range(rows.start, rows.stop, _STRUCTURED_BLOCK):
-            block = slice(first, min(first + _STRUCTURED_BLOCK, rows.stop))
-            output[block] = _structured_block(
-                fed[block], logs[block], (b[block], c[block]), slots.state[slot]
-            )
-    return output
+    parts = (inputs, logs, *gates)
+    return scan(parts, slots, _STRUCTURED_BLOCK, torch.empty_like(inputs), _structured_block)
 
 
-def _structured_block(fed: Tensor, logs: Tensor, gates: tuple[Tensor, Tensor], state: Tensor) -> Tensor:
-    """One block of one sequence, [tokens, heads, dim]; advances `state` [heads, dim, state] in place."""
-    b, c = (gate.transpose(0, 1) for gate in gates)  # [groups, tokens, state]
-    num_tokens, num_heads, dim = fed.shape
-    num_groups, _, size = b.shape
-    # Differences of long sums: doubles, or a weak decay after strong ones would lose its digits.
-    sums = logs.double().cumsum(0)  # [tokens, heads]
-    spans = (sums[:, None] - sums[None]).permute(2, 0, 1)  # [heads, to, from]
-    later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=fed.device).triu_(1)
-    decays = spans.masked_fill(later, float("-inf")).exp().float()
-    scores = torch.bmm(c, b.transpose(1, 2))  # [groups, to, from]
-    weights = decays.view(num_groups, -1, num_tokens, num_tokens) * scores[:, None]
-    values = fed.transpose(0, 1)  # [heads, tokens, dim]
-    output = torch.bmm(weights.view(num_heads, num_tokens, num_tokens), values)
-    grouped = state.view(num_groups, -1, size)  # [groups, heads of each * dim, state]
-    recalled = torch.bmm(c, grouped.transpose(1, 2)).view(num_groups, num_tokens, -1, dim)
-    recalled = recalled.transpose(1, 2).reshape(num_heads, num_tokens, dim)
-    output.addcmul_(sums.exp().float().T[:, :, None], recalled)
-    left = (sums[-1] - sums).exp().float().T[:, :, None]  # [heads, tokens, 1]
-    added = torch.bmm((values * left).transpose(1, 2).reshape(num_groups, -1, num_tokens), b)
-    state.mul_(sums[-1].exp().float()[:, None, None]).add_(added.view_as(state))
-    return output.transpose(0, 1)
+def _structured_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
+    if block.shape[1] == 1:
+        return _structured_token(parts, state)
+    fed, logs, b, c = parts
+    (count, length, num_heads, dim), (num_groups, size) = fed.shape, b.shape[2:]
+    if block.valid is not None:
+        fed = fed.masked_fill(~block.valid[:, :, None, None], 0.0)
+    sums, total, left = decay_sums(logs, block)  # [n, heads, T], [n, heads, 1], [n, heads, T]
+    values = fed.transpose(1, 2)  # [n, heads, T, dim]
+    b, c = (gate.transpose(1, 2) for gate in (b, c))  # [n, groups, T, state]
+    scores = torch.matmul(c, b.transpose(2, 3))  # [n, groups, to, from]
+    weights = decays_between(sums).view(count, num_groups, -1, length, length) * scores[:, :, None]
+    output = torch.matmul(weights.view(count, num_heads, length, length), values)
+    grouped = state.view(count, num_groups, -1, size)  # [n, groups, heads of each * dim, state]
+    recalled = torch.matmul(c, grouped.transpose(2, 3)).view(count, num_groups, length, -1, dim)
+    recalled = recalled.transpose(2, 3).reshape(count, num_heads, length, dim)
+    output.addcmul_(sums.exp().float()[..., None], recalled)
+    remaining = (values * left[..., None]).transpose(2, 3).reshape(count, num_groups, -1, length)
+    state = state * total.exp()[..., None] + torch.matmul(remaining, b).view_as(state)
+    return output.transpose(1, 2), state
+
+
+def _structured_token(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for single tokens, in place."""
+    fed, logs, b, c = (part[:, 0] for part in parts)
+    num_groups, size = b.shape[1:]
+    state.mul_(torch.exp(logs)[:, :, None, None])
+    grouped = state.view(len(state), num_groups, -1, size)  # [n, groups, heads of each * dim, state]
+    grouped.addcmul_(fed.reshape(len(state), num_groups, -1, 1), b[:, :, None, :])
+    mixed = torch.matmul(grouped, c[:, :, :, None])
+    return mixed.view(len(state), 1, *fed.shape[1:]), state
+
+
+def decay_sums(logs: Tensor, block: ScanBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Of [n, T, heads ...]: the sums of logs up to each token, what a state is decayed by in the whole block,
+    and each token's part by then, 0 for those that it does not take in. [n, heads, T ...], [n, heads, 1 ...].
+
+    The sums are doubles: of their differences a weak decay after strong ones would lose its digits.
+    """
+    logs = logs.transpose(1, 2)
+    shape = (len(logs), 1, -1, *[1] * (logs.ndim - 3))
+    if block.valid is not None:
+        logs = logs.masked_fill(~block.valid.view(shape), 0.0)
+    sums = logs.double().cumsum(2)
+    if block.taken is None:
+        total = sums[:, :, -1:]
+        return sums, total.float(), (total - sums).exp().float()
+    taken = block.taken.view(shape)
+    total = logs.double().masked_fill(~taken, 0.0).sum(2, keepdim=True)
+    return sums, total.float(), (total - sums).masked_fill(~taken, -torch.inf).exp().float()
+
+
+def decays_between(sums: Tensor) -> Tensor:
+    """How much of an earlier token is left at a later one: [n, heads, T ...] to [n, heads, to, from ...]."""
+    length = sums.shape[2]
+    spans = sums[:, :, :, None] - sums[:, :, None]
+    later = torch.ones(length, length, dtype=torch.bool, device=sums.device).triu_(1)
+    later = later.view(length, length, *[1] * (sums.ndim - 3))
+    return spans.masked_fill_(later, -torch.inf).exp_().float()

@@ -14,7 +14,7 @@ from engine.startup.build import count_kv_blocks
 BLOCK_BYTES = 4096
 
 
-STATE = LayerState(layer_idx=0, conv_channels=1, conv_width=0, shape=(256,))  # 1 KiB a seat
+STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
 
 
 def count(

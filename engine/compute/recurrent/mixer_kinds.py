@@ -1,0 +1,305 @@
+"""The families of recurrent layers: what of a layer is projected, kept, mixed and put out again.
+
+Attributes are those of transformers' classes. What a projection gives is in the model's dtype, as there; what
+tokens meet in is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.compute.recurrent.delta_rule import DeltaInputs, delta_scan
+from engine.compute.recurrent.slot_states import LayerSlots, LayerState
+from engine.compute.recurrent.slot_step import take
+from engine.compute.recurrent.state_space import (
+    convolve,
+    diagonal_scan,
+    selective_scan,
+    structured_scan,
+)
+
+
+class Kind(NamedTuple):
+    """How a class of layers works on N new tokens, of which the pass makes M rows to mix.
+
+    `state` says what it keeps; `project` gives each new token's row, [N, row_width], and whatever else
+    `finish` needs; `mix` is given the rows as `LayerSlots.extend` gives them and gives [M, ...]; `finish`
+    makes [N, hidden] of the new ones. `is_pair` where the layer is expected to give a second value.
+    """
+
+    state: Callable[[Any], LayerState]
+    project: Callable[[Any, Tensor], tuple[Tensor, Any]]
+    mix: Callable[[Any, Tensor, LayerSlots], Tensor]
+    finish: Callable[[Any, Tensor, Any], Tensor]
+    is_pair: bool = False
+
+
+def _gates(extended: Tensor, first: int, slots: LayerSlots) -> Tensor:
+    """The columns of rows from `first` on, which no convolution reads: [M, ...]."""
+    return take(extended, slots.step.mixed)[:, first:]
+
+
+def _heads(rows: Tensor, num_heads: int) -> Tensor:
+    """[M, width] as [M, heads, width of each]."""
+    return rows.reshape(len(rows), num_heads, -1)
+
+
+# --- Mamba ---
+
+
+def _mamba_state(layer: Any) -> LayerState:
+    shape = (layer.intermediate_size, layer.ssm_state_size)
+    return LayerState(-1, layer.intermediate_size, layer.conv_kernel_size - 1, shape)
+
+
+def _mamba_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    inputs, gate = layer.in_proj(hidden).chunk(2, dim=-1)  # [N, channels]
+    return inputs, gate
+
+
+def _mamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    inputs = F.silu(convolve(extended, layer.conv1d, slots))
+    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
+    steps, b, c = layer.x_proj(inputs).split(sizes, dim=-1)
+    if hasattr(layer, "dt_layernorm"):
+        steps, b, c = layer.dt_layernorm(steps), layer.b_layernorm(b), layer.c_layernorm(c)
+    steps = F.softplus(F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float())
+    rates = -torch.exp(layer.A_log.float())  # [channels, state]
+    inputs = inputs.float()
+    output = selective_scan(inputs, steps, rates, (b.float(), c.float()), slots)
+    return output.addcmul_(inputs, layer.D.float())
+
+
+def _mamba_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    output: Tensor = layer.out_proj((mixed * F.silu(gate.float())).to(gate.dtype))
+    return output
+
+
+# --- Mamba 2 ---
+
+
+def _mamba2_state(layer: Any) -> LayerState:
+    shape = (layer.num_heads, layer.head_dim, layer.ssm_state_size)
+    return LayerState(-1, layer.conv_dim + layer.num_heads, layer.conv_kernel_size - 1, shape)
+
+
+def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    if hasattr(layer, "mup_vector"):  # Falcon-H1
+        projected = layer.in_proj(hidden * layer.ssm_in_multiplier) * layer.mup_vector.flatten()
+    else:
+        projected = layer.in_proj(hidden)
+    gate, rows = projected.split([layer.intermediate_size, layer.conv_dim + layer.num_heads], dim=-1)
+    return rows, gate
+
+
+def _mamba2_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    inputs = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots)).float()
+    steps = _gates(extended, layer.conv_dim, slots).float()  # [M, heads]
+    shared = layer.n_groups * layer.ssm_state_size
+    inputs, b, c = torch.split(inputs, [layer.intermediate_size, shared, shared], dim=-1)
+    inputs = _heads(inputs, layer.num_heads)
+    b, c = (gates.reshape(-1, layer.n_groups, layer.ssm_state_size) for gates in (b, c))
+    steps = F.softplus(steps + layer.dt_bias.float()).clamp(*layer.time_step_limit)
+    logs = steps * -torch.exp(layer.A_log.float())
+    output = structured_scan(steps[:, :, None] * inputs, logs, (b, c), slots)
+    return output.addcmul_(inputs, layer.D.float()[:, None]).flatten(1)
+
+
+def _mamba2_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    has_norm = getattr(layer, "mamba_rms_norm", True)  # Falcon-H1 may have none
+    gated = layer.norm(mixed, gate) if has_norm else mixed * F.silu(gate)
+    output: Tensor = layer.out_proj(gated.to(gate.dtype))
+    return output
+
+
+# --- gated delta nets ---
+
+
+def _delta_state(layer: Any) -> LayerState:
+    shape = (layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    return LayerState(-1, layer.conv_dim + 2 * layer.num_v_heads, layer.conv_kernel_size - 1, shape)
+
+
+def _delta_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    parts = (layer.in_proj_qkv(hidden), layer.in_proj_b(hidden), layer.in_proj_a(hidden))
+    return torch.cat(parts, dim=-1), layer.in_proj_z(hidden)
+
+
+def _delta_project_together(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Qwen3-Next's, whose heads lie side by side."""
+    projected = layer.in_proj_qkvz(hidden)[None], layer.in_proj_ba(hidden)[None]
+    query, key, value, z, b, a = (
+        part[0].flatten(1) for part in layer.fix_query_key_value_ordering(*projected)
+    )
+    return torch.cat((query, key, value, b, a), dim=-1), z
+
+
+def _delta_project_apart(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    names = ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj")
+    return torch.cat([getattr(layer, name)(hidden) for name in names], dim=-1), layer.g_proj(hidden)
+
+
+def _delta_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
+    query, key, value = torch.split(mixed, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
+    query, key = (_unit_keys(_heads(part, layer.num_k_heads)) for part in (query, key))
+    each = layer.num_v_heads // layer.num_k_heads
+    if each > 1:
+        query, key = query.repeat_interleave(each, 1), key.repeat_interleave(each, 1)
+    beta, steps = _gates(extended, layer.conv_dim, slots).chunk(2, dim=-1)
+    beta = beta.sigmoid().float() * (2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0)
+    logs = -layer.A_log.float().exp() * F.softplus(steps.float() + layer.dt_bias.float())
+    value = _heads(value.float(), layer.num_v_heads)
+    inputs = DeltaInputs(query * layer.head_k_dim**-0.5, key, value, logs[..., None], beta)
+    return delta_scan(inputs, slots).to(extended.dtype)
+
+
+def _delta_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    normed = layer.norm(mixed.flatten(0, 1), gate.reshape(-1, layer.head_v_dim))
+    output: Tensor = layer.out_proj(normed.view(len(mixed), -1))
+    return output
+
+
+def _delta_finish_apart(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    normed = layer.o_norm(mixed.flatten(0, 1), gate.reshape(-1, layer.head_v_dim))
+    output: Tensor = layer.o_proj(normed.view(len(mixed), -1))
+    return output
+
+
+def _unit_keys(rows: Tensor) -> Tensor:
+    """Of length 1, as all of these layers' kernels make queries and keys."""
+    rows = rows.float()
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _kimi_state(layer: Any) -> LayerState:
+    shape = (layer.num_heads, layer.head_dim, layer.head_dim)
+    row_width = layer.conv_dim + layer.qkv_dim + layer.num_heads
+    return LayerState(-1, row_width, layer.conv_kernel_size - 1, shape)
+
+
+def _kimi_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    forget = layer.forget_gate
+    rows = [layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)]
+    rows += [forget.f_b_proj(forget.f_a_proj(hidden)), layer.b_proj(hidden)]
+    return torch.cat(rows, dim=-1), layer.g_b_proj(layer.g_a_proj(hidden))
+
+
+def _kimi_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
+    query, key, value = (_heads(part, layer.num_heads) for part in mixed.chunk(3, dim=-1))
+    gates = _gates(extended, layer.conv_dim, slots)
+    steps, beta = torch.split(gates, [layer.qkv_dim, layer.num_heads], dim=-1)
+    forget = layer.forget_gate
+    steps = F.softplus(_heads(steps.float() + forget.dt_bias.float(), layer.num_heads))
+    logs = -forget.A_log.float().exp().view(1, -1, 1) * steps
+    query = _unit_keys(query) * layer.head_dim**-0.5
+    inputs = DeltaInputs(query, _unit_keys(key), value.float(), logs, beta.sigmoid().float())
+    return delta_scan(inputs, slots).to(extended.dtype)
+
+
+def _kimi_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    normed = layer.o_norm(mixed, gate.view_as(mixed))
+    output: Tensor = layer.o_proj(normed.flatten(1))
+    return output
+
+
+# --- short convolutions ---
+
+
+def _conv_state(layer: Any) -> LayerState:
+    return LayerState(-1, layer.conv.in_channels, layer.conv_kernel_size - 1, (0,))
+
+
+def _conv_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    b, c, inputs = layer.in_proj(hidden).chunk(3, dim=-1)
+    return b * inputs, c
+
+
+def _conv_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    return convolve(extended, layer.conv, slots)
+
+
+def _conv_finish(layer: Any, mixed: Tensor, c: Tensor) -> Tensor:
+    output: Tensor = layer.out_proj(c * mixed)
+    return output
+
+
+# --- lightning attention ---
+
+
+def _lightning_state(layer: Any) -> LayerState:
+    heads, dim = layer.num_attention_heads, layer.head_dim
+    return LayerState(-1, 3 * heads * dim, 0, (heads, dim, dim))
+
+
+def _lightning_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return layer.act_fn(layer.qkv_proj(hidden)), layer.output_gate(hidden)
+
+
+def _lightning_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    rows = _heads(take(extended, slots.step.mixed).float(), layer.num_attention_heads)
+    query, key, value = rows.chunk(3, dim=-1)  # [M, heads, dim]
+    logs = -layer.slope_rate.float().view(1, -1).expand(len(rows), -1)
+    return structured_scan(value, logs, (key, query), slots).flatten(1).to(extended.dtype)
+
+
+def _lightning_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    output: Tensor = layer.out_proj(gate.sigmoid() * layer.norm(mixed))
+    return output
+
+
+# --- RG-LRU ---
+
+
+def _lru_state(layer: Any) -> LayerState:
+    return LayerState(-1, layer.lru_width, layer.conv1d_width - 1, (layer.lru_width,))
+
+
+def _lru_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
+
+
+def _lru_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    inputs, lru = convolve(extended, layer.conv_1d, slots), layer.rg_lru
+    heads = _heads(inputs, lru.num_attention_heads).transpose(0, 1)  # [heads, M, width]
+
+    def gate(weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.baddbmm(bias[:, None], heads, weight).transpose(0, 1).flatten(1).sigmoid()
+
+    logs = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
+    scale = (1 - torch.exp(2 * logs)).sqrt()
+    scale.index_fill_(0, slots.step.begins, 1.0)  # a sequence's first token comes in whole
+    fed = inputs * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.to(inputs.dtype)
+    return diagonal_scan(fed.float(), torch.exp(logs).float(), slots).to(inputs.dtype)
+
+
+def _lru_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
+    output: Tensor = layer.linear_out(mixed * gate)
+    return output
+
+
+_MAMBA = Kind(_mamba_state, _mamba_project, _mamba_mix, _mamba_finish)
+_MAMBA2 = Kind(_mamba2_state, _mamba2_project, _mamba2_mix, _mamba2_finish)
+_DELTA = Kind(_delta_state, _delta_project, _delta_mix, _delta_finish)
+_CONV = Kind(_conv_state, _conv_project, _conv_mix, _conv_finish)
+# By the names of transformers' classes.
+KINDS = {
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA),
+    **dict.fromkeys(("Mamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer"), _MAMBA2),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "FalconH1Mixer", "Zamba2MambaMixer"), _MAMBA2),
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
+    "Qwen3NextGatedDeltaNet": _DELTA._replace(project=_delta_project_together),
+    "OlmoHybridGatedDeltaNet": _DELTA._replace(project=_delta_project_apart, finish=_delta_finish_apart),
+    "KimiLinearDeltaAttention": Kind(_kimi_state, _kimi_project, _kimi_mix, _kimi_finish),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
+    "MiniMaxLightningAttention": Kind(
+        _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, is_pair=True
+    ),
+    "RecurrentGemmaRecurrentBlock": Kind(_lru_state, _lru_project, _lru_mix, _lru_finish, is_pair=True),
+}

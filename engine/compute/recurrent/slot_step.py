@@ -1,0 +1,166 @@
+"""Which rows of one packed pass continue which slots: every index that its layers share, made once.
+
+Three countings of rows: the N new ones of the pass; the M that are mixed, which are those and, in front of
+each sequence's own, its accepted drafts once more; the X of the convolution, with what it reads before them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Index = slice | Tensor
+Places = NDArray[np.int64]
+
+# Runs of this many tokens are padded to their longest, longer ones go block by block.
+_SHORT = 16
+
+
+class Pieces(NamedTuple):
+    """The sequences of a pass. All are [S]."""
+
+    slots: NDArray[np.intp]
+    begins: NDArray[np.bool_]  # whether its first token is the sequence's
+    num_new: Places
+    num_again: Places  # kept rows that are mixed once more: drafts that were accepted
+    num_drafts: Places  # of the new ones
+
+
+class ScanBlock(NamedTuple):
+    """Up to T consecutive mixed rows of each of n sequences; padded with a sequence's own last row.
+
+    `valid` tells rows from padding, `taken` those that the state is to take in; None means all of them.
+    """
+
+    shape: tuple[int, int]  # n, T
+    rows: Index  # [n * T] of M
+    slots: Index  # [n]
+    valid: Tensor | None  # [n, T]
+    taken: Tensor | None  # [n, T]
+    valid_rows: Tensor | None  # of M, in the order of valid places
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The block's share of [M, ...]: [n, T, ...]."""
+        return take(rows, self.rows).view(*self.shape, *rows.shape[1:])
+
+    def put(self, output: Tensor, mixed: Tensor) -> None:
+        """Write [n, T, ...] to its rows of [M, ...]."""
+        if self.valid is not None:
+            assert self.valid_rows is not None
+            output.index_copy_(0, self.valid_rows, mixed[self.valid])
+        else:
+            put(output, self.rows, mixed.flatten(0, 1))
+
+
+class SlotStep:
+    """One pass over slots of `num_kept` rows, of which the first `conv_width` lie before the state's end."""
+
+    def __init__(self, pieces: Pieces, conv_width: int, num_kept: int, device: torch.device) -> None:
+        self._device = device
+        self._slots = pieces.slots
+        self._num_mixed = pieces.num_again + pieces.num_new
+        self._num_taken = self._num_mixed - pieces.num_drafts
+        self._starts = _starts(self._num_mixed)  # in M
+        self._blocks: dict[int, list[ScanBlock]] = {}
+        self.conv_width = conv_width
+        self.num_mixed = int(self._num_mixed.sum())
+
+        num_before = conv_width + pieces.num_again
+        before = np.repeat(pieces.slots * num_kept, num_before) + _counted(num_before)
+        self.before = self._tensor(before) if len(before) else None
+        ends = _starts(num_before + pieces.num_new)  # in X
+        order = np.empty(len(before) + int(pieces.num_new.sum()), np.int64)
+        order[np.repeat(ends, num_before) + _counted(num_before)] = np.arange(len(before))
+        fresh = np.repeat(ends + num_before, pieces.num_new) + _counted(pieces.num_new)
+        order[fresh] = len(before) + np.arange(len(fresh))
+        self.order = None if np.array_equal(order, np.arange(len(order))) else self._tensor(order)
+        mixed = np.repeat(ends + conv_width, self._num_mixed) + _counted(self._num_mixed)
+        self.mixed = self._index(mixed)  # M of X
+        num_kept_now = conv_width + pieces.num_drafts
+        self.kept_rows = self._tensor(
+            np.repeat(ends + self._num_taken, num_kept_now) + _counted(num_kept_now)
+        )
+        self.kept_places = self._tensor(
+            np.repeat(pieces.slots * num_kept, num_kept_now) + _counted(num_kept_now)
+        )
+        new = np.repeat(self._starts + pieces.num_again, pieces.num_new) + _counted(pieces.num_new)
+        self.new = None if len(new) == self.num_mixed else self._index(new)  # N of M; None if all are new
+        self.begins = self._tensor(self._starts[pieces.begins])  # M rows of the first tokens of sequences
+
+    def blocks(self, size: int) -> list[ScanBlock]:
+        """All mixed rows, in blocks of up to `size` tokens; a sequence's in their order.
+
+        Single tokens are together, and so are short runs. Blocks end with their sequences, and what a state
+        is not to take in lies in the last one.
+        """
+        size = max(size, int((self._num_mixed - self._num_taken).max()) + 1)
+        if size not in self._blocks:
+            num, short = self._num_mixed, min(_SHORT, size)
+            blocks = [self._block(np.flatnonzero(num == 1), 1, 1)]
+            blocks.append(self._block(np.flatnonzero((num > 1) & (num <= short)), short, 1))
+            long = np.flatnonzero(num > short)
+            for left in range(int(-(-num[long].max(initial=0) // size)), 0, -1):
+                blocks.append(self._block(long[num[long] > (left - 1) * size], size, left))
+            self._blocks[size] = [block for block in blocks if block is not None]
+        return self._blocks[size]
+
+    def _block(self, sequences: NDArray[np.intp], size: int, left: int) -> ScanBlock | None:
+        """The block of `sequences` that is followed by `left` - 1 others of `size`."""
+        if not len(sequences):
+            return None
+        sequences = sequences[np.argsort(self._slots[sequences])]
+        stops = self._num_mixed[sequences] - (left - 1) * size
+        firsts = np.maximum(stops - size, 0)
+        counts = stops - firsts
+        length = int(counts.max())
+        places = np.arange(length)
+        within = np.minimum(places, counts[:, None] - 1) + firsts[:, None]  # [n, T]
+        rows = within + self._starts[sequences][:, None]
+        valid = places < counts[:, None]
+        taken = valid & (within < self._num_taken[sequences][:, None])
+        slots = self._slots[sequences].astype(np.int64)
+        return ScanBlock(
+            (len(sequences), length),
+            self._index(rows.ravel()),
+            self._index(slots),
+            None if valid.all() else torch.tensor(valid, device=self._device),
+            None if taken.all() else torch.tensor(taken, device=self._device),
+            None if valid.all() else self._tensor(rows[valid]),
+        )
+
+    def _tensor(self, places: Places) -> Tensor:
+        return torch.tensor(places, device=self._device, dtype=torch.long)
+
+    def _index(self, places: Places) -> Index:
+        """A slice if the places are consecutive, so that it is a view; else a tensor of them."""
+        if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
+            return slice(int(places[0]), int(places[0]) + len(places))
+        return self._tensor(places)
+
+
+def take(tensor: Tensor, index: Index) -> Tensor:
+    """The rows at `index`: a view for a slice, else a copy."""
+    return tensor[index] if isinstance(index, slice) else tensor.index_select(0, index)
+
+
+def put(tensor: Tensor, index: Index, rows: Tensor) -> None:
+    """Write back what `take` gave; a slice's rows are there already if they were changed in place."""
+    if isinstance(index, slice):
+        if rows.data_ptr() != tensor[index].data_ptr():
+            tensor[index] = rows
+    else:
+        tensor.index_copy_(0, index, rows)
+
+
+def _starts(lengths: Places) -> Places:
+    """Where each of several runs of such lengths begins."""
+    return np.cumsum(lengths) - lengths
+
+
+def _counted(lengths: Places) -> Places:
+    """0, 1 … of each of several runs, one after another."""
+    return np.arange(int(lengths.sum())) - np.repeat(_starts(lengths), lengths)
