@@ -34,6 +34,7 @@ help:
 	@echo "make wheel   a wheel for machines like this one with the kernels compiled, in dist/ (MACHINE=aarch64: for those)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
+	@echo "make test-gpu-here, make bench-gpu-here  the same where nothing can be installed: says what is missing"
 	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
 	@echo "make model-matrix  every causal class of transformers, tiny, served and compared: writes tests/model_matrix.md"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
@@ -90,6 +91,14 @@ test-triton: $(STAMP)
 test-gpu: $(STAMP)
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[cuda]'
 	@$(PYTEST) -m gpu $(ARGS)
+
+# With the interpreter that is there, and nothing installed: `make test-gpu-here PYTHON=python3`.
+.PHONY: test-gpu-here bench-gpu-here
+test-gpu-here:
+	@$(PYTHON) -m tests.gpu $(ARGS)
+
+bench-gpu-here:
+	@$(PYTHON) -m tests.bench.gpu --json $(or $(JSON),.bench/gpu.json) $(ARGS)
 
 test-arm: $(STAMP)
 	@$(PYTEST) -m arm tests/unit/compute/native $(ARGS)
