@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -56,8 +57,15 @@ class CudaRecorder:
 def _waiting_refused() -> Iterator[None]:
     """Have every operation that waits for the device raise RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Set it without its warning, which says once that not every wait is noticed, and may be an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
