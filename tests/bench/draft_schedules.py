@@ -86,7 +86,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> Section:
         ]
         for batch in arguments.batches:
             chosen = [prompts[i % len(prompts)] for i in range(batch)]
-            cases = {arm: Case(f"batch {batch}, {arm}", chosen, TOKENS, 0.0, BAR) for arm in ARMS}
+            cases = {arm: Case(f"batch {batch}, {arm}", chosen, TOKENS, 0.0, BAR, batch) for arm in ARMS}
             for run in range(-1, arguments.runs):
                 for arm, case in cases.items():
                     console.print(f"… {case.name}, run {run + 1}/{arguments.runs}")

@@ -24,8 +24,18 @@ from tests.bench.draft_texts import HARBOUR, LIGHTHOUSE, REPORT
 from tests.bench.report import Bar, Section
 
 COPY_TOKENS, ORDINARY_TOKENS = 256, 96
-BATCHES = (1, 8, 32)
-COPY_BAR, ORDINARY_BAR = 2.5, 0.97
+COPY_BAR = 5.0
+_IDLE_BAR = 0.97  # where drafts are made and none is verified
+# Streams at a time, and the requests of a run; the least gain on ordinary text at each temperature.
+STREAMS = {1: 20, 8: 24, 32: 64}
+ORDINARY_BARS = {
+    (1, 0.0): 1.5,
+    (1, 0.7): 1.3,
+    (8, 0.0): 1.15,
+    (8, 0.7): 1.05,
+    (32, 0.0): 0.98,
+    (32, 0.7): 0.98,
+}
 
 REWRITES = (
     f"Rewrite the following text. Keep every word, but change Thomas Hale to Martin Grey.\n\n{HARBOUR}",
@@ -41,18 +51,31 @@ QUESTIONS = (
     "Give me some advice for a first day at a new job.",
     "Why do leaves change colour in autumn?",
     "What did people eat in the Middle Ages, and how did they keep it?",
+    "Write a short letter of complaint about a late parcel.",
+    "Explain what a prime number is and give some examples.",
+    "Give me a recipe for tomato soup with numbered steps.",
+    "Write a Python class for a bank account.",
+    "What should I pack for a week of hiking in the mountains?",
+    "How does a lighthouse work, and who looks after it today?",
+    "My neighbour's dog barks all night. What can I do about it?",
+    "Compare renting a flat with buying one for a young couple.",
+    "Why is sea water salty, and why do rivers stay fresh?",
+    "Write a poem about an empty railway station.",
+    "How do I ask my manager for a pay rise?",
+    "Write a Python function that finds the longest word in a sentence.",
 )
 
 
 @dataclass
 class Case:
-    """Requests that are sent at once, and what both sides took for them, a figure a run."""
+    """Requests that are sent one after another's end, and what both sides took for them, a figure a run."""
 
     name: str
     prompts: Sequence[list[int]]
     max_tokens: int
     temperature: float
     bar: float
+    num_streams: int = 1  # how many of the requests are open at a time
     off: list[float] = field(default_factory=list)  # tokens/s
     on: list[float] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
@@ -70,10 +93,14 @@ class Case:
 
     async def rate(self, engine: Engine, number: int, *, enabled: bool) -> float:
         """Tokens a second of one side; `replies` are what it said."""
+        seats = asyncio.Semaphore(self.num_streams)
+
+        async def reply(index: int) -> list[int]:
+            async with seats:
+                return await self._reply(engine, index, number, enabled)
+
         started = perf_counter()
-        self.replies = await asyncio.gather(
-            *(self._reply(engine, i, number, enabled) for i in range(len(self.prompts)))
-        )
+        self.replies = await asyncio.gather(*map(reply, range(len(self.prompts))))
         return sum(map(len, self.replies)) / (perf_counter() - started)
 
     async def _reply(self, engine: Engine, index: int, number: int, enabled: bool) -> list[int]:
@@ -120,16 +147,17 @@ class NoDrafts:
 
 
 async def cases_of(engine: Engine) -> list[Case]:
-    """Copying one stream at a time, and ordinary text at each batch size."""
+    """Copying one stream at a time, and ordinary text with each number of streams."""
     rewrites = [await engine.render_chat([{"role": "user", "content": text}]) for text in REWRITES]
     questions = [await engine.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     cases = [
         Case(f"rewrite {number}", [prompt], COPY_TOKENS, 0.0, COPY_BAR)
         for number, prompt in enumerate(rewrites, 1)
     ]
-    for batch in BATCHES:
-        prompts = [questions[i % len(questions)] for i in range(batch)]
-        cases.append(Case(f"ordinary text, batch {batch}", prompts, ORDINARY_TOKENS, 0.8, ORDINARY_BAR))
+    for (streams, temperature), bar in ORDINARY_BARS.items():
+        prompts = [questions[i % len(questions)] for i in range(STREAMS[streams])]
+        name = f"ordinary text, {streams} streams, T {temperature:g}"
+        cases.append(Case(name, prompts, ORDINARY_TOKENS, temperature, bar, streams))
     return cases
 
 
@@ -138,7 +166,10 @@ async def measure(context: BenchContext) -> tuple[list[Case], list[Case]]:
     async with loaded_engine(context) as loaded:
         decoder = loaded.parts.batcher.decoder
         cases = await cases_of(loaded.engine)
-        idle = [Case(c.name, c.prompts, c.max_tokens, c.temperature, c.bar) for c in cases[len(REWRITES) :]]
+        idle = [
+            Case(c.name, c.prompts, c.max_tokens, c.temperature, _IDLE_BAR, c.num_streams)
+            for c in cases[len(REWRITES) :]
+        ]
         for run in range(-1, context.runs):  # the first is not counted: costs and rates are learnt
             for case in cases:
                 context.say(f"speculation, {case.name}, run {run + 1}/{context.runs}")
