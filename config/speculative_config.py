@@ -171,14 +171,17 @@ def _who_drafts(keys: Mapping[str, object], method: object) -> Iterable[tuple[st
         raise SettingsError(f"model = {shown(model)} is not used by the method {method}; leave it out")
     if not isinstance(model, str) or not model:
         raise SettingsError(f"model = {shown(model)} is not allowed; expected a name that is not empty")
-    if method == "medusa":
-        yield "medusa_heads", FromJson(Path(model), "model", model)
+    if method in ("medusa", "heads"):
+        name = "medusa_heads" if method == "medusa" else "draft_heads"
+        yield name, FromJson(Path(model), "model", model)
     else:
         yield "draft_model", FromJson(model, "model", model)
 
 
 def _method_word(raw: object) -> object:
     """vLLM's spelling of a method as ours."""
+    if raw in ("eagle3", "EAGLE3"):
+        return "heads"
     return raw.strip().lower().replace("_", "-") if isinstance(raw, str) else raw
 
 

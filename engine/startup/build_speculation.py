@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config import Settings
+from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
 from engine.compute.drafters.draft_loader import load_draft_model
+from engine.compute.drafters.eagle_loader import (
+    MOST_DRAFTS,
+    EagleRoom,
+    load_eagle_drafter,
+    shipped_heads,
+)
 from engine.compute.drafters.medusa import load_medusa
 from engine.compute.drafters.model_free import ModelFreeDrafter
 from engine.compute.drafters.ngram import NgramDrafter
 from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
+from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.pass_costs import PassCosts
@@ -20,7 +27,9 @@ from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 
 # The longest draft where the settings leave it open.
-MODEL_FREE_TOKENS, MODEL_TOKENS = 32, 4
+MODEL_FREE_TOKENS, MODEL_TOKENS, HEADS_TOKENS = 32, 4, 6
+# What heads keep of sequences may take this part of the target's K/V.
+_HEADS_KV_SHARE = 0.1
 
 
 def load_sources(
@@ -34,22 +43,47 @@ def load_sources(
     method, asked = speculation.speculative_method, speculation.num_speculative_tokens
     if method == "none":
         return ()
-    is_auto = method == "auto"
-    free, models = asked or MODEL_FREE_TOKENS, asked or MODEL_TOKENS
-    sources: list[DraftSource] = []
-    if is_auto:
-        sources.append(DraftSource(ModelFreeDrafter(), free))
-    sources.append(DraftSource(PredictionDrafter(), free, unasked=not is_auto))
-    if method in ("auto", "suffix"):
-        sources.append(DraftSource(SuffixDrafter(), free, unasked=not is_auto))
-    if method in ("auto", "ngram"):
-        sources.append(DraftSource(_ngram(speculation.tuning), free, unasked=not is_auto))
+    if method == "auto" and speculation.medusa_heads is not None and speculation.draft_heads is not None:
+        raise StartRefused("--medusa-heads and --draft-heads: one of them can read the model. Leave one out.")
+    sources = model_free_sources(speculation)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
-        sources.append(DraftSource(load_draft_model(settings, target, directory, kv_bytes), models))
+        sources.append(
+            DraftSource(load_draft_model(settings, target, directory, kv_bytes), asked or MODEL_TOKENS)
+        )
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
+    elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
+        room = EagleRoom(settings.scheduler.max_num_seqs, int(kv_bytes * _HEADS_KV_SHARE))
+        eagle = load_eagle_drafter(heads, target, room, speculation.draft_verification)
+        longest = min(asked or HEADS_TOKENS, MOST_DRAFTS)
+        sources.append(DraftSource(eagle, longest, True, eagle.feature_layers, eagle.kv.window))
     return tuple(sources)
+
+
+def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
+    """Those of `load_sources` that need no weights."""
+    method, longest = speculation.speculative_method, speculation.num_speculative_tokens or MODEL_FREE_TOKENS
+    if method == "none":
+        return []
+    is_auto = method == "auto"
+    sources = [DraftSource(ModelFreeDrafter(), longest)] if is_auto else []
+    sources.append(DraftSource(PredictionDrafter(), longest, unasked=not is_auto))
+    if method in ("auto", "suffix"):
+        sources.append(DraftSource(SuffixDrafter(), longest, unasked=not is_auto))
+    if method in ("auto", "ngram"):
+        sources.append(DraftSource(_ngram(speculation.tuning), longest, unasked=not is_auto))
+    return sources
+
+
+def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:
+    """The directory of the EAGLE-3 drafter to use, given or the model's own. Raises StartRefused."""
+    if speculation.draft_heads is not None:
+        return speculation.draft_heads
+    own = shipped_heads(target) if target.rewindable else None
+    if own is None and speculation.speculative_method == "heads":
+        raise StartRefused("--speculative-method heads: none come with this model; give --draft-heads.")
+    return own
 
 
 def make_decoder(

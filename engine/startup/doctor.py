@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import Settings
+from config import Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.drafters.draft_loader import (
     KV_SHARE,
@@ -19,6 +19,7 @@ from engine.compute.drafters.draft_loader import (
     count_draft_blocks,
     named_as_draft,
 )
+from engine.compute.drafters.eagle_layer import check_eagle
 from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
 from engine.compute.embedding.source import is_embedding_model
 from engine.compute.loading.default_sampling import read_default_sampling
@@ -43,7 +44,7 @@ from engine.startup.build import (
     worthwhile_threads,
 )
 from engine.startup.build_embeddings import examine_embeddings
-from engine.startup.build_speculation import draft_methods, load_sources
+from engine.startup.build_speculation import draft_methods, find_heads, model_free_sources
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 from engine.text.tokenizer import Tokenizer
@@ -264,9 +265,7 @@ def _examine_drafts(
         if method != "none":
             found.warnings.append("A recurrent model's state cannot be cut back: nothing is drafted.")
         return
-    alone = speculation.model_copy(update={"draft_model": None, "medusa_heads": None})
-    free = settings.model_copy(update={"speculation": alone})
-    methods = draft_methods(load_sources(free, outline, directory or Path(), 0))
+    methods = draft_methods(tuple(model_free_sources(speculation)))
     found.drafts = facts = DraftFacts(methods)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         facts.methods += ("draft-model",)
@@ -275,6 +274,16 @@ def _examine_drafts(
         heads = speculation.medusa_heads
         facts.methods += ("medusa",)
         found.attempt(lambda: _check_heads(heads))
+    elif method in ("auto", "heads"):
+        found.attempt(lambda: _examine_heads(facts, speculation, outline))
+
+
+def _examine_heads(facts: DraftFacts, speculation: SpeculationSettings, outline: LoadedModel) -> None:
+    """Raises StartRefused. Whether the drafter was trained for these weights shows in loading them."""
+    directory = find_heads(speculation, outline)
+    if directory is not None:
+        check_eagle(directory, outline)
+        facts.methods += ("heads",)
 
 
 def _examine_draft_model(

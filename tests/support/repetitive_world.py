@@ -21,10 +21,13 @@ from engine import GenerationRequest, SamplingParams, SpeculationOptions
 from engine.compute.drafters.draft_tree import default_tree
 from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.packed_forward import PackedForward
 from engine.training.medusa_data import SampleGenerator
 from engine.training.medusa_samples import Positions, Sample
 from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
 from tests.support.native import WITHOUT_KERNELS
+from tests.support.tiny_eagle import TinyEagle
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, save_tiny_model, tiny_model
 
 LOUD = range(EOS_ID, EOS_ID + 17)  # EOS and 16 printable characters
@@ -58,11 +61,12 @@ def save_repetitive_model(directory: Path, noise: float = 0.0) -> Path:
 
 @dataclass(frozen=True)
 class World:
-    """A target, another model like it and Medusa heads for it, as directories; and what the target says."""
+    """A target, another like it, heads of both kinds for it, as directories; and what the target says."""
 
     target: Path
     near: Path
-    heads: Path
+    medusa_heads: Path
+    eagle_heads: Path
     phrases: list[list[int]]
 
 
@@ -78,8 +82,23 @@ def make_world(directory: Path) -> World:
     heads = MedusaHeads(loaded, 3, token_ids, default_tree(3, 8))
     fit_heads(heads, positions, FitOptions(num_epochs=40), _Unwatched())
     heads.save(directory / "heads")
+    eagle = fit_eagle(loaded, samples[:40], token_ids).save(directory / "eagle")
     phrases = [sample.token_ids.tolist()[:-1] for sample in samples if len(sample.token_ids) > 12]
-    return World(target, near, directory / "heads", phrases)
+    return World(target, near, directory / "heads", eagle, phrases)
+
+
+def fit_eagle(loaded: LoadedModel, samples: Sequence[Sample], token_ids: torch.Tensor) -> TinyEagle:
+    """An EAGLE layer that knows these tokens, and is often right about what the target says."""
+    eagle = TinyEagle(loaded, token_ids=token_ids.sort().values)
+    forward = PackedForward(loaded, eagle.layers)
+    read = []
+    for sample in (each for each in samples if len(each.token_ids) > 12):
+        inputs = pack_step([Part(sample.token_ids.tolist(), 0, len(sample.token_ids), range(32))], 4)
+        with torch.no_grad():
+            _, features = forward.with_features(inputs, forward.make_kv(32, 4))
+        read.append((features[:-2], sample.token_ids))
+    eagle.fit(read, num_epochs=4)
+    return eagle
 
 
 def target_samples(loaded: LoadedModel) -> list[Sample]:

@@ -31,7 +31,8 @@ SOURCES = {
     "suffix": Source("suffix", ("--speculative-method", "suffix", "--num-speculative-tokens", "5")),
     "draft model": Source("draft_model", (*_DRAFT_MODEL, "near")),
     "itself": Source("draft_model", (*_DRAFT_MODEL, "target")),
-    "Medusa": Source("medusa", ("--speculative-method", "medusa", "--medusa-heads", "heads")),
+    "Medusa": Source("medusa", ("--speculative-method", "medusa", "--medusa-heads", "medusa_heads")),
+    "EAGLE": Source("heads", ("--speculative-method", "heads", "--draft-heads", "eagle_heads")),
 }
 
 
@@ -56,7 +57,7 @@ SETTINGS = {
     "swap, threads": Setting((*_TIGHT, "swap"), 40),
 }
 # A tree from the pass before is for the pass that has begun, unless it is waited for.
-NEVER_IN_TIME = ("Medusa", "async")
+NEVER_IN_TIME = (("Medusa", "async"), ("EAGLE", "async"))
 # Whatever is drafted is verified, whether or not it pays.
 ALWAYS = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
 

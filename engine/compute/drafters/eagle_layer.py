@@ -10,18 +10,21 @@ model.safetensors   fc.weight [hidden, 3 * target's hidden], midlayer.*, norm.we
                     to add to a guess's index for its id; t2d [vocab], which ids can be guessed;
                     lm_head.weight and embed_tokens.weight, without which the target's are taken; and, in
                     those that are trained here, base_sample, to know the target by
+
+Checkpoints of `speculators` are read too: theirs has the layer's configuration in transformer_layer_config
+and calls the layer layers.0.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -32,7 +35,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from engine.compute.drafters.medusa_heads import TargetShape, restrict_projection, sample_weights
+from engine.compute.drafters.medusa_heads import (
+    TargetShape,
+    is_same_sample,
+    restrict_projection,
+    sample_weights,
+)
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.model_files import first_line, read_json
 from engine.errors import StartRefused
@@ -41,20 +49,19 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_FEATURES = 3
 
-# Half precision rounds by 0.4 % at most; another checkpoint of the same family differs by far more.
-_SAMPLE_RTOL, _SAMPLE_ATOL = 0.01, 1e-4
-
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
     """What of a layer is no weight.
 
     `feature_layers` are the target's layers whose input is read. `window` is how many positions a position
-    sees, its own among them; None is all before it.
+    sees, its own among them; None is all before it. With `norms_residual` the normed input goes past
+    attention, and not the input itself.
     """
 
     feature_layers: tuple[int, ...]
     window: int | None = None
+    norms_residual: bool = False
 
     @classmethod
     def for_target(cls, num_layers: int, window: int | None = None) -> EagleShape:
@@ -152,6 +159,8 @@ class EagleLayer(nn.Module):
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The output [..., hidden], from the input and what attention found [..., heads * head dim]."""
         layer = self.midlayer
+        if self.shape.norms_residual:
+            hidden = layer.hidden_norm(hidden)
         hidden = hidden + layer.self_attn.o_proj(attended)
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
@@ -211,15 +220,40 @@ def load_eagle_layer(directory: Path, target: LoadedModel) -> EagleLayer:
     token_ids = _read_token_ids(directory, weights, target.vocab_size)
     layer = EagleLayer(target, config, shape, token_ids)
     sample = weights.pop("base_sample", None)
-    if sample is not None and not _is_same(sample, layer.base_sample):
+    if sample is not None and not is_same_sample(sample, layer.base_sample):
         raise StartRefused(f"{directory}: this drafter was trained for another model of the same shape.")
     if (projection := weights.pop("lm_head.weight", None)) is not None:
         layer.own_projection = _linear(projection)
     if (embedding := weights.pop("embed_tokens.weight", None)) is not None:
         layer.own_embedding = nn.Embedding(embedding.shape[0], embedding.shape[1], _weight=embedding)
+    _check_widths(directory / WEIGHTS_FILE, layer)
     _check_tensors(directory / WEIGHTS_FILE, weights, layer)
     layer.load_state_dict(weights, strict=False)
     return layer.requires_grad_(False).to(device=target.device, dtype=target.dtype).eval()
+
+
+def check_eagle(directory: Path, target: LoadedModel) -> None:
+    """Raise StartRefused unless there is a layer for a target of this shape; no weights are read."""
+    _read_shape(directory, _read_config(directory), target)
+    if not (directory / WEIGHTS_FILE).is_file():
+        raise StartRefused(f"{directory}: there is no {WEIGHTS_FILE} in it.")
+
+
+def is_for(directory: Path, target: LoadedModel) -> bool:
+    """True if the layer in `directory` was trained here, for exactly this model.
+
+    Of a target without weights only the shape is compared.
+    """
+    try:
+        if "slipstream" not in _read_config(directory):
+            return False
+        check_eagle(directory, target)
+        if next(target.model.parameters()).is_meta:
+            return True
+        with safe_open(directory / WEIGHTS_FILE, "pt") as tensors:
+            return is_same_sample(tensors.get_tensor("base_sample"), sample_weights(target))
+    except (StartRefused, OSError, SafetensorError):
+        return False
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -227,6 +261,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise StartRefused(f"{directory}: there is no {CONFIG_FILE} of a drafter in it.")
     values = dict(read_json(path))
+    if "speculators_model_type" in values:
+        return _from_speculators(path, values)
     if ARCHITECTURE not in (values.get("architectures") or ()):
         raise StartRefused(
             f"{path}: architectures is {values.get('architectures')}, expected {ARCHITECTURE}."
@@ -234,11 +270,20 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
+def _from_speculators(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Their configuration as the original layout has it."""
+    kind, layer = values["speculators_model_type"], values.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise StartRefused(f"{path}: speculators_model_type is {kind!r}, expected 'eagle3' with its layer.")
+    kept = ("eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    return {**layer, **{name: values.get(name) for name in kept}}
+
+
 def _read_shape(directory: Path, values: Mapping[str, Any], target: LoadedModel) -> EagleShape:
     ours = TargetShape.of(target)
     own = values.get("slipstream")
     if not isinstance(own, dict):
-        return EagleShape.for_target(ours.num_hidden_layers)
+        return _read_others_shape(directory, values, ours.num_hidden_layers)
     theirs = own.get("target")
     if theirs != asdict(ours):
         raise StartRefused(
@@ -248,6 +293,21 @@ def _read_shape(directory: Path, values: Mapping[str, Any], target: LoadedModel)
     if not (window is None or (isinstance(window, int) and window > 0)):
         raise StartRefused(f"{directory}: window is {window!r}, expected a number of positions or null.")
     return EagleShape(_read_layers(directory, own.get("feature_layers"), ours.num_hidden_layers), window)
+
+
+def _read_others_shape(directory: Path, values: Mapping[str, Any], num_layers: int) -> EagleShape:
+    """Of a drafter that says nothing of its target."""
+    shape = EagleShape.for_target(num_layers)
+    inner = values.get("eagle_config")
+    layers = (inner if isinstance(inner, dict) else values).get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None:
+        shape = EagleShape(_read_layers(directory, layers, num_layers))
+    window = values.get("sliding_window")
+    return replace(
+        shape,
+        window=window if isinstance(window, int) and window > 0 else None,
+        norms_residual=bool(values.get("norm_before_residual")),
+    )
 
 
 def _read_layers(directory: Path, value: object, num_layers: int) -> tuple[int, ...]:
@@ -272,9 +332,24 @@ def _read_token_ids(directory: Path, weights: dict[str, torch.Tensor], vocab_siz
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(path)
+        return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise StartRefused(f"{path} is missing or damaged: {first_line(error)}.") from error
+
+
+def _check_widths(path: Path, layer: EagleLayer) -> None:
+    """Raise StartRefused unless what the layer reads and what it ends in are as wide as it is."""
+    width = int(layer.config.hidden_size)
+    head, embedding = layer.projection.weight, layer.embedding.weight
+    if tuple(head.shape) != (len(layer.token_ids), width):
+        raise StartRefused(
+            f"{path}: lm_head.weight is {list(head.shape)}, expected {[len(layer.token_ids), width]}."
+        )
+    if tuple(embedding.shape) != (layer.target_shape.vocab_size, width):
+        raise StartRefused(
+            f"{path}: embed_tokens.weight is {list(embedding.shape)}, "
+            f"expected {[layer.target_shape.vocab_size, width]}."
+        )
 
 
 def _check_tensors(path: Path, weights: Mapping[str, torch.Tensor], layer: EagleLayer) -> None:
@@ -293,12 +368,6 @@ def _check_tensors(path: Path, weights: Mapping[str, torch.Tensor], layer: Eagle
             raise StartRefused(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name])}.")
         if not bool(tensor.isfinite().all()):
             raise StartRefused(f"{path}: {name} holds NaN or infinity.")
-
-
-def _is_same(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
-    return theirs.shape == ours.shape and torch.allclose(
-        theirs.float(), ours, rtol=_SAMPLE_RTOL, atol=_SAMPLE_ATOL
-    )
 
 
 def _embedding_of(target: LoadedModel) -> nn.Embedding:

@@ -280,6 +280,13 @@ def sample_weights(target: LoadedModel) -> torch.Tensor:
     return torch.cat([part.float().cpu() for part in parts])
 
 
+def is_same_sample(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
+    """True if two samples are of one model, in whatever number format."""
+    return theirs.shape == ours.shape and torch.allclose(
+        theirs.float(), ours, rtol=_SAMPLE_RTOL, atol=_SAMPLE_ATOL
+    )
+
+
 def _give_own_projections(heads: MedusaHeads) -> None:
     for head in heads.heads:
         assert isinstance(head, MedusaHead)
@@ -296,10 +303,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_sample(directory: Path, theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    same = theirs.shape == ours.shape and torch.allclose(
-        theirs.float(), ours, rtol=_SAMPLE_RTOL, atol=_SAMPLE_ATOL
-    )
-    if not same:
+    if not is_same_sample(theirs, ours):
         raise StartRefused(f"{directory}: these heads were trained for another model of the same shape.")
 
 

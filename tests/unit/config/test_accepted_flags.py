@@ -30,6 +30,7 @@ from config import load_settings
         "--draft-model=x",
         "--embedding-model=x",
         "--medusa-heads=x",
+        "--draft-heads=x",
         "--speculative-config={}",
         "--queue-timeout=0",
         "--queue-timeout=2.5",

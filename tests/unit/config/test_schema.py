@@ -51,6 +51,7 @@ CONTRACT = {
         "speculative-method": "auto",
         "draft-model": "",
         "medusa-heads": "",
+        "draft-heads": "",
         "num-speculative-tokens": "auto",
         "speculation-schedule": "auto",
         "draft-verification": "match",

@@ -41,6 +41,7 @@ def refusal(*argv: str) -> str:
         ({"method": "draft_model", "model": "a/b"}, {"draft_model": "a/b"}),
         ({"model": "a/b"}, {"speculative_method": "draft-model", "draft_model": "a/b"}),
         ({"method": "medusa", "model": "heads"}, {"medusa_heads": Path("heads"), "draft_model": None}),
+        ({"method": "eagle3", "model": "d"}, {"speculative_method": "heads", "draft_heads": Path("d")}),
         ({"method": "none"}, {"speculative_method": "none"}),
         ({"method": None, "model": None, "revision": None}, {"speculative_method": "auto"}),
         ({"rejection_sample_method": "standard"}, {"draft_verification": "rejection"}),
@@ -131,7 +132,12 @@ def test_what_is_not_honoured_is_refused_by_name(keys: dict[str, Any], line: str
 
 def test_values_that_a_setting_holds_are_checked_by_it() -> None:
     for key, value, setting, allowed in (
-        ("method", "eagle3", "speculative_method", "one of none, ngram, suffix, draft-model, medusa, auto"),
+        (
+            "method",
+            "mtp",
+            "speculative_method",
+            "one of none, ngram, suffix, draft-model, medusa, heads, auto",
+        ),
         ("num_speculative_tokens", 33, "num_speculative_tokens", "a whole number from 1 to 32, or auto"),
         ("num_speculative_tokens", True, "num_speculative_tokens", "a whole number from 1 to 32, or auto"),
         ("method", "medusa", "speculative_method", "--medusa-heads beside it"),

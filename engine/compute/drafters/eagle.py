@@ -1,0 +1,191 @@
+"""EagleDrafter: chains of drafts from one layer over the target's features, with K/V of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.compute.drafters.eagle_kv import EagleKv, Slab
+from engine.compute.drafters.eagle_round import EagleCompute, EagleRound
+from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.drafters.medusa import as_tensor
+from engine.compute.sampling.noise import row_keys
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
+from engine.plan.step_records import NO_TOKEN, SamplingInputs
+
+# A greedy chain ends before a draft that is less likely to be reached than this: verifying it costs more.
+LEAST_CHANCE = 0.1
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a sequence; `is_broken` once a job left tokens out: nothing is drafted for it then."""
+
+    token_ids: list[int] = field(default_factory=list)
+    is_broken: bool = False
+
+    def hear(self, job: DraftJob) -> None:
+        """Take the job's tokens in place of what was there from its first position on."""
+        self.is_broken |= job.first > len(self.token_ids)
+        self.token_ids[job.first :] = job.token_ids
+
+
+class _Turn(NamedTuple):
+    """A job whose rows are read in this call, and where they go."""
+
+    job: DraftJob
+    runs: Sequence[TargetFeatures]  # the newest window of them
+    num_rows: int
+    num_drafts: int
+    slab: Slab
+
+
+class EagleDrafter:
+    """One call reads every job's new features and then draws up to `num_wanted` tokens for it, all together.
+
+    Only verified positions stay in the K/V: what a draft wrote there is written over by the next call. A
+    request that samples gets the tokens that the position's own noise favours, as the target will, where the
+    drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
+    or its prompt was cached, is drafted for from those there are.
+    """
+
+    method = "heads"
+    is_cheap = False
+    is_stepwise = False
+    reads_features = True
+
+    def __init__(
+        self,
+        compute: EagleCompute,
+        kv: EagleKv,
+        weights: EagleWeights,
+        feature_layers: tuple[int, ...],
+        *,
+        couples: bool = True,
+    ) -> None:
+        """`feature_layers` are the target's layers that it reads."""
+        self.feature_layers = feature_layers
+        self.kv = kv
+        self.weights = weights
+        self._compute = compute
+        self._couples = couples
+        self._known: dict[str, _Known] = {}
+
+    def compute_with(self, compute: EagleCompute) -> None:
+        """Compute so from now on, over the same K/V; before the first draft."""
+        self._compute = compute
+
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
+        """A chain for each job with features of its newest token; whatever the layer raises comes through."""
+        begin = perf_counter()
+        turns = self._turns(jobs)
+        drawn: dict[str, tuple[int, ...]] = {}
+        if turns:
+            try:
+                found = self._compute.run(self._round(turns)).tolist()
+            except Exception:
+                self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
+                raise
+            for turn, token_ids in zip(turns, found, strict=True):
+                turn.slab.num_kept += turn.num_rows
+                drawn[turn.job.request.request_id] = self._take(turn, token_ids)
+        drafts = tuple(_answer(job, drawn.get(job.request.request_id, ())) for job in jobs)
+        return DraftResult(drafts, perf_counter() - begin)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        """See Drafter."""
+        for request_id in request_ids:
+            self._known.pop(request_id, None)
+            self.kv.drop(request_id)
+
+    def _turns(self, jobs: Sequence[DraftJob]) -> list[_Turn]:
+        """Who reads something in this call, those with most drafts first."""
+        current = {job.request.request_id for job in jobs}
+        turns = []
+        for job in jobs:
+            known = self._known.setdefault(job.request.request_id, _Known())
+            known.hear(job)
+            if job.features and not known.is_broken and (turn := self._turn(job, current)) is not None:
+                turns.append(turn)
+        return sorted(turns, key=lambda turn: -turn.num_drafts)
+
+    def _turn(self, job: DraftJob, current: Collection[str]) -> _Turn | None:
+        runs = newest_rows(job.features, self.kv.window)
+        num_rows = sum(len(run.hidden) for run in runs)
+        slab = self.kv.slab(job.request.request_id, num_rows, current)
+        if slab is None:
+            return None
+        follows = runs[-1].position == job.next_position - 1
+        num_drafts = min(job.num_wanted, self.kv.most_drafts) if follows else 0
+        return _Turn(job, runs, num_rows, num_drafts, slab)
+
+    def _round(self, turns: Sequence[_Turn]) -> EagleRound:
+        hidden = [as_tensor(run.hidden) for turn in turns for run in turn.runs]
+        runs = [(turn.job.request.request_id, run) for turn in turns for run in turn.runs]
+        token_ids = [self._known[name].token_ids[run.first + 1 : run.position + 1] for name, run in runs]
+        num_drafts = np.array([turn.num_drafts for turn in turns], np.int32)
+        first = np.array([turn.job.next_position for turn in turns], np.int64)
+        sampling = self._sampling(turns)
+        most = int(num_drafts.max())
+        positions = (first[:, None] + np.arange(most)).reshape(-1)
+        keys = row_keys(np.repeat(sampling.seed, most), positions)
+        return EagleRound(
+            features=hidden[0] if len(hidden) == 1 else torch.cat(hidden),
+            token_ids=np.concatenate(token_ids).astype(np.int64),
+            positions=np.concatenate([np.arange(run.first, run.position) for _, run in runs]),
+            num_rows=np.array([turn.num_rows for turn in turns], np.int32),
+            num_kept=np.array([turn.slab.num_kept for turn in turns], np.int32),
+            slabs=np.array([turn.slab.index for turn in turns], np.int32),
+            num_drafts=num_drafts,
+            sampling=sampling,
+            keys=keys.view(len(turns), most, 2),
+        )
+
+    def _sampling(self, turns: Sequence[_Turn]) -> SamplingInputs:
+        """A row for each turn."""
+        params = [turn.job.request.sampling for turn in turns]
+        num_rows = len(params)
+        temperature = [each.temperature if self._couples else 0.0 for each in params]
+        return SamplingInputs(
+            temperature=np.array(temperature, np.float32),
+            top_k=np.array([each.top_k for each in params], np.int32),
+            top_p=np.array([each.top_p for each in params], np.float32),
+            min_p=np.array([each.min_p for each in params], np.float32),
+            seed=np.array([each.seed % 2**64 for each in params], np.uint64).view(np.int64),
+            position=np.array([turn.job.next_position for turn in turns], np.int64),
+            num_logprobs=np.full(num_rows, -1, np.int32),
+        )
+
+    def _take(self, turn: _Turn, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The drafts up to one that ends the request; they are known from now on."""
+        drafts: list[int] = []
+        for token_id in token_ids[: turn.num_drafts]:
+            if token_id == NO_TOKEN:
+                break
+            drafts.append(token_id)
+            if token_id in turn.job.request.stop_token_ids:
+                break
+        self._known[turn.job.request.request_id].token_ids += drafts
+        return tuple(drafts)
+
+
+def newest_rows(runs: Sequence[TargetFeatures], limit: int) -> list[TargetFeatures]:
+    """The last of the runs, of up to `limit` rows together, oldest first."""
+    kept: list[TargetFeatures] = []
+    for run in reversed(runs):
+        rows = as_tensor(run.hidden)[-limit:]
+        kept.append(TargetFeatures(run.position, rows))
+        limit -= len(rows)
+        if not limit:
+            break
+    return kept[::-1]
+
+
+def _answer(job: DraftJob, token_ids: tuple[int, ...]) -> Draft:
+    return Draft(job.request.request_id, job.epoch, job.next_position, token_ids)

@@ -1,0 +1,133 @@
+"""TorchEagle: an EAGLE layer in tensor operations, on any device; what the kernels are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.compute.drafters.eagle_kv import EagleKv
+from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.sampling.noise import gumbel_of, noise_bits
+from engine.compute.sampling.processors import Filters, process_logits
+from engine.plan.step_records import NO_TOKEN, Int64
+
+
+class TorchEagle:
+    """An EagleCompute. `least_chance` is how likely all drafts of a greedy chain must be for another one."""
+
+    def __init__(self, weights: EagleWeights, kv: EagleKv, least_chance: float) -> None:
+        self._weights = weights
+        self._kv = kv
+        self._least_chance = least_chance
+
+    @torch.inference_mode()
+    def run(self, work: EagleRound) -> Int64:
+        """See EagleCompute."""
+        weights, device = self._weights, self._weights.head.device
+        hidden = F.linear(work.features.to(device), weights.fuse)  # [N, hidden]
+        stops = np.cumsum(work.num_rows)
+        spans = [
+            (int(slab), int(kept), int(count))
+            for slab, kept, count in zip(work.slabs, work.num_kept, work.num_rows, strict=True)
+        ]
+        out = self._layer(hidden, torch.from_numpy(work.token_ids).to(device), work.positions, spans)
+        drafts = np.full((len(stops), work.most_drafts), NO_TOKEN)
+        hidden, positions = out[stops - 1], work.positions[stops - 1]
+        chances = np.ones(len(stops))
+        for depth in range(work.most_drafts):
+            count = int((work.num_drafts > depth).sum())
+            if not (chances[:count] >= self._least_chance).any():
+                break
+            token_ids, chance = self._draw(self._logits(hidden[:count]), work, depth)
+            drafted = token_ids.cpu().numpy()
+            drafts[:count, depth] = np.where(chances[:count] >= self._least_chance, drafted, NO_TOKEN)
+            chances[:count] *= chance.cpu().numpy()
+            count = int((work.num_drafts > depth + 1).sum())
+            positions = positions[:count] + 1
+            spans = [(slab, kept + rows + depth, 1) for slab, kept, rows in _first(work, count)]
+            if count:
+                hidden = self._layer(hidden[:count], token_ids[:count], positions, spans)
+        return drafts
+
+    def _layer(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: Int64,
+        spans: list[tuple[int, int, int]],
+    ) -> torch.Tensor:
+        """The layer's output for rows [n, hidden]; each span is a slab, its first new slot, and rows."""
+        weights, sizes = self._weights, self._weights.sizes
+        residual = hidden
+        normed = F.rms_norm(hidden, (sizes.hidden,), weights.hidden_norm, weights.eps)
+        if weights.norms_residual:
+            residual = normed
+        embedded = F.rms_norm(weights.embedding(token_ids), (sizes.hidden,), weights.input_norm, weights.eps)
+        qkv = F.linear(torch.cat([embedded, normed], dim=-1), weights.qkv)
+        hidden = residual + F.linear(self._attend(qkv, positions, spans), weights.output)
+        normed = F.rms_norm(hidden, (sizes.hidden,), weights.mlp_norm, weights.eps)
+        gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, weights.down)
+
+    def _attend(self, qkv: torch.Tensor, positions: Int64, spans: list[tuple[int, int, int]]) -> torch.Tensor:
+        of, kv = self._weights.sizes, self._kv
+        heads, kv_heads, dim = of.heads, of.kv_heads, of.head_dim
+        sizes = [heads, kv_heads, kv_heads]
+        query, key, value = torch.split(qkv.view(len(qkv), -1, dim), sizes, dim=1)
+        where = torch.from_numpy(positions).to(qkv.device)
+        cos, sin = self._weights.rotary(qkv, position_ids=where[None])
+        query, key = (_rotated(part, cos[0, :, None], sin[0, :, None]) for part in (query, key))
+        attended = []
+        row = 0
+        for slab, first, count in spans:
+            stop = first + count
+            kv.keys[slab, :, first:stop] = key[row : row + count].transpose(0, 1)
+            kv.values[slab, :, first:stop] = value[row : row + count].transpose(0, 1)
+            begin = max(0, first + 1 - kv.window)
+            slots = torch.arange(begin, stop, device=qkv.device)
+            own = torch.arange(first, stop, device=qkv.device)[:, None]
+            mask = (slots <= own) & (slots > own - kv.window)
+            found = F.scaled_dot_product_attention(
+                query[row : row + count].transpose(0, 1)[None],
+                kv.keys[slab, :, begin:stop][None],
+                kv.values[slab, :, begin:stop][None],
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            attended.append(found[0].transpose(0, 1).reshape(count, heads * dim))
+            row += count
+        return torch.cat(attended)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), self._weights.last_norm, self._weights.eps)
+        return F.linear(normed, self._weights.head).float()
+
+    def _draw(self, logits: torch.Tensor, work: EagleRound, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each of the first rows, the target's id, and how likely it is (1 where it is drawn)."""
+        count = len(logits)
+        best = logits.argmax(dim=-1)
+        chance = logits.softmax(dim=-1).gather(1, best[:, None])[:, 0]
+        rows = np.flatnonzero(work.sampling.temperature[:count] > 0)
+        if len(rows):
+            filters = Filters.of_rows(work.sampling, rows, logits.shape[1], logits.device)
+            support = process_logits(logits[torch.from_numpy(rows)], filters)
+            keys = work.keys[rows, depth].to(logits.device)
+            bits = noise_bits(keys, self._weights.token_ids[support.token_ids])
+            scores = support.scaled.double() + gumbel_of(bits)
+            won = support.token_ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+            at = torch.from_numpy(rows).to(logits.device)
+            best[at], chance[at] = won.long(), 1.0
+        return self._weights.token_ids[best], chance
+
+
+def _first(work: EagleRound, count: int) -> list[tuple[int, int, int]]:
+    """Slab, slots before, and rows read of each of the first sequences."""
+    columns = work.slabs[:count], work.num_kept[:count], work.num_rows[:count]
+    return [(int(slab), int(kept), int(rows)) for slab, kept, rows in zip(*columns, strict=True)]
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin

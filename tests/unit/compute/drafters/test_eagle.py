@@ -1,0 +1,245 @@
+"""The EAGLE drafter: what a plain pass over everything would draft, however its features came."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.compute.drafters import eagle_loader
+from engine.compute.drafters.eagle import EagleDrafter
+from engine.compute.drafters.eagle_layer import CONFIG_FILE, WEIGHTS_FILE
+from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter, shipped_heads
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.dummy_steps import plain_sampling
+from engine.compute.sampling.sampler import Sampler
+from engine.errors import StartRefused
+from engine.plan.request import SamplingParams
+from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
+from tests.support.packed import load_tiny
+from tests.support.tiny_eagle import TinyEagle
+
+ROOM = EagleRoom(max_num_seqs=3, kv_bytes=1 << 24)
+LENGTH = 90
+TOKENS = torch.randint(3, 512, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return load_tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def tiny(target: LoadedModel) -> TinyEagle:
+    return TinyEagle(target, token_ids=torch.arange(3, 300, 3))
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: TinyEagle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("eagle") / "heads")
+
+
+@pytest.fixture
+def drafter(directory: Path, target: LoadedModel) -> EagleDrafter:
+    return load_eagle_drafter(directory, target, ROOM)
+
+
+@pytest.fixture(scope="module")
+def features(target: LoadedModel) -> torch.Tensor:
+    """Of every position, as if the target had left them there: [LENGTH, 3 * hidden]."""
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn((LENGTH, 3 * target.config.hidden_size), generator=draw)
+
+
+class Asking:
+    """One sequence whose tokens come to be known bit by bit."""
+
+    def __init__(self, name: str, features: torch.Tensor, **sampling: float) -> None:
+        self.features = features
+        params: Any = {"temperature": 0.0, **sampling}
+        self.request = DraftRequest(name, 4, SamplingParams(max_tokens=99, **params))
+        self.num_told = self.num_read = 0
+        self.drafts: tuple[int, ...] = ()
+
+    def job(self, num_known: int, num_wanted: int = 4) -> DraftJob:
+        """So many tokens are known by now; the last drafts are repeated where they were wrong."""
+        first = self.num_told
+        for place, draft in enumerate(self.drafts):
+            if first + place < num_known and TOKENS[first + place] != draft:
+                break
+            self.num_told += 1
+        self.num_told = min(self.num_told, num_known)
+        run = TargetFeatures(num_known - 1, self.features[self.num_read : num_known - 1])
+        self.num_read = num_known - 1
+        job = DraftJob(
+            self.request,
+            0,
+            self.num_told,
+            tuple(TOKENS[self.num_told : num_known]),
+            num_known,
+            num_wanted,
+            (run,),
+        )
+        self.num_told = num_known
+        return job
+
+    def ask(self, drafter: EagleDrafter, num_known: int, num_wanted: int = 4) -> tuple[int, ...]:
+        (draft,) = drafter.draft([self.job(num_known, num_wanted)]).drafts
+        assert draft.first == num_known
+        self.drafts = draft.token_ids
+        return draft.token_ids
+
+
+def expected(tiny: TinyEagle, features: torch.Tensor, num_known: int, num_wanted: int = 4) -> list[int]:
+    return tiny.chain(features[: num_known - 1], TOKENS[:num_known], num_wanted)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random layers are never sure of anything."""
+    monkeypatch.setattr(eagle_loader, "LEAST_CHANCE", 0.0)
+
+
+def test_chains_are_those_of_a_pass_over_everything(
+    drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    """Past the window, past the end of the slab, after every draft was refused, whatever came at once."""
+    asking = Asking("a", features)
+    for num_known in (7, 8, 9, 13, 14, 30, 31, 35, 36, 50, 51, 60, 61, 66, 80, 89):
+        found = asking.ask(drafter, num_known)
+        assert list(found) == expected(tiny, features, num_known), num_known
+
+
+def test_a_batch_drafts_what_each_does_alone(
+    directory: Path, target: LoadedModel, features: torch.Tensor
+) -> None:
+    alone, together = (load_eagle_drafter(directory, target, ROOM) for _ in range(2))
+    names, lengths, wanted = ("a", "b", "c"), (9, 20, 14), (2, 5, 0)
+    jobs = [Asking(name, features).job(*each) for name, *each in zip(names, lengths, wanted, strict=True)]
+    drafts = together.draft(jobs).drafts
+    assert [len(draft.token_ids) for draft in drafts] == [2, 5, 0]
+    for job, draft in zip(jobs, drafts, strict=True):
+        assert alone.draft([job]).drafts == (draft,)
+
+
+def test_it_starts_with_the_features_there_are(
+    drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    asking = Asking("a", features)
+    asking.num_read = 20
+    found = asking.ask(drafter, 33)
+    moved = tiny.chain(features[20:32], TOKENS[20:33], 4)
+    assert list(found) == moved, "angles tell distances only"
+
+
+def test_closed_sequences_are_forgotten_and_the_oldest_give_way(
+    drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    for name in "abcd":
+        assert Asking(name, features).ask(drafter, 9)
+    again = Asking("a", features)
+    drafter.close(["a", "nobody"])
+    assert list(again.ask(drafter, 12)) == expected(tiny, features, 12)
+
+
+def test_without_new_features_there_is_no_draft(drafter: EagleDrafter, features: torch.Tensor) -> None:
+    asking = Asking("a", features)
+    job = asking.job(9)
+    bare = DraftJob(job.request, 0, 0, job.token_ids, 9, 4)
+    assert drafter.draft([bare]).drafts[0].token_ids == ()
+    late = DraftJob(job.request, 0, 9, (1, 2), 11, 4, job.features)
+    assert drafter.draft([late]).drafts[0].token_ids == (), "they are of an older token"
+
+
+def test_a_draft_ends_with_what_ends_the_request(
+    drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    first, second, *_ = expected(tiny, features, 7)
+    asking = Asking("a", features)
+    asking.request = replace(asking.request, stop_token_ids=frozenset({second}))
+    assert first != second
+    assert asking.ask(drafter, 7) == (first, second)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}])
+def test_sampled_drafts_are_the_draws_of_the_positions_own_noise(
+    filters: dict[str, float], drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    """As the target would draw from the same logits."""
+    asking = Asking("a", features, temperature=0.9, seed=17, **filters)
+    (draft,) = asking.ask(drafter, 12, num_wanted=1)
+    hidden = features[:11] @ tiny.tensors["fc.weight"].T
+    known = tiny.logits(tiny.forward(hidden, torch.tensor(TOKENS[1:12]))[-1:])
+    logits = torch.full((1, 512), -1e9)
+    logits[0, tiny.token_ids] = known
+    inputs = plain_sampling(np.array([12]), 0.9)
+    inputs.seed[:] = 17
+    for name, value in filters.items():
+        getattr(inputs, name)[:] = value
+    assert Sampler(512, torch.device("cpu")).sample(logits, inputs).token_ids == [draft]
+
+
+@pytest.mark.parametrize("layout", ["original", "speculators"])
+@pytest.mark.parametrize("options", [{}, {"hidden": 96}, {"hidden": 32, "token_ids": torch.arange(5, 105)}])
+def test_others_checkpoints_draft_what_they_would_elsewhere(
+    layout: str, options: dict[str, object], target: LoadedModel, features: torch.Tensor, tmp_path: Path
+) -> None:
+    other = TinyEagle(target, seed=4, **options)  # type: ignore[arg-type]
+    drafter = load_eagle_drafter(other.save(tmp_path / "other", layout), target, ROOM)
+    assert list(Asking("a", features).ask(drafter, 15)) == expected(other, features, 15)
+
+
+def test_heads_are_known_to_be_for_this_very_model(
+    tiny: TinyEagle, directory: Path, target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle_loader, "SHIPPED", directory.parent)
+    assert shipped_heads(target) == directory
+    assert shipped_heads(load_tiny("qwen2")) is None
+    tiny.target.model.get_output_embeddings().weight.data *= 1.5
+    try:
+        assert shipped_heads(target) is None
+        with pytest.raises(StartRefused, match="trained for another model of the same shape"):
+            load_eagle_drafter(directory, target, ROOM)
+    finally:
+        tiny.target.model.get_output_embeddings().weight.data /= 1.5
+    monkeypatch.setattr(eagle_loader, "SHIPPED", tmp_path)
+    assert shipped_heads(target) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slipstream": {"target": {"vocab_size": 9}}}, "is for a model of .*'vocab_size': 9"),
+        ({"slipstream": {}, "architectures": ["Other"]}, "expected LlamaForCausalLMEagle3"),
+        (
+            {"slipstream": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            r"feature_layers is \[0, 1, 2\], expected 3",
+        ),
+        ({"speculators_model_type": "mlp"}, "expected 'eagle3'"),
+        ({"num_key_value_heads": 1}, r"k_proj.weight is \[64, 128\], expected \[32, 128\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    change: dict[str, object], message: str, directory: Path, target: LoadedModel, tmp_path: Path
+) -> None:
+    values = json.loads((directory / CONFIG_FILE).read_text()) | change
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(values))
+    (tmp_path / WEIGHTS_FILE).write_bytes((directory / WEIGHTS_FILE).read_bytes())
+    with pytest.raises(StartRefused, match=message):
+        load_eagle_drafter(tmp_path, target, ROOM)
+
+
+def test_what_is_missing_or_damaged_is_refused(directory: Path, target: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match=r"there is no config.json"):
+        load_eagle_drafter(tmp_path, target, ROOM)
+    (tmp_path / CONFIG_FILE).write_text((directory / CONFIG_FILE).read_text())
+    with pytest.raises(StartRefused, match=r"model.safetensors is missing"):
+        load_eagle_drafter(tmp_path, target, ROOM)
+    (tmp_path / WEIGHTS_FILE).write_bytes(b"nothing")
+    with pytest.raises(StartRefused, match="missing or damaged"):
+        load_eagle_drafter(tmp_path, target, ROOM)
