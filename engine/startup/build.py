@@ -32,7 +32,7 @@ from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profi
 from engine.embeddings.shared_thread import GAP_LIMIT_S, LEAST_TURN_S
 from engine.errors import StartRefused
 from engine.loop.engine_parts import EngineInfo, EngineParts
-from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import FairnessWeights, make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
@@ -41,6 +41,7 @@ from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
 from engine.startup.build_speculation import (
     draft_methods,
     feature_layers,
+    foreseen_draft_tokens,
     load_sources,
     make_decoder,
     max_draft_tokens,
@@ -63,7 +64,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
-    if loaded.rewindable:
+    if not loaded.keeps_state:
         check_forward(PackedForward(loaded))
     loaded = with_kernels(
         loaded,
@@ -139,10 +140,10 @@ def put_together(
         weight_bytes=weight_bytes_by_format(loaded.model),
     )
     with refused_where_memory_ends(settings):
-        kv = make_kv_manager(settings, info, num_host_blocks, can_rewind=loaded.rewindable)
+        kv = make_kv_manager(settings, info, num_host_blocks, loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
     batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
-    if loaded.rewindable:
+    if not loaded.keeps_state:
         seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
     prefix_store = None
     if directory is not None and settings.cache.prefix_cache_dir is not None:
@@ -230,7 +231,7 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     cache = settings.cache
     needed = -(-loaded.max_model_len // cache.kv_block_size)
     num_seats = settings.scheduler.max_num_seqs
-    seats_bytes = state_bytes(loaded.states, loaded.dtype, num_seats)
+    seats_bytes = state_bytes(loaded.states, loaded.dtype, num_seats, foreseen_draft_tokens(settings))
     memory, source = kv_memory(settings, loaded)
     left = memory - seats_bytes
     if seats_bytes and left < needed * block_bytes:
@@ -266,7 +267,7 @@ def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
 
 def count_host_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
     """How many K/V blocks --swap-space holds; none when nothing is ever swapped."""
-    if settings.scheduler.preemption == "recompute" or not loaded.rewindable:
+    if settings.scheduler.preemption == "recompute" or loaded.keeps_state:
         return 0
     return settings.cache.swap_space // block_bytes
 
@@ -277,7 +278,7 @@ def step_limit_s(settings: Settings) -> float:
 
 
 def make_kv_manager(
-    settings: Settings, info: EngineInfo, num_host_blocks: int, *, can_rewind: bool
+    settings: Settings, info: EngineInfo, num_host_blocks: int, rewindable: Rewindable
 ) -> PagedKvManager:
     """Who accounts for the K/V."""
     return PagedKvManager(
@@ -286,7 +287,7 @@ def make_kv_manager(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
         num_host_blocks=num_host_blocks,
-        can_rewind=can_rewind,
+        rewindable=rewindable,
     )
 
 
@@ -299,7 +300,7 @@ def make_batcher(
 ) -> ContinuousBatcher:
     """The scheduler with its limits and its policy.
 
-    What cannot be cut back cannot be shared either, nor swapped: it lies in no block.
+    State that lies in no block is neither shared nor swapped.
     """
     scheduler = settings.scheduler
     config = BatchConfig(
@@ -308,8 +309,8 @@ def make_batcher(
         max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
         max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
         max_model_len=info.max_model_len,
-        prefix_caching=settings.cache.prefix_caching and kv.can_rewind,
-        preemption=scheduler.preemption if kv.can_rewind else "recompute",
+        prefix_caching=settings.cache.prefix_caching and not kv.keeps_state,
+        preemption="recompute" if kv.keeps_state else scheduler.preemption,
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
         gap_limit_s=step_limit_s(settings) if scheduler.max_prefill_tokens is None else None,
     )

@@ -10,10 +10,11 @@ from engine.compute.cuda.draw_choice import choose_draw
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_forward import MemorySizes
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
-from engine.startup.build_speculation import MODEL_FREE_TOKENS
+from engine.startup.build_speculation import foreseen_draft_tokens
 
 Runner: TypeAlias = ModelRunner | CudaRunner | RecurrentRunner
 
@@ -32,8 +33,13 @@ class RunnerSizes(NamedTuple):
 def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
     """The runner, not warmed up. Raises UnsupportedModel where a recurrent model is not computed exactly."""
     num_blocks, block_size, num_host_blocks = sizes[:3]
-    if not loaded.rewindable:
-        recurrent = RecurrentRunner(loaded, num_blocks, block_size, sizes.max_num_seqs, sampler)
+    if loaded.keeps_state:
+        recurrent = RecurrentRunner(
+            loaded,
+            MemorySizes(num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens),
+            sampler,
+            for_drafts.verification,
+        )
         recurrent.self_check()
         return recurrent
     runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
@@ -47,11 +53,8 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
 
 def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:
     """About what the runner takes of the device's memory beside the K/V, before it is known what drafts."""
-    if loaded.device.type != "cuda" or not loaded.rewindable:
+    if loaded.device.type != "cuda" or loaded.keeps_state:
         return 0
-    speculation = settings.speculation
-    num_drafts = 0
-    if speculation.speculative_method != "none":
-        num_drafts = speculation.num_speculative_tokens or MODEL_FREE_TOKENS
+    num_drafts = foreseen_draft_tokens(settings)
     max_blocks = -(-loaded.max_model_len // settings.cache.kv_block_size)
     return graph_bytes(loaded, GraphLimits(settings.scheduler.max_num_seqs, max_blocks, num_drafts))

@@ -20,7 +20,7 @@ from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
 from engine.errors import StartRefused
-from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
@@ -51,6 +51,10 @@ def load_sources(
             DraftSource(load_draft_model(settings, target, directory, kv_bytes), asked or MODEL_TOKENS)
         )
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
+        if target.keeps_state:
+            raise StartRefused(
+                "--medusa-heads: a recurrent model verifies chains of drafts, and these heads make trees."
+            )
         medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
@@ -79,8 +83,12 @@ def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
 def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:
     """The directory of the EAGLE-3 drafter to use, given or the model's own. Raises StartRefused."""
     if speculation.draft_heads is not None:
+        if target.keeps_state:
+            raise StartRefused(
+                "--draft-heads: they read features of layers, which recurrent models do not give."
+            )
         return speculation.draft_heads
-    own = shipped_heads(target) if target.rewindable else None
+    own = None if target.keeps_state else shipped_heads(target)
     if own is None and speculation.speculative_method == "heads":
         raise StartRefused("--speculative-method heads: none come with this model; give --draft-heads.")
     return own
@@ -103,7 +111,9 @@ def make_decoder(
     )
     costs = PassCosts()
     policy = make_length_policy(config, costs)
-    return SpeculativeDecoder(config, sources, policy, costs, can_rewind=kv.can_rewind)
+    return SpeculativeDecoder(
+        config, sources, policy, costs, can_rewind=kv.rewindable is not Rewindable.NEVER
+    )
 
 
 def max_draft_tokens(sources: tuple[DraftSource, ...]) -> int:
@@ -114,6 +124,14 @@ def max_draft_tokens(sources: tuple[DraftSource, ...]) -> int:
 def feature_layers(sources: tuple[DraftSource, ...]) -> tuple[int, ...]:
     """The layers of the target that a drafter reads; none where none does, or only what the head reads."""
     return next((source.feature_layers for source in sources if source.feature_layers), ())
+
+
+def foreseen_draft_tokens(settings: Settings) -> int:
+    """As many as `max_draft_tokens`, or more, of settings whose drafters are not loaded yet."""
+    speculation = settings.speculation
+    if speculation.speculative_method == "none":
+        return 0
+    return speculation.num_speculative_tokens or MODEL_FREE_TOKENS
 
 
 def draft_methods(sources: tuple[DraftSource, ...]) -> tuple[str, ...]:

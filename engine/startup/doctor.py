@@ -44,7 +44,12 @@ from engine.startup.build import (
     worthwhile_threads,
 )
 from engine.startup.build_embeddings import examine_embeddings
-from engine.startup.build_speculation import draft_methods, find_heads, model_free_sources
+from engine.startup.build_speculation import (
+    draft_methods,
+    find_heads,
+    foreseen_draft_tokens,
+    model_free_sources,
+)
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 from engine.text.tokenizer import Tokenizer
@@ -241,7 +246,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
         source=kv_memory(settings, outline)[1].split()[0] if given is None else "--num-kv-blocks",
         num_full_seqs=num_blocks // needed,
         max_num_seqs=seats,
-        seats_bytes=state_bytes(outline.states, outline.dtype, seats),
+        seats_bytes=state_bytes(outline.states, outline.dtype, seats, foreseen_draft_tokens(settings)),
         num_host_blocks=host_blocks,
         host_bytes=host_blocks * block_bytes,
     )
@@ -260,10 +265,8 @@ def _examine_drafts(
 ) -> None:
     speculation = settings.speculation
     method = speculation.speculative_method
-    if method == "none" or not outline.rewindable:
+    if method == "none":
         found.drafts = DraftFacts(())
-        if method != "none":
-            found.warnings.append("A recurrent model's state cannot be cut back: nothing is drafted.")
         return
     methods = draft_methods(tuple(model_free_sources(speculation)))
     found.drafts = facts = DraftFacts(methods)

@@ -14,10 +14,11 @@ import torch
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
 from engine.compute.recurrent import mixer_kinds
-from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.runner.dummy_steps import Part, plain_sampling
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
+from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.step_records import BlockCopy
 from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
@@ -38,13 +39,13 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
-def test_every_family_is_loaded_and_is_not_rewindable(family: str, tmp_path: Path) -> None:
+def test_every_family_is_loaded_and_can_take_drafts_back(family: str, tmp_path: Path) -> None:
     settings = ModelSettings(dtype="float32", device="cpu", max_model_len=200)
     loaded = load_model(save_tiny_model(family, tmp_path), settings)
     expected = tiny_model(family).state_dict()
     for name, weights in loaded.model.state_dict().items():
         assert torch.equal(weights, expected[name]), name
-    assert not loaded.rewindable
+    assert loaded.rewindable is Rewindable.DRAFTS
     assert loaded.states == load_recurrent(family).states and len(loaded.states) == 2
     assert len(loaded.layers) == ("hybrid" in family)
     assert (loaded.max_model_len, loaded.vocab_size, loaded.eos_token_ids) == (200, 512, frozenset({2}))
@@ -60,7 +61,7 @@ def test_pieces_in_any_company_equal_the_whole(family: str) -> None:
     for _ in range(3):
         lengths = [90, 1, 23, 40, 7]
         sequences = {seat: random_tokens(rng, length) for seat, length in enumerate(lengths)}
-        memory = forward.make_memory(num_blocks=23 * 5, block_size=4, num_slots=5)
+        memory = forward.make_memory(MemorySizes(num_blocks=23 * 5, block_size=4, num_slots=5))
         steps = random_schedule(rng, lengths, max_chunk=70)
         for seat, logits in run_pieces(forward, memory, sequences, steps).items():
             expected = whole_logits(family, sequences[seat])

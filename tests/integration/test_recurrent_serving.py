@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import torch
 
 from engine.errors import OutOfDeviceMemory
-from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, read_answers
+from engine.plan.speculation.pass_costs import PassCosts
+from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.plan.step_records import BatchDecision
 from tests.support.factories import make_batcher, make_request
 from tests.support.packed import random_tokens
@@ -102,11 +108,71 @@ def test_drawn_tokens_are_the_same_alone_and_in_a_crowd(family: str) -> None:
         assert output_of(alone) == output_of(crowd[index])
 
 
+class HalfRight:
+    """Drafts what it is told that requests will say, and something else after one to five tokens."""
+
+    method, is_cheap, is_stepwise, reads_features = "ngram", True, False, False
+
+    def __init__(self, spoken: dict[str, list[int]]) -> None:
+        self.spoken = spoken
+
+    def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
+        """See Drafter."""
+        drafts = []
+        for job in jobs:
+            first = job.next_position
+            tokens = self.spoken[job.request.request_id][first : first + job.num_wanted]
+            tokens[1 + first % 5 :] = [7] * len(tokens[1 + first % 5 :])
+            drafts.append(Draft(job.request.request_id, job.epoch, first, tuple(tokens)))
+        return DraftResult(tuple(drafts), 0.0)
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        """See Drafter."""
+
+
+@pytest.mark.parametrize(
+    ("family", "num_blocks"),
+    [("mamba", 13), ("granite_hybrid", 13), ("qwen3_5_hybrid", 64), ("lfm2_hybrid", 13)],
+)
+def test_drafts_are_taken_back_from_states_and_tokens_stay_the_same(family: str, num_blocks: int) -> None:
+    """Between chunks of prompts, in a crowd, and where some are preempted."""
+    requests, expected = make_requests(temperature=0.0), reference_outputs(family)
+    drafter = HalfRight(
+        {
+            request.request_id: prompt_of(request) + output
+            for request, output in zip(requests, expected, strict=True)
+        }
+    )
+    config = SpeculationConfig(512, 6, length_policy="fixed", min_acceptance_rate=0.0)
+    costs = PassCosts()
+    sources = [DraftSource(drafter, 6)]
+    decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
+    batcher = make_batcher(max_num_seqs=4, max_num_batched_tokens=24, num_blocks=num_blocks, decoder=decoder)
+    batcher.kv.rewindable = Rewindable.DRAFTS
+    runner = make_recurrent_runner(family, num_blocks=num_blocks)
+    for request in requests:
+        batcher.add(request)
+    together = 0
+    while batcher.has_work:
+        (link,) = decoder.links
+        if jobs := link.jobs(ahead=False):
+            link.take(read_answers(jobs, drafter.draft(jobs), 512))
+        decision = batcher.step()
+        together += sum(entry.num_drafts > 0 for entry in decision.scheduled) > 1
+        if decision.inputs is not None:
+            batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert [output_of(request) for request in requests] == expected
+    stats = decoder.stats
+    assert stats.num_accepted > 10 and stats.num_proposed - stats.num_accepted > 10 and together > 3
+    assert (num_blocks == 13) == any(request.preemptions for request in requests)
+    batcher.kv.check_integrity()
+
+
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_what_makes_steps_fail_is_ended_alone_and_the_seats_serve_others(family: str) -> None:
     requests = make_requests(temperature=0.0)
     batcher = make_batcher(max_num_seqs=4, max_num_batched_tokens=16, max_decode_seqs=2)
-    batcher.kv.can_rewind = False
+    batcher.kv.rewindable = Rewindable.DRAFTS
     runner = make_recurrent_runner(family)
     for request in requests[:5]:
         batcher.add(request)
@@ -154,7 +220,7 @@ def test_a_step_that_ran_out_of_memory_is_tried_again_from_the_first_tokens(fami
         max_decode_seqs=4,
         max_model_len=64,
     )
-    kv = PagedKvManager(64, 4, 4, 16, can_rewind=False)
+    kv = PagedKvManager(64, 4, 4, 16, rewindable=Rewindable.DRAFTS)
     batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
     runner = make_recurrent_runner(family)
     for request in requests:

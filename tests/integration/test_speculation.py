@@ -113,11 +113,11 @@ async def test_greedy_text_is_the_same_by_any_verification(
         assert min(found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted) > 50
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid"])
-async def test_text_is_the_same_where_nothing_can_be_taken_back(
+@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_5_hybrid"])
+async def test_text_is_the_same_where_only_drafts_can_be_taken_back(
     family: str, world: World, fewer: list[Family], tmp_path: Path
 ) -> None:
-    """Everyone drafts, and it is only counted what might have been."""
+    """State is cut back to each draft that was accepted, in pieces of prompts and after preemption."""
     target = save_tiny_model(family, tmp_path / family)
     some = fewer[::2]
     expected = await speak_plainly(target, some)
@@ -126,5 +126,5 @@ async def test_text_is_the_same_where_nothing_can_be_taken_back(
         found = await speak_drafted(target, flags, SETTINGS[name], some, expected)
         assert differences(expected, found) == []
         assert any(map(is_cut, found.spoken.values()))
-        assert found.stats.num_fallbacks > 0
-        assert found.stats.num_proposed == found.stats.num_rounds == 0
+        assert found.stats.num_fallbacks == 0
+        assert found.stats.num_proposed > 50

@@ -87,9 +87,6 @@ def causal_classes() -> Iterator[tuple[type[PreTrainedConfig], type]]:
 def reduced_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Small enough for a forward pass in milliseconds. Raises whatever the class raises."""
     default = config_class()
-    text = default.get_text_config(decoder=True)
-    if text is not default:
-        return config_class(text_config=reduced_config(type(text)).to_dict())
     sizes = {
         name: value
         for name, value in _SIZES.items()

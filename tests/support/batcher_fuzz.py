@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import OutOfDeviceMemory
 from engine.loop.engine_parts import LaunchedStep
+from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.request import FinishReason, Request, RequestStatus, SpeculationOptions
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.in_flight import CommittedToken
@@ -81,7 +82,7 @@ class Scenario:
     length_policy: str
     awaits_drafts: bool  # the next step does
     is_late: bool  # the device computes a step when it is waited for
-    can_rewind: bool  # False: the model keeps state beside the blocks, as recurrent ones do
+    rewindable: Rewindable  # DRAFTS and NEVER: the model keeps state beside the blocks, as recurrent ones do
 
 
 class Draw(random.Random):
@@ -89,9 +90,11 @@ class Draw(random.Random):
 
     def scenario(self) -> Scenario:
         """A cache that is too small for all that want to run, and now and then no trouble beside that."""
-        can_rewind = self.random() < 0.9
+        rewindable = Rewindable.ANYWHERE
+        if self.random() > 0.85:
+            rewindable = self.choice((Rewindable.DRAFTS, Rewindable.DRAFTS, Rewindable.NEVER))
         limits = self.limits()
-        if not can_rewind:
+        if rewindable is not Rewindable.ANYWHERE:
             limits |= {"prefix_caching": False, "preemption": "recompute"}
         has_drafts = self.random() < 0.85
         return Scenario(
@@ -103,7 +106,7 @@ class Draw(random.Random):
             length_policy=self.choice(("fixed", "fixed", "threshold", "goodput")),
             awaits_drafts=self.random() < 0.2,
             is_late=self.random() < 0.5,
-            can_rewind=can_rewind,
+            rewindable=rewindable,
         )
 
     def limits(self) -> dict[str, Any]:
@@ -260,7 +263,7 @@ class Run:
     alive: dict[str, Request] = field(default_factory=dict)
     right: dict[str, list[int]] = field(default_factory=dict)
     flying: list[Flight] = field(default_factory=list)
-    states: dict[str, int] = field(default_factory=dict)  # tokens that the state of each has seen
+    states: dict[str, range] = field(default_factory=dict)  # tokens that the state of each has seen
     last_was_empty: bool = False
     failed_in_a_row: int = 0
 
@@ -271,7 +274,7 @@ class Run:
         self.batcher: ContinuousBatcher = make_batcher(
             **scenario.limits, clock=self.clock, decoder=self.decoder
         )
-        self.batcher.kv.can_rewind = scenario.can_rewind
+        self.batcher.kv.rewindable = scenario.rewindable
         faults = Faults(scenario.rates.bad_pass, draw)
         self.drafters = list(scenario.drafters)
         self.asked: list[list[DraftJob]] = [[] for _ in self.drafters]
@@ -299,7 +302,9 @@ class Run:
             max_draft_tokens=max(1, scenario.longest_draft),
             length_policy=scenario.length_policy,  # type: ignore[arg-type]
         )
-        decoder = make_decoder(shape, scenario.drafters, can_rewind=scenario.can_rewind)
+        decoder = make_decoder(
+            shape, scenario.drafters, can_rewind=scenario.rewindable is not Rewindable.NEVER
+        )
         if scenario.awaits_drafts:
             decoder.begin_step(decoder.links)
         return decoder
@@ -432,7 +437,7 @@ class Run:
         """Each token has the slot of its place in its own sequence, and state goes on where it is."""
         kv = self.batcher.kv
         slots: list[int] = []
-        for name, first, count, _, _ in decision.scheduled:
+        for name, first, count, _, num_drafts in decision.scheduled:
             held = kv.block_ids(name)
             assert first + count <= len(held) * kv.block_size, (
                 f"{name} has no block for token {first + count - 1}"
@@ -441,8 +446,8 @@ class Run:
                 held[position // kv.block_size] * kv.block_size + position % kv.block_size
                 for position in range(first, first + count)
             ]
-            assert self.scenario.can_rewind or first in (0, self.states.get(name))
-            self.states[name] = first + count
+            assert not kv.keeps_state or first == 0 or first in self.states.get(name, ())
+            self.states[name] = range(first + count - num_drafts, first + count + 1)
         assert inputs.slot_mapping.tolist() == slots
 
     def _check_writes(self) -> None:
@@ -484,7 +489,7 @@ class Run:
         self.flying.clear()
         self.failed_in_a_row += 1
         if isinstance(error, OutOfDeviceMemory):
-            if self.failed_in_a_row == 1 or not self.scenario.can_rewind:
+            if self.failed_in_a_row == 1 or self.batcher.kv.keeps_state:
                 self.seen["out of memory"] += 1
                 self.batcher.preempt_for_memory(decision)
             else:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import RecurrentForward, SequenceMemory
+from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward, SequenceMemory
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
 from engine.compute.sampling.sampler import Sampler
@@ -57,7 +57,7 @@ def make_recurrent_runner(
     """A runner over the shared tiny model."""
     loaded = load_recurrent(family, dtype)
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    return RecurrentRunner(loaded, num_blocks, BLOCK_SIZE, num_slots, sampler, max_drafts)
+    return RecurrentRunner(loaded, MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts), sampler)
 
 
 def pack_slots(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:

@@ -147,12 +147,13 @@ def _shown(token: str | None) -> str:
 def _load(directory: Path, settings: ModelSettings, max_model_len: int) -> LoadedModel:
     """The model with as much context as it has, at most `max_model_len`."""
     architecture = read_architecture(directory)
-    if architecture.model_class._is_stateful:
-        raise UnsupportedModel(
-            f"{architecture.model_class.__name__} cannot draft: it carries recurrent state, which does not "
-            "rewind when a draft is rejected."
-        )
     config = architecture.text_config
     limits = (getattr(config, "max_position_embeddings", None), exact_context_limit(config), max_model_len)
     longest = min(limit for limit in limits if limit is not None)
-    return load_model(directory, settings.model_copy(update={"max_model_len": longest}))
+    loaded = load_model(directory, settings.model_copy(update={"max_model_len": longest}))
+    if loaded.keeps_state:
+        raise UnsupportedModel(
+            f"{architecture.model_class.__name__} cannot draft: it carries recurrent state, of which too "
+            "little can be taken back when drafts are rejected."
+        )
+    return loaded

@@ -42,6 +42,7 @@ from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
+from engine.plan.kv.paged_kv_manager import Rewindable
 
 log = logging.getLogger("slipstream.model")
 
@@ -89,9 +90,14 @@ class LoadedModel:
         return self.kept_kv or self.dtype
 
     @property
-    def rewindable(self) -> bool:
-        """Whether a sequence can be cut back to fewer tokens: not where a state has taken them in."""
-        return not self.states
+    def keeps_state(self) -> bool:
+        """Whether anything but K/V is carried from token to token."""
+        return bool(self.states)
+
+    @property
+    def rewindable(self) -> Rewindable:
+        """How far a sequence can be cut back: a state keeps out no more than the drafts of a step."""
+        return Rewindable.DRAFTS if self.keeps_state else Rewindable.ANYWHERE
 
 
 def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:

@@ -79,14 +79,17 @@ def read_architecture(directory: Path) -> Architecture:
 def find_text_half(config: PreTrainedConfig, directory: Path | None = None) -> PreTrainedConfig | None:
     """The configuration of the language model in one that sees or hears as well; None where there is none.
 
-    None, too, where transformers itself loads the language model alone. Whether the output embedding is one
-    of its own the weights in `directory` tell, for configurations do not agree on who says it.
+    None, too, where the class for the whole configuration is the language model's alone and takes it. Whether
+    the output embedding is one of its own the weights in `directory` tell, for configurations do not agree on
+    who says it.
     """
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not _is_whole(config, find_model_class(config)):
-        return None
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = find_model_class(config)
+        if model_class.config_class is type(config) and not _is_whole(config, model_class):
+            return None
     half: PreTrainedConfig = copy.deepcopy(text)
     half.architectures = None
     for name in ("eos_token_id", "dtype", "quantization_config"):

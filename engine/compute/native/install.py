@@ -83,7 +83,7 @@ def usable_build(loaded: LoadedModel, asked: str) -> KernelBuild:
     """
     if loaded.device.type != "cpu":
         raise NativeUnavailable(f"they are for CPUs, the model is on {loaded.device}")
-    if not loaded.rewindable:
+    if loaded.keeps_state:
         raise NativeUnavailable("the model keeps recurrent states")
     if not is_known(loaded.model):
         raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")

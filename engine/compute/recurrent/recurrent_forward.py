@@ -23,6 +23,15 @@ from engine.compute.recurrent.slot_states import SlotStates
 from engine.plan.step_records import StepInputs
 
 
+class MemorySizes(NamedTuple):
+    """How much a runner keeps of how many sequences. `max_drafts` tokens of each may be cut off again."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    max_drafts: int = 0
+
+
 class SequenceMemory(NamedTuple):
     """What a pass reads and writes: paged K/V of the layers that attend, slots of those that do not."""
 
@@ -42,14 +51,12 @@ class RecurrentForward:
         self._mixers = install_mixers(loaded.model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
-    def make_memory(
-        self, num_blocks: int, block_size: int, num_slots: int, max_drafts: int = 0
-    ) -> SequenceMemory:
-        """Zeros of the model's shape. Up to `max_drafts` tokens of each slot may be cut off again."""
+    def make_memory(self, sizes: MemorySizes) -> SequenceMemory:
+        """Zeros of the model's shape."""
         loaded = self.loaded
         return SequenceMemory(
-            KvTensors(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device),
-            SlotStates(loaded.states, num_slots, loaded.dtype, loaded.device, max_drafts),
+            KvTensors(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device),
+            SlotStates(loaded.states, sizes.num_slots, loaded.dtype, loaded.device, sizes.max_drafts),
         )
 
     def __call__(self, inputs: StepInputs, memory: SequenceMemory) -> torch.Tensor:

@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
-from engine.compute.verification.verifier import MatchVerifier
+from engine.compute.verification.verifier import make_verifier
 from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
+from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
@@ -34,17 +35,15 @@ class RecurrentRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        num_blocks: int,
-        block_size: int,
-        num_slots: int,
+        sizes: MemorySizes,
         sampler: Sampler,
-        max_drafts: int = 0,
+        verification: Verification = "match",
     ) -> None:
         self._forward = RecurrentForward(loaded)
         self._sampler = sampler
-        self._verifier = MatchVerifier(sampler)
+        self._verifier = make_verifier(verification, sampler)
         self._scorer = PromptScorer(loaded)
-        self._memory = self._forward.make_memory(num_blocks, block_size, num_slots, max_drafts)
+        self._memory = self._forward.make_memory(sizes)
         self.kv = self._memory.kv
         self.states = self._memory.states
 
@@ -87,7 +86,7 @@ class RecurrentRunner:
         block_size = self.kv.block_size
         length = min(_WARM_UP_TOKENS, self._forward.loaded.max_model_len)
         num_blocks = -(-length // block_size)
-        memory = self._forward.make_memory(2 * num_blocks, block_size, num_slots=2)
+        memory = self._forward.make_memory(MemorySizes(2 * num_blocks, block_size, num_slots=2))
         blocks = (range(num_blocks), range(num_blocks, 2 * num_blocks))
         tokens = [0] * length
         single = [Part(tokens, 0, 1, blocks[slot]) for slot in range(2)]

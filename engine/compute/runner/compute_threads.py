@@ -49,7 +49,7 @@ def choose_threads(
 
     Only models on the CPU whose steps can be made up are tried; others keep the first.
     """
-    if loaded.device.type != "cpu" or not loaded.rewindable or len(counts) == 1:
+    if loaded.device.type != "cpu" or loaded.keeps_state or len(counts) == 1:
         use_threads(loaded, counts[0])
         return ThreadChoice(counts[0], {})
     return fastest(_decode_step(loaded), counts, partial(use_threads, loaded), clock)

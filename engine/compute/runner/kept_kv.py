@@ -26,7 +26,7 @@ def with_kept_kv(loaded: LoadedModel, settings: CacheSettings) -> LoadedModel:
         return loaded
     if loaded.device.type != "cpu":
         raise _refusal(f"it is for CPUs, the model is on {loaded.device}")
-    if not loaded.rewindable:
+    if loaded.keeps_state:
         raise _refusal("the model keeps recurrent states")
     if odd := [dim for layer in loaded.layers for dim in (layer.key_dim, layer.value_dim) if dim % 4]:
         raise _refusal(f"heads of {odd[0]} numbers are no multiple of 4")

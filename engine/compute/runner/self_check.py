@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import UnsupportedModel
@@ -130,7 +130,7 @@ def _on_scratch(
     if isinstance(forward, PackedForward):
         kv = forward.make_kv(num_blocks, _BLOCK_SIZE, kept)
         return lambda inputs: forward(inputs, kv)
-    memory = forward.make_memory(num_blocks, _BLOCK_SIZE, num_slots=len(_LENGTHS))
+    memory = forward.make_memory(MemorySizes(num_blocks, _BLOCK_SIZE, len(_LENGTHS)))
     return lambda inputs: forward(inputs, memory)
 
 

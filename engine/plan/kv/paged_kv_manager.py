@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain
 
 import numpy as np
@@ -27,6 +28,14 @@ class _Sequence:
     is_suspect: bool = False
 
 
+class Rewindable(Enum):
+    """Which tokens of a sequence a model can take back once they are computed."""
+
+    ANYWHERE = "any"  # all it knows of them lies in blocks
+    DRAFTS = "drafts"  # those that its last step verified
+    NEVER = "none"
+
+
 class PagedKvManager:
     """Maps each sequence's token positions onto fixed blocks of `block_size` tokens.
 
@@ -36,8 +45,8 @@ class PagedKvManager:
     unknown request id is a KeyError.
 
     `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
-    them, and `host` has the KV of swapped-out sequences. `can_rewind` is False for models that keep state
-    outside the blocks: their sequences can be neither cut nor forked.
+    them, and `host` has the KV of swapped-out sequences. Sequences of a model that `keeps_state` outside the
+    blocks can be neither shared, forked nor swapped, and cut only as far as it is `rewindable`.
 
     KV is *suspect* from `mark_kv_suspect` until `mark_kv_good`: it may be non-finite. Blocks that a suspect
     sequence leaves are zeroed before the next pass, since a NaN spoils a weighted sum even at weight zero.
@@ -52,11 +61,11 @@ class PagedKvManager:
         max_blocks_per_seq: int,
         num_host_blocks: int = 0,
         *,
-        can_rewind: bool = True,
+        rewindable: Rewindable = Rewindable.ANYWHERE,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.can_rewind = can_rewind
+        self.rewindable = rewindable
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = min(max_blocks_per_seq, num_blocks)
         self.max_tokens_per_seq = self.max_blocks_per_seq * block_size  # of one that is alone
@@ -69,6 +78,11 @@ class PagedKvManager:
         self._scrub_blocks: list[int] = []
         self._scrubs_in_flight: deque[tuple[int, ...]] = deque()  # a step's each, oldest first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if the model carries something from token to token that lies in no block."""
+        return self.rewindable is not Rewindable.ANYWHERE
 
     @property
     def num_used_blocks(self) -> int:
@@ -196,11 +210,12 @@ class PagedKvManager:
         """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
         Stale slots are overwritten before they are read again. A published block that is cut in its middle
-        needs `copy_on_write` before it is written. Raises RewindError: NOT_SUPPORTED unless `can_rewind`,
-        POSITION_BEYOND_END if the sequence holds fewer tokens.
+        needs `copy_on_write` before it is written. Raises RewindError: NOT_SUPPORTED if the model is NEVER
+        rewindable, POSITION_BEYOND_END if the sequence holds fewer tokens. That DRAFTS lets no other token be
+        cut off is the caller's to keep.
         """
         sequence = self._sequences[request_id]
-        if not self.can_rewind:
+        if self.rewindable is Rewindable.NEVER:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED,
                 "this model keeps state that cannot be cut back to an earlier token",

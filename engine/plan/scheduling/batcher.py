@@ -300,7 +300,7 @@ class ContinuousBatcher:
         requests = self.abandon(decision)
         blamed = self._planner.search.failed(requests)
         for request in requests:
-            num_good = request.num_computed_tokens // self.kv.block_size if self.kv.can_rewind else 0
+            num_good = request.num_computed_tokens // self.kv.block_size if not self.kv.keeps_state else 0
             request.recompute_from(num_good * self.kv.block_size)
             self.kv.scrub(self.kv.block_ids(request.request_id)[num_good:])
         for request in blamed:
@@ -318,7 +318,7 @@ class ContinuousBatcher:
         requests = sorted((item.request for item in items), key=self._policy.key)
         self.abandon(decision)
         self._planner.allow_less(decision.num_tokens // 2)
-        if self.kv.can_rewind:
+        if not self.kv.keeps_state:
             lower = [r for r in requests[(len(requests) + 1) // 2 :] if self.running.may_preempt(r)]
         else:
             lower = [r for r in requests if r.status is RequestStatus.RUNNING]

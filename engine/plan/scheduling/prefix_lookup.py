@@ -117,7 +117,7 @@ class PrefixLookup:
 
     def _may_fork(self, request: Request) -> bool:
         is_new = request.status is RequestStatus.WAITING
-        return is_new and request.fork_of is not None and self._kv.can_rewind
+        return is_new and request.fork_of is not None and not self._kv.keeps_state
 
     def _num_findable(self, request: Request) -> int:
         """Full blocks that the request need not compute; it computes at least one token."""

@@ -197,7 +197,7 @@ class StepPlanner:
 
     def _leader(self, request: Request) -> str | None:
         """What to hold a waiting request for, so as not to compute what is being computed or is on disk."""
-        parent = self._queue.get(request.fork_of or "") if self._running.kv.can_rewind else None
+        parent = self._queue.get(request.fork_of or "") if not self._running.kv.keeps_state else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
         leader = self._running.lookup.leader(request)

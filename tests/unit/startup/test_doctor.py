@@ -216,12 +216,15 @@ def test_a_draft_model_is_weighed_and_its_vocabulary_compared(model: Path, tmp_p
     assert "has another vocabulary than the target" in problem
 
 
-def test_a_recurrent_model_drafts_nothing_and_says_so(tmp_path: Path) -> None:
-    settings = settings_for(save_tiny_model(RECURRENT_FAMILIES[0], tmp_path), "--max-model-len", "64")
-    found = diagnose(settings)
-    assert found.drafts is not None and found.drafts.methods == ()
-    assert found.cache is not None and found.cache.seats_bytes > 0 and found.cache.num_host_blocks == 0
-    assert found.warnings == ["A recurrent model's state cannot be cut back: nothing is drafted."]
+def test_a_recurrent_model_drafts_and_the_rows_of_drafts_are_counted(tmp_path: Path) -> None:
+    model = save_tiny_model(RECURRENT_FAMILIES[0], tmp_path)
+    flags = ("--max-model-len", "64", "--max-num-seqs", "4")
+    found = diagnose(settings_for(model, *flags))
+    without = diagnose(settings_for(model, *flags, "--speculative-method", "none"))
+    assert found.drafts is not None and "ngram" in found.drafts.methods
+    assert found.cache is not None and without.cache is not None
+    assert found.cache.seats_bytes > without.cache.seats_bytes > 0 == found.cache.num_host_blocks
+    assert found.warnings == without.warnings == []
 
 
 def test_a_dtype_that_the_cpu_lacks_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     Mistral3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5Config,
 )
 
 from config import ModelSettings
@@ -65,6 +66,11 @@ COMPOSITES: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
         Gemma3Config,
         "gemma3",
         {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    ),
+    "qwen3_5": (
+        Qwen3_5Config,
+        "qwen3_5_hybrid",
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 64},
     ),
     "mistral3": (Mistral3Config, "mistral", {"model_type": "pixtral", "image_size": 28, "patch_size": 14}),
 }
