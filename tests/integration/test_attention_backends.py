@@ -44,6 +44,7 @@ def attend_both(
     block_size: int = 16,
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
+    has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same layer of the same step by the CPU backend and by the reference, over equal noise."""
     inputs, num_blocks = make_step(chunks, block_size)
@@ -60,7 +61,8 @@ def attend_both(
                 (num_tokens, layer.num_kv_heads, layer.value_dim),
             ]
             query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-            call = LayerCall(0, 0.3, layer.window, softcap)
+            sinks = torch.randn(shapes[0][1], generator=generator) * 3 if has_sinks else None
+            call = LayerCall(0, 0.3, layer.window, softcap, layer.chunk, sinks)
             results.append(context.attend(query, key, value, call))
     return results[0], results[1]
 
@@ -82,6 +84,19 @@ def test_a_mixed_step(block_size: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 16, 33, 512, 5000])
 def test_windows_of_every_size(window: int) -> None:
     assert_equal(attend_both(MIXED, LayerKv(2, 16, 16, window)))
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 33, 512, 5000])
+def test_chunks_of_every_size(chunk: int) -> None:
+    assert_equal(attend_both(MIXED, LayerKv(2, 16, 16, chunk=chunk)))
+
+
+@pytest.mark.parametrize("layer", [GROUPED, LayerKv(2, 16, 16, 33), LayerKv(2, 16, 16, chunk=33)])
+def test_sinks(layer: LayerKv) -> None:
+    """Alone, beside a soft cap, and for the one decode that a fused call would take."""
+    assert_equal(attend_both(MIXED, layer, has_sinks=True))
+    assert_equal(attend_both(MIXED, layer, softcap=2.0, has_sinks=True))
+    assert_equal(attend_both([(200, 1)], layer, has_sinks=True))
 
 
 @pytest.mark.parametrize("window", [None, 33])

@@ -17,7 +17,7 @@ from tests.support.packed import (
     random_tokens,
     run_schedule,
 )
-from tests.support.tiny_models import FAMILIES, WINDOW
+from tests.support.tiny_models import FAMILIES, PECULIAR_FAMILIES, WINDOW
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
 BLOCK_SIZES = (4, 16)
@@ -108,6 +108,28 @@ def test_equal_runs_of_several_tokens(family: str, query_len: int, backend: Atte
     steps: list[list[tuple[int, int]]] = [list(enumerate(prompts))]
     steps += [[(index, query_len) for index in (2, 0, 3, 1)] for _ in range(2)]
     check(family, backend, 4, [prompt + 2 * query_len for prompt in prompts], steps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", PECULIAR_FAMILIES)
+def test_sinks_chunks_and_shared_keys(family: str, backend: AttentionBackend) -> None:
+    """Far beyond the window, in mixed steps; the forward pass to compare with is another instance's."""
+    rng = np.random.default_rng(0)
+    lengths = [37, 9, 5 * WINDOW + 3, 5]
+    sequences = [random_tokens(rng, length) for length in lengths]
+    expected = [plain_logits(load_tiny(family), tokens) for tokens in sequences]
+    steps = random_schedule(rng, lengths, max_chunk=14)
+    packed = run_schedule(packed_forward(load_tiny(family), backend), sequences, steps, 4, rng)
+    for logits, plain in zip(packed, expected, strict=True):
+        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_shared_keys_and_values_are_kept_once() -> None:
+    loaded = load_tiny("gemma3n")
+    assert [layer.shares for layer in loaded.layers] == [None, None, 0, 1]
+    kv = packed_forward(loaded, CpuAttention()).make_kv(3, 4)
+    assert len(kv.tensors) == 4 and kv.keys[2] is kv.keys[0] and kv.values[3] is kv.values[1]
+    assert kv.block_bytes == sum(tensor[0].nbytes for tensor in kv.tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

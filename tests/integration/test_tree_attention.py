@@ -165,6 +165,8 @@ def expected_attention(
         for draft in range(-1, len(parents)):
             places = [*range(context + 1), *(context + 1 + node for node in branch(parents, draft))]
             places = places[-call.window :] if call.window else places
+            depth = context + len(branch(parents, draft))  # the token's position
+            places = places[-(depth % call.chunk + 1) :] if call.chunk else places
             slots = [
                 table[place // kv.block_size] * kv.block_size + place % kv.block_size for place in places
             ]
@@ -173,20 +175,27 @@ def expected_attention(
             scores = torch.einsum("hd,phd->hp", query[row], seen) * call.scaling
             if call.softcap:
                 scores = (scores / call.softcap).tanh() * call.softcap
-            weights = scores.softmax(-1)
+            if call.sinks is not None:
+                scores = torch.cat((scores, call.sinks[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(slots)]
             rows.append(torch.einsum("hp,phd->hd", weights, values[slots].repeat_interleave(heads, dim=1)))
             row += 1
     return torch.stack(rows)
 
 
 def check_layer(
-    verified: Sequence[Verified], window: int | None = None, softcap: float | None = None, block_size: int = 4
+    verified: Sequence[Verified],
+    window: int | None = None,
+    softcap: float | None = None,
+    block_size: int = 4,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Both backends against the lists of slots."""
     inputs, num_blocks = make_step(verified, block_size)
     num_tokens = len(inputs.token_ids)
-    layer = LayerKv(2, 8, 6, window)
-    call = LayerCall(0, 0.3, window, softcap)
+    layer = LayerKv(2, 8, 6, window, chunk)
+    call = LayerCall(0, 0.3, window, softcap, chunk, sinks)
     with torch.inference_mode():
         for backend in (CpuAttention(), ReferenceAttention()):
             generator = torch.Generator().manual_seed(1)
@@ -215,6 +224,18 @@ def test_any_trees(
     verified: list[Verified], window: int | None, softcap: float | None, block_size: int
 ) -> None:
     check_layer(verified, window, softcap, block_size)
+
+
+@settings(max_examples=share_of(40), deadline=None)
+@given(
+    verified=st.lists(verified_sequences(), min_size=1, max_size=6),
+    chunk=st.one_of(st.none(), st.integers(1, 30)),
+    block_size=st.sampled_from([1, 4, 16]),
+)
+def test_any_trees_beside_sinks_and_in_chunks(
+    verified: list[Verified], chunk: int | None, block_size: int
+) -> None:
+    check_layer(verified, chunk=chunk, block_size=block_size, sinks=torch.linspace(-3, 3, 6))
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 40])

@@ -25,6 +25,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    "floor_scale": 8,
     "head_dim": 16,
     "global_head_dim": 16,
     "rotary_dim": 8,
@@ -61,6 +62,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "minicpm3": {"head_dim": None},
     "deepseek_v2": {"num_experts_per_tok": 2},  # no default
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
+    "gemma4_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -102,6 +105,9 @@ def reduced_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         sizes["layer_types"] = _few(layer_types)
     if getattr(default, "mlp_layer_types", None):
         sizes["mlp_layer_types"] = list(default.mlp_layer_types[:NUM_LAYERS])
+    text = default.get_text_config(decoder=True)
+    if "text_config" in config_class.sub_configs and text is not default:
+        sizes["text_config"] = reduced_config(type(text)).to_dict()
     return config_class(**(sizes | own))
 
 

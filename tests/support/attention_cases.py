@@ -49,11 +49,21 @@ def matrix(scale: int) -> dict[str, Noise]:
         "a tree beyond a tile, window": Noise(
             [random_tree(np.random.default_rng(1), 30, 70)], LayerKv(1, 16, 16, 9)
         ),
+        "a tree beyond a tile, chunks": Noise(
+            [random_tree(np.random.default_rng(1), 30, 70)], LayerKv(1, 16, 16, chunk=12)
+        ),
+        "sinks": replace(plain, has_sinks=True),
+        "sinks, soft cap and window": replace(
+            plain, layer=LayerKv(2, 16, 16, 20), softcap=2.0, has_sinks=True
+        ),
+        "sinks of a long context": Noise([Chunk(700 * scale)], has_sinks=True),
         "soft cap": replace(plain, softcap=2.0),
         "soft cap and window": replace(plain, layer=LayerKv(2, 16, 16, 20), softcap=2.0),
     }
     for window in (1, 2, 17, 64, 100, 5000):
         found[f"window {window}"] = replace(plain, layer=LayerKv(2, 16, 16, window))
+    for chunk in (1, 7, 64, 5000):
+        found[f"chunks of {chunk}"] = replace(plain, layer=LayerKv(2, 16, 16, chunk=chunk))
     for block_size in (1, 5, 8, 32, 1024):
         found[f"blocks of {block_size}"] = replace(plain, block_size=block_size)
     for group, heads in ((1, 2), (2, 2), (4, 2), (5, 1), (8, 1), (9, 1), (20, 1)):

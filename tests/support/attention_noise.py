@@ -10,7 +10,7 @@ import torch
 
 from engine.compute.attention import AttentionBackend, AttentionContext, LayerCall
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.layer_kv import LayerKv, Reach
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs
 
@@ -37,6 +37,7 @@ class Noise:
     block_size: int = 16
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
+    has_sinks: bool = False
 
 
 def tree(context: int, parents: Sequence[int]) -> Chunk:
@@ -85,7 +86,7 @@ def attend(
 
     with torch.inference_mode():
         kv = KvTensors((layer,), num_blocks, noise.block_size, dtype, device, kept)
-        hidden = torch.from_numpy(hidden_slots(inputs, num_blocks, noise.block_size, layer.window)).to(device)
+        hidden = torch.from_numpy(hidden_slots(inputs, num_blocks, noise.block_size, layer.reach)).to(device)
         everywhere = []
         for dim in (layer.key_dim, layer.value_dim):
             tensor = draw(num_blocks, layer.num_kv_heads, noise.block_size, dim)
@@ -98,14 +99,16 @@ def attend(
         key = draw(layer.num_kv_heads, num_tokens, layer.key_dim).transpose(0, 1)
         value = draw(num_tokens, layer.num_kv_heads, layer.value_dim)
         context = AttentionContext(inputs, kv, backend)
-        return context.attend(query, key, value, LayerCall(0, 0.3, layer.window, noise.softcap)).float().cpu()
+        sinks = draw(num_heads) * 3 if noise.has_sinks else None
+        call = LayerCall(0, 0.3, layer.window, noise.softcap, layer.chunk, sinks)
+        return context.attend(query, key, value, call).float().cpu()
 
 
-def hidden_slots(inputs: StepInputs, num_blocks: int, block_size: int, window: int | None) -> np.ndarray:
+def hidden_slots(inputs: StepInputs, num_blocks: int, block_size: int, reach: Reach | None) -> np.ndarray:
     """Which slots lie outside what the step's tokens see or write: [num_blocks * block_size]."""
     hidden = np.ones(num_blocks * block_size, dtype=np.bool_)
     for row, (query_len, kv_len) in enumerate(zip(inputs.query_lens, inputs.kv_lens, strict=True)):
         context = kv_len - query_len
-        places = np.arange(0 if window is None else max(0, context - window + 1), kv_len)
+        places = np.arange(0 if reach is None else max(0, reach.first(int(context))), kv_len)
         hidden[inputs.block_tables[row, places // block_size] * block_size + places % block_size] = False
     return hidden

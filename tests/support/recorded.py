@@ -49,7 +49,7 @@ class TabledStep:
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         layer = self._kv.layers[call.layer]
-        self._tables.work(HeadShape(query.shape[1], layer.num_kv_heads, call.window))  # is reserved
+        self._tables.work(HeadShape(query.shape[1], layer.num_kv_heads, call.reach))  # is reserved
         output = query.new_full((*query.shape[:2], layer.value_dim), torch.nan)
         inputs = self._inputs()
         if inputs is not None:

@@ -20,12 +20,16 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
     Mamba2Config,
@@ -109,6 +113,39 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "granite": lambda: GraniteConfig(**_GROUPED, **_SCALED),
 }
 
+_OF_BOTH_KINDS = ["sliding_attention", "full_attention"] * 2
+# What attends in a way of its own: with sinks, in chunks, to the keys and values of another layer.
+_PECULIAR_CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": lambda: GptOssConfig(
+        **_GROUPED_16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "llama4": lambda: Llama4TextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 4},
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        attention_chunk_size=WINDOW,
+        floor_scale=4,
+    ),
+    "gemma3n": lambda: Gemma3nTextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        layer_types=_OF_BOTH_KINDS,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.5, 0.0, 0.5, 0.0],
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=16,
+    ),
+    "gemma4": lambda: Gemma4TextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        global_head_dim=32,
+        layer_types=_OF_BOTH_KINDS,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=16,
+    ),
+}
+
 _RECURRENT: dict[str, Any] = {
     name: _COMMON[name]
     for name in _COMMON
@@ -159,6 +196,7 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
+PECULIAR_FAMILIES: tuple[str, ...] = tuple(_PECULIAR_CONFIGS)  # so do these
 RECURRENT_FAMILIES: tuple[str, ...] = tuple(_RECURRENT_CONFIGS)  # some or all carry a state instead
 
 
@@ -167,7 +205,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
     `changes` are set in it afterwards.
     """
-    config = (_CONFIGS | _RECURRENT_CONFIGS)[family]()
+    config = (_CONFIGS | _PECULIAR_CONFIGS | _RECURRENT_CONFIGS)[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     return config

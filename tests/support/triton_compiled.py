@@ -39,9 +39,16 @@ class Model(NamedTuple):
     dtype: str = "bf16"
     has_window: bool = False
     has_cap: bool = False
+    has_sinks: bool = False
 
 
-MODELS = (Model(128, 4), Model(256, 2, has_window=True, has_cap=True), Model(64, 9), Model(128, 4, "fp32"))
+MODELS = (
+    Model(128, 4),
+    Model(64, 8, has_window=True, has_sinks=True),
+    Model(256, 2, has_window=True, has_cap=True),
+    Model(64, 9),
+    Model(128, 4, "fp32"),
+)
 
 
 def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
@@ -61,6 +68,7 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
                 has_cap=model.has_cap,
                 has_window=model.has_window,
                 has_trees=kind.expects_trees,
+                has_sinks=model.has_sinks,
             ).fitted(itemsize, SHARED_MEMORY[capability])
             yield f"{kind.name} {model.dim}x{model.group} {model.dtype}", tile, itemsize
 
@@ -87,7 +95,7 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
         return "constexpr"
     if name in ("log_min_p", "scores"):
         return "*fp64"
-    if name in ("query", "key", "value", "keys", "values", "output", "logits", "best"):
+    if name in ("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"):
         return f"*{dtype}"
     if name in ("partial_sums", "partial_weights", "temperature"):
         return "*fp32"
@@ -130,7 +138,7 @@ def main() -> int:
                 f"{registers} registers, {stack} bytes of stack, {shared} of {limit} shared"
                 f"{'' if is_good else ' <- too much'}"
             )
-        merge = {"NUM_HEADS": 32, "DIM": 128, "PADDED": 128, "AT_ONCE": 16}
+        merge = {"HAS_SINKS": True, "NUM_HEADS": 32, "DIM": 128, "PADDED": 128, "AT_ONCE": 16}
         print(capability, "merge:", *compile_kernel(merge_kernel, "bf16", merge, capability))
         dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
         store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}

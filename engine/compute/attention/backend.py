@@ -7,16 +7,28 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import Reach
 from engine.plan.step_records import StepInputs
 
 
 class LayerCall(NamedTuple):
-    """How one layer attends. `window` and `softcap` None mean all positions and plain scores."""
+    """How one layer attends. `window` and `softcap` None mean all positions and plain scores.
+
+    With `chunk` a token sees its own chunk of so many positions alone. `sinks` [num_heads] are scores that
+    take part in their heads' softmax and bring no value, as gpt-oss has them (StreamingLLM, Xiao et al.).
+    """
 
     layer: int
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def reach(self) -> Reach | None:
+        """How far back a token sees, None for all that is before it."""
+        return Reach.of(self.window, self.chunk)
 
 
 class StepAttention(Protocol):
@@ -30,7 +42,7 @@ class StepAttention(Protocol):
         """Attend from the packed `query` [num_tokens, num_heads, key_dim] to each sequence's own positions.
 
         The step's keys and values are in the tensors already. Gives [num_tokens, num_heads, value_dim] in
-        packed order. A token sees positions up to its own, the newest `window` of them; among drafts that
+        packed order. A token sees positions up to its own, as far back as `call.reach`; among drafts that
         form a tree, those of its own branch only.
         """
         ...

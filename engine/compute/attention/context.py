@@ -26,9 +26,11 @@ class AttentionContext:
     ) -> torch.Tensor:
         """Attend from [num_tokens, num_heads, key_dim]; `key` and `value` are the step's new ones.
 
-        Gives [num_tokens, num_heads, value_dim]. Everything attention costs in a layer happens in here.
+        Gives [num_tokens, num_heads, value_dim]. A layer that shares another's keys and values gets those,
+        which are in their pages already. Everything attention costs in a layer happens in here.
         """
-        self._step.write(call.layer, key, value)
+        if self.kv.layers[call.layer].shares is None:
+            self._step.write(call.layer, key, value)
         return self._step.attend(query, call)
 
     @property

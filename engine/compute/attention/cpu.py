@@ -81,7 +81,7 @@ class CpuStep:
         shape = (group.num_sequences, group.query_len, layer.num_kv_heads, -1, layer.key_dim)
         query = query.view(shape).transpose(1, 2)  # [n, kv_heads, query_len, heads of each, dim]
         parts = []
-        for tile in group.tiles(call.window):
+        for tile in group.tiles(call.reach):
             keys, values = self._kv.gather(call.layer, tile.index(self._kv, layer.num_kv_heads))
             keys = keys.view(*query.shape[:2], -1, layer.key_dim)  # [n, kv_heads, positions, dim]
             values = values.view(*query.shape[:2], -1, layer.value_dim)
@@ -98,7 +98,7 @@ def attend_tile(
     `keys` and `values` are [n, kv_heads, positions, dim]. Gives [n, kv_heads, tile, heads of each, dim].
     """
     shape = query.shape[:4]
-    if tile.fused and call.softcap is None:
+    if tile.fused and call.softcap is None and call.sinks is None:
         mask = None if tile.mask is None else tile.mask.squeeze(3)
         attended = F.scaled_dot_product_attention(
             query.squeeze(2), keys, values, attn_mask=mask, scale=call.scaling
@@ -114,5 +114,16 @@ def attend_tile(
         scores = scores.float().div_(call.softcap).tanh_().mul_(call.softcap)
     if tile.mask is not None:
         scores.view(*shape, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
-    attended = torch.bmm(scores.softmax(-1).to(values.dtype), values.flatten(0, 1))
+    weights = scores.softmax(-1) if call.sinks is None else _beside_sinks(scores.view(*shape, -1), call.sinks)
+    attended = torch.bmm(weights.to(values.dtype), values.flatten(0, 1))
     return attended.view(*shape, -1)
+
+
+def _beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The weights of `scores` in a softmax with each head's sink.
+
+    From [n, kv_heads, tile, heads of each, positions] to [n * kv_heads, tile * heads of each, positions].
+    """
+    sinks = sinks.float().view(scores.shape[1], 1, -1, 1).expand(*scores.shape[:4], 1)
+    weights = torch.cat((scores.float(), sinks), dim=-1).softmax(-1)[..., :-1]
+    return weights.reshape(scores.shape[0] * scores.shape[1], -1, scores.shape[4])

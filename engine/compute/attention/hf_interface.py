@@ -72,6 +72,7 @@ def _read_options(
     scaling = options.pop("scaling", None)
     window = options.pop("sliding_window", None)
     softcap = options.pop("softcap", None)
+    sinks = options.pop("s_aux", None)
     if options.pop("dropout", 0.0):
         raise _refusal(module, "its attention drops out")
     if options.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
@@ -88,9 +89,8 @@ def _read_options(
             f"layer {layer} attends with sliding_window {window}, its K/V shape says "
             f"{context.kv.layers[layer].window}",
         )
-    return context, LayerCall(
-        layer, query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap
-    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return context, LayerCall(layer, scaling, window, softcap, context.kv.layers[layer].chunk, sinks)
 
 
 def _layer_index(module: nn.Module, context: AttentionContext) -> int:

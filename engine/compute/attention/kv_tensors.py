@@ -19,10 +19,11 @@ _LARGE_BYTES = 64 << 20  # worth a thread of its own to find the memory
 
 
 def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dtype) -> int:
-    """What one block of `block_size` tokens, kept in `dtype`, costs in all layers together."""
+    """What one block of `block_size` tokens, kept in `dtype`, costs in all layers with K/V of their own."""
     widths = (
         layer.num_kv_heads * (_width(layer.key_dim, dtype) + _width(layer.value_dim, dtype))
         for layer in layers
+        if layer.shares is None
     )
     return sum(widths) * block_size * dtype.itemsize
 
@@ -32,6 +33,8 @@ class KvTensors:
 
     Heads lie outside positions, so that gathering (block, head) rows gives each head one dense run of
     positions: what a batched matrix product wants. Used on the model's thread only.
+
+    A layer that shares another's keys and values has that one's tensors, which only the other one writes.
 
     Numbers of `compute_dtype` go in and come out; `dtype` is kept: the same, or int8 as `Int8Rows` has it.
     """
@@ -52,8 +55,9 @@ class KvTensors:
         self.dtype = kept or dtype
         self.device = device
         pages = HugePages(num_blocks * self.block_bytes)
-        self.keys = [self._zeros(pages, layer.num_kv_heads, layer.key_dim) for layer in self.layers]
-        self.values = [self._zeros(pages, layer.num_kv_heads, layer.value_dim) for layer in self.layers]
+        self._owners = [index for index, layer in enumerate(self.layers) if layer.shares is None]
+        self.keys = self._made(pages, [layer.key_dim for layer in self.layers])
+        self.values = self._made(pages, [layer.value_dim for layer in self.layers])
         if device.type == "cpu" and num_blocks * self.block_bytes >= _LARGE_BYTES:
             fill_in_background(self.tensors)
         self._keys = self._rows(self.keys)
@@ -61,8 +65,8 @@ class KvTensors:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them, each [num_blocks, num_kv_heads, block_size, dim]."""
-        return (*self.keys, *self.values)
+        """Each of them once, [num_blocks, num_kv_heads, block_size, dim]."""
+        return tuple(of[index] for of in (self.keys, self.values) for index in self._owners)
 
     @property
     def block_bytes(self) -> int:
@@ -119,8 +123,8 @@ class KvTensors:
             return
         slots = torch.tensor(np.stack((sources, targets)), device=self.device)  # [2, n]
         by_heads: dict[int, torch.Tensor] = {}  # [2, n * num_kv_heads]
-        for layer, shape in enumerate(self.layers):
-            heads = shape.num_kv_heads
+        for layer in self._owners:
+            heads = self.layers[layer].num_kv_heads
             if heads not in by_heads:
                 by_heads[heads] = torch.stack([self.rows_of(of, heads) for of in slots])
             source, target = by_heads[heads]
@@ -134,6 +138,16 @@ class KvTensors:
         index = torch.tensor(list(blocks), device=self.device)
         for tensor in self.tensors:
             tensor.index_fill_(0, index, 0)
+
+    def _made(self, pages: HugePages, dims: Sequence[int]) -> list[torch.Tensor]:
+        """A tensor of each layer for heads of `dims`, its own or the one that it shares."""
+        made: list[torch.Tensor] = []
+        for layer, dim in zip(self.layers, dims, strict=True):
+            if layer.shares is None:
+                made.append(self._zeros(pages, layer.num_kv_heads, dim))
+            else:
+                made.append(made[layer.shares])
+        return made
 
     def _zeros(self, pages: HugePages, num_kv_heads: int, dim: int) -> torch.Tensor:
         shape = (self.num_blocks, num_kv_heads, self.block_size, _width(dim, self.dtype))

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import Reach
 from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.plan.step_records import StepInputs
 
@@ -80,25 +81,25 @@ class QueryGroup:
         self._tables = inputs.block_tables[members]
         self._kv = kv
         self._trees = {row: trees[member] for row, member in enumerate(members) if member in trees}
-        self._tiles: dict[int | None, list[Tile]] = {}
+        self._tiles: dict[Reach | None, list[Tile]] = {}
 
-    def tiles(self, window: int | None) -> list[Tile]:
-        """The tiles, in order, for layers with `window`; made once a step."""
-        found = self._tiles.get(window)
+    def tiles(self, reach: Reach | None) -> list[Tile]:
+        """The tiles, in order, for layers of one `reach`; made once a step."""
+        found = self._tiles.get(reach)
         if found is None:
             size = _TILE_TOKENS if self._kv_lens.max() <= _LONG_CONTEXT else _LONG_CONTEXT_TILE_TOKENS
             firsts = range(0, self.query_len, size)
-            found = [self._tile(slice(first, min(first + size, self.query_len)), window) for first in firsts]
-            self._tiles[window] = found
+            found = [self._tile(slice(first, min(first + size, self.query_len)), reach) for first in firsts]
+            self._tiles[reach] = found
         return found
 
-    def _tile(self, queries: slice, window: int | None) -> Tile:
+    def _tile(self, queries: slice, reach: Reach | None) -> Tile:
         block_size = self._kv.block_size
         offsets = np.minimum(np.arange(queries.start, queries.stop), self._query_lens[:, None] - 1)
         places = self._contexts[:, None] + offsets  # [n, tile]
         first_seen = np.zeros_like(self._contexts)
-        if window is not None:
-            first_seen = np.maximum(self._oldest(places) - window + 1, 0)
+        if reach is not None:
+            first_seen = np.maximum(reach.first(self._oldest(places)), 0)
         first_block = first_seen // block_size
         last_block = places[:, -1] // block_size
         columns = first_block[:, None] + np.arange((last_block - first_block).max() + 1)  # [n, max_blocks]
@@ -106,7 +107,7 @@ class QueryGroup:
         blocks = np.take_along_axis(self._tables, np.minimum(columns, last_block[:, None]), axis=1)
         num_keys = blocks.shape[1] * block_size
         fused = self.query_len == 1 and self.num_sequences * num_keys <= _FUSED_KEYS
-        mask = self._mask(offsets, first_block * block_size, num_keys, window, fused)
+        mask = self._mask(offsets, first_block * block_size, num_keys, reach, fused)
         return Tile(queries, torch.tensor(blocks, dtype=torch.long), mask, fused)
 
     def _oldest(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -114,7 +115,7 @@ class QueryGroup:
         return self._contexts if self._trees else places[:, 0]
 
     def _mask(
-        self, offsets: Indices, origins: NDArray[np.int64], num_keys: int, window: int | None, whole: bool
+        self, offsets: Indices, origins: NDArray[np.int64], num_keys: int, reach: Reach | None, whole: bool
     ) -> torch.Tensor | None:
         """The additive mask of each sequence's queries `offsets` [n, tile] among its keys from `origins` on.
 
@@ -122,17 +123,17 @@ class QueryGroup:
         """
         newest = self._contexts - origins
         queries = newest[:, None] + offsets  # [n, tile]
-        first = int(self._oldest(queries).min()) + 1
-        if window is not None and queries.max() - window >= 0:
+        first = int((newest if self._trees else queries[:, 0]).min()) + 1
+        if reach is not None and (reach.first(queries + origins[:, None]) > origins[:, None]).any():
             first = 0
         if first >= num_keys:
             return None
         keys = np.arange(0 if whole else first, num_keys)
         hidden = keys > queries[..., None]  # [n, tile, width]
-        if window is not None:
-            hidden |= keys <= queries[..., None] - window
+        if reach is not None:
+            hidden |= keys < reach.first(queries + origins[:, None])[..., None] - origins[:, None, None]
         for row, tree in self._trees.items():
-            hidden[row] = ~tree.sees(offsets[row], keys - newest[row], window)
+            hidden[row] = ~tree.sees(offsets[row], keys - newest[row], reach, int(self._contexts[row]))
         mask = torch.zeros(hidden.shape, dtype=self._kv.compute_dtype)
         return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, :, None]
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.compute.attention.backend import LayerCall
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.kv_writer import KvWriter
+from engine.compute.attention.layer_kv import Reach
 from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.plan.step_records import StepInputs
 
@@ -41,27 +43,25 @@ class _Sequence:
     kv_len: int
     blocks: torch.Tensor  # [num_blocks]
     tree: TreeMask | None  # what the tokens are, if they are no chain
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window
+    masks: dict[Reach | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
+    def mask(self, reach: Reach | None) -> torch.Tensor:
         """True where a query token may look: [query_len, kv_len]."""
-        if window not in self.masks:
-            self.masks[window] = self._causal(window) if self.tree is None else self._branching(window)
-        return self.masks[window]
+        if reach not in self.masks:
+            allowed = self._causal(reach) if self.tree is None else self._branching(self.tree, reach)
+            self.masks[reach] = torch.from_numpy(allowed).to(self.blocks.device)
+        return self.masks[reach]
 
-    def _causal(self, window: int | None) -> torch.Tensor:
-        keys = torch.arange(self.kv_len, device=self.blocks.device)
+    def _causal(self, reach: Reach | None) -> NDArray[np.bool_]:
+        keys = np.arange(self.kv_len)
         queries = keys[-self.query_len :, None]
-        allowed = keys <= queries
-        if window is not None:
-            allowed &= keys > queries - window
-        return allowed
+        allowed: NDArray[np.bool_] = keys <= queries
+        return allowed if reach is None else allowed & (keys >= reach.first(queries))
 
-    def _branching(self, window: int | None) -> torch.Tensor:
-        assert self.tree is not None
-        places = np.arange(self.query_len - self.kv_len, self.query_len)
-        allowed = self.tree.sees(places[-self.query_len :], places, window)
-        return torch.from_numpy(allowed).to(self.blocks.device)
+    def _branching(self, tree: TreeMask, reach: Reach | None) -> NDArray[np.bool_]:
+        newest = self.kv_len - self.query_len
+        places = np.arange(-newest, self.query_len)
+        return tree.sees(places[-self.query_len :], places, reach, newest)
 
 
 class ReferenceStep:
@@ -84,7 +84,7 @@ class ReferenceStep:
             key, value = (
                 _positions(blocks, sequence) for blocks in self._kv.read(call.layer, sequence.blocks)
             )
-            output[rows] = attend_sequence(query[rows], key, value, sequence.mask(call.window), call)
+            output[rows] = attend_sequence(query[rows], key, value, sequence.mask(call.reach), call)
         return output
 
 
@@ -96,15 +96,21 @@ def attend_sequence(
     query = query.transpose(0, 1)  # [heads, T, dim]
     key = key.transpose(0, 1).repeat_interleave(group, dim=0)  # [heads, K, dim]
     value = value.transpose(0, 1).repeat_interleave(group, dim=0)
-    if call.softcap is None:
+    if call.softcap is None and call.sinks is None:
         attended = F.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, scale=call.scaling
         )[0]
     else:
         scores = query.float() @ key.float().transpose(1, 2) * call.scaling  # [heads, T, K]
-        scores = (scores / call.softcap).tanh() * call.softcap
+        if call.softcap is not None:
+            scores = (scores / call.softcap).tanh() * call.softcap
         scores = scores.masked_fill(~mask, float("-inf"))
-        attended = (scores.softmax(-1) @ value.float()).to(query.dtype)
+        if call.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = call.sinks.float()[:, None, None].expand(-1, len(mask), 1)  # [heads, T, 1]
+            weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+        attended = (weights @ value.float()).to(query.dtype)
     return attended.transpose(0, 1)  # [T, heads, dim]
 
 

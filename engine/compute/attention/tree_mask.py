@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.compute.attention.layer_kv import Reach
 from engine.plan.step_records import DraftInputs, Int32, Int64, StepInputs
 
 UNSEEN = np.iinfo(np.int32).max
@@ -27,18 +28,18 @@ class TreeMask:
         self._depths = seen.sum(axis=1) - 1  # [places]
 
     def sees(
-        self, queries: NDArray[np.intp], keys: NDArray[np.intp], window: int | None
+        self, queries: NDArray[np.intp], keys: NDArray[np.intp], reach: Reach | None, newest: int
     ) -> NDArray[np.bool_]:
         """Whether the drafts at places `queries` attend to the tokens at places `keys`: [queries, keys].
 
-        Keys below 0 are the tokens before the newest one; places past the drafts are never seen. The `window`
-        counts by depth, as if the draft's own branch were the only one.
+        Keys below 0 are the tokens before the newest one, which is at position `newest`; places past the
+        drafts are never seen. The `reach` counts by depth, as if the draft's own branch were the only one.
         """
         places = np.clip(keys, 0, len(self._depths) - 1)
         seen = self._seen[np.ix_(queries, places)] & (keys < len(self._depths))
-        if window is not None:
+        if reach is not None:
             depths = np.where(keys < 0, keys, self._depths[places])
-            seen &= depths > self._depths[queries, None] - window
+            seen &= newest + depths >= reach.first(newest + self._depths[queries, None])
         return seen
 
     def gaps(self) -> Int32:

@@ -95,7 +95,7 @@ class TritonStep:
         query = _dense_rows(query)
         num_tokens, num_heads, _ = query.shape
         layer = self._kv.layers[call.layer]
-        work = self._tables.work(HeadShape(num_heads, layer.num_kv_heads, call.window))
+        work = self._tables.work(HeadShape(num_heads, layer.num_kv_heads, call.reach))
         output = query.new_empty(num_tokens, num_heads, layer.value_dim)
         partials = (work.num_partials, num_heads)
         sums = query.new_empty((*partials, layer.value_dim), dtype=torch.float32)
@@ -108,7 +108,9 @@ class TritonStep:
                 sums,
                 weights,
                 output,
+                call.sinks,
                 work.merges,
+                HAS_SINKS=call.sinks is not None,
                 NUM_HEADS=num_heads,
                 DIM=layer.value_dim,
                 PADDED=padded(layer.value_dim),
@@ -127,7 +129,7 @@ class TritonStep:
         """One launch: the tiles of one kind, to `targets` (output, partial sums, partial weights)."""
         arrays, layer = self._tables.arrays, call.layer
         shape = self._kv.layers[layer]
-        what = kind.name, query.shape[1], shape, call.window is None, call.softcap is None
+        what = kind.name, query.shape[1], shape, call.softcap is None, call.sinks is None
         tile = self._tiles.get(what)
         if tile is None:
             tile = self._tiles[what] = self._tile(kind, query.shape[1], call)
@@ -139,6 +141,7 @@ class TritonStep:
             self._kv.keys[layer],
             self._kv.values[layer],
             *targets,
+            call.sinks,
             items,
             arrays["block_tables"],
             arrays["table_starts"],
@@ -149,7 +152,7 @@ class TritonStep:
             arrays["tree_bits"],
             scale,
             cap,
-            call.window or 0,
+            0 if call.reach is None else call.reach.size,
             *query.stride()[:2],
             arrays["tree_bits"].shape[1],
             TILE=tile,
@@ -171,7 +174,9 @@ class TritonStep:
             value_dim=layer.value_dim,
             block_size=self._kv.block_size,
             has_cap=call.softcap is not None,
-            has_window=call.window is not None,
+            has_window=call.reach is not None,
+            in_chunks=call.chunk is not None,
+            has_sinks=call.sinks is not None,
             has_trees=kind.expects_trees or (kind.max_queries > 1 and self._tables.has_trees),
         )
         return tile.fitted(self._kv.dtype.itemsize, self._gpu.shared_memory)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 ITEM_COLUMNS = tl.constexpr(5)
 MERGE_COLUMNS = tl.constexpr(4)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,6 +55,14 @@ def _follows(tree_row, first_place, tree_bits, tree_words, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window, TILE: tl.constexpr):
+    """The first position that a token at `position` sees of its window, or of its chunk of that size."""
+    if TILE.in_chunks:
+        return position - position % window
+    return position - window + 1
+
+
+@triton.jit
 def _visible(start, wanted, rows, sequence, window, TILE: tl.constexpr):
     """Which of the `wanted` keys from `start` on each row sees: [rows, keys]."""
     slot, position, tree_row = rows
@@ -66,7 +75,7 @@ def _visible(start, wanted, rows, sequence, window, TILE: tl.constexpr):
         if TILE.has_trees:  # the window counts depth, as positions do
             is_new = wanted & (key >= context)
             key = tl.load(positions + key - context, mask=is_new, other=0) + tl.where(is_new, 0, key)
-        visible = visible & (key[None, :] > position[:, None] - window)
+        visible = visible & (key[None, :] >= _first_seen(position, window, TILE)[:, None])
     return visible
 
 
@@ -128,14 +137,26 @@ def _plain_keys(first_key, stop_key, oldest, newest, window, TILE: tl.constexpr)
     """
     first = first_key
     if TILE.has_window:
-        first = tl.maximum(newest - window + TILE.keys, first_key) // TILE.keys * TILE.keys
+        seen = _first_seen(newest, window, TILE)
+        first = tl.maximum(seen + TILE.keys - 1, first_key) // TILE.keys * TILE.keys
         first = tl.minimum(first, stop_key)
     stop = tl.minimum(oldest + 1, stop_key) // TILE.keys * TILE.keys
     return first, tl.maximum(stop, first)
 
 
 @triton.jit
-def _store_result(targets, state, first_partial, token, head, is_row, in_tile, TILE: tl.constexpr):
+def _beside_sink(highest, weight, sink):
+    """By what sums are multiplied, and the weight they are divided by, where `sink` takes part in a softmax.
+
+    `sink` is in base 2, as `highest` is.
+    """
+    top = tl.maximum(highest, sink)
+    shrink = tl.exp2(highest - top)
+    return shrink, weight * shrink + tl.exp2(sink - top)
+
+
+@triton.jit
+def _store_result(targets, state, sinks, first_partial, token, head, is_row, in_tile, TILE: tl.constexpr):
     """Store the finished rows of a tile, or what a merge will finish."""
     COLUMNS: tl.constexpr = TILE.padded_value_dim
     output, partial_sums, partial_weights = targets
@@ -145,6 +166,10 @@ def _store_result(targets, state, first_partial, token, head, is_row, in_tile, T
     num_heads = TILE.num_kv_heads * TILE.group
     if first_partial < 0:
         rows = token * num_heads + head
+        if TILE.has_sinks:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            shrink, weight = _beside_sink(highest, weight, sink)
+            total = total * shrink[:, None]
         finished = (total / weight[:, None]).to(output.dtype.element_ty)
         tl.store(output + rows[:, None] * TILE.value_dim + columns, finished, mask=mask)
     else:
@@ -162,6 +187,7 @@ def attend_kernel(
     output,
     partial_sums,
     partial_weights,
+    sinks,
     items,
     block_tables,
     table_starts,
@@ -221,7 +247,7 @@ def attend_kernel(
     plain_first, plain_stop = _plain_keys(first_key, stop_key, oldest, newest, window, TILE)
     readable_first = first_key
     if TILE.has_window:
-        readable_first = tl.maximum(oldest - window + 1, first_key)
+        readable_first = tl.maximum(_first_seen(oldest, window, TILE), first_key)
     readable = (readable_first, stop_key)
     cache = (keys, values, block_tables + tl.load(table_starts + row_of_tables), kv_head)
     scaling = (scale, cap, window)
@@ -240,7 +266,7 @@ def attend_kernel(
         state, plain_stop, stop_key, readable, query_tile, cache, scaling, rows, sequence, TILE, True
     )
     targets = (output, partial_sums, partial_weights)
-    _store_result(targets, state, first_partial, token, head, is_row, in_tile, TILE)
+    _store_result(targets, state, sinks, first_partial, token, head, is_row, in_tile, TILE)
 
 
 @triton.jit
@@ -248,7 +274,9 @@ def merge_kernel(
     partial_sums,
     partial_weights,
     output,
+    sinks,
     merges,
+    HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -282,6 +310,9 @@ def merge_kernel(
         total = total * shrink + tl.sum(sums * share[:, None], 0)
         weight = weight * shrink + tl.sum(weights * share, 0)
         highest = new_highest
+    if HAS_SINKS:
+        shrink, weight = _beside_sink(highest, weight, tl.load(sinks + head).to(tl.float32) * LOG2_E)
+        total = total * shrink
     target = (token.to(tl.int64) * NUM_HEADS + head) * DIM + dims
     tl.store(output + target, (total / weight).to(output.dtype.element_ty), mask=dims < DIM)
 

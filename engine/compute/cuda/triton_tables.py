@@ -189,6 +189,6 @@ def _tree_bits(tree: TreeMask, num_places: int) -> Int32:
     """Bit p % 32 of word p // 32 says whether a token sees place p: [places, words]."""
     places = np.arange(num_places)
     seen = np.zeros((num_places, -(-num_places // 32) * 32), dtype=np.bool_)
-    seen[:, :num_places] = tree.sees(places, places, None)
+    seen[:, :num_places] = tree.sees(places, places, None, 0)
     packed = np.packbits(seen, axis=1, bitorder="little")
     return packed.view("<i4").astype(np.int32)

@@ -16,7 +16,7 @@ class TritonTile:
     """`queries` tokens of a sequence by `heads` that share a K/V head, against `keys` positions at a time.
 
     `group` heads share a K/V head in the whole model, in `head_tiles` tiles. What is `padded` is the next
-    power of two that a matrix product takes.
+    power of two that a matrix product takes. `in_chunks` has the window be a chunk that tokens see alone.
     """
 
     queries: int
@@ -30,6 +30,8 @@ class TritonTile:
     has_cap: bool = False
     has_window: bool = False
     has_trees: bool = False
+    in_chunks: bool = False
+    has_sinks: bool = False
 
     def __repr__(self) -> str:
         """All that a kernel takes from it: by these words Triton finds what it compiled, even long ago."""

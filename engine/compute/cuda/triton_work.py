@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.compute.attention.layer_kv import Reach
 from engine.plan.step_records import Int32
 
 Indices = NDArray[np.intp]
@@ -21,11 +22,11 @@ KEY_STEP = 64
 
 
 class HeadShape(NamedTuple):
-    """What makes the work of two layers differ: their heads and their window."""
+    """What makes the work of two layers differ: their heads and how far back they see."""
 
     num_heads: int
     num_kv_heads: int
-    window: int | None
+    reach: Reach | None
 
     @property
     def group(self) -> int:
@@ -117,7 +118,7 @@ def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Wo
         if not is_member.any():
             items.append(np.zeros((0, 5), dtype=np.int32))
             continue
-        tiles = _Tiles(lengths, np.flatnonzero(is_member), kind, shape.window)
+        tiles = _Tiles(lengths, np.flatnonzero(is_member), kind, shape.reach)
         programs = kind.programs_of_an_item(shape)
         runs = _Runs(tiles, _run_length(tiles, kind, programs, workforce.processors), num_partials)
         items.append(runs.items())
@@ -129,7 +130,7 @@ def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Wo
 class _Tiles:
     """The tiles of `members`, [tiles] each: sequence, first query, number of queries, keys that they see."""
 
-    def __init__(self, lengths: StepLengths, members: Indices, kind: TileKind, window: int | None) -> None:
+    def __init__(self, lengths: StepLengths, members: Indices, kind: TileKind, reach: Reach | None) -> None:
         query_starts = np.cumsum(lengths.query_lens) - lengths.query_lens
         contexts = lengths.kv_lens - lengths.query_lens
         counts = -(-lengths.query_lens[members] // kind.queries)
@@ -139,9 +140,10 @@ class _Tiles:
         self.first_token = query_starts[self.sequence] + self.first_query
         self.stop = contexts[self.sequence] + self.first_query + self.queries
         self.start = np.zeros_like(self.stop)
-        if window is not None:  # in a tree every draft may be as near to the newest token as the first
+        if reach is not None:  # in a tree every draft may be as near to the newest token as the first
             behind = np.where(lengths.has_tree[self.sequence], 0, self.first_query)
-            self.start = np.maximum(contexts[self.sequence] + behind - window + 1, 0) // KEY_STEP * KEY_STEP
+            first = reach.first(contexts[self.sequence] + behind)
+            self.start = np.maximum(first, 0) // KEY_STEP * KEY_STEP
 
 
 class _Runs:

@@ -7,8 +7,8 @@ model builds itself, keys that come from another layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.model_files import first_line
-from engine.compute.loading.support import HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
+from engine.compute.loading.support import CHUNKED_ATTENTION, HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
 from engine.compute.recurrent.slot_mixers import read_layer_states, tell_layers_apart
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import UnsupportedModel
@@ -26,6 +26,8 @@ _NAME = "slipstream-probe"
 _NUM_TOKENS = 2
 # Tensors that tell the attention function what it already knows from our own context.
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position"})
+# Those that our attention takes: the score of each head's sink.
+_TAKEN_TENSORS = frozenset({"s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     layers = dict(sorted(seen.layers.items()))
     for index, layer in layers.items():
         _check_window(index, layer, config)
-    return ProbeResult(tuple(layers.values()), tuple(layers), states, int(logits.shape[-1]))
+    places = {index: place for place, index in enumerate(layers)}
+    shapes = (_in_chunks(index, _placed(layer, places), config) for index, layer in layers.items())
+    return ProbeResult(tuple(shapes), tuple(layers), states, int(logits.shape[-1]))
 
 
 class _Refusal(Exception):
@@ -71,10 +75,21 @@ class _Refusal(Exception):
 
 @dataclass(slots=True)
 class _Seen:
-    """What the attention calls of one pass have shown. `keys` keeps the tensors alive."""
+    """What the attention calls of one pass have shown, by `layer_idx`. `pairs` keeps the tensors alive."""
 
     layers: dict[int, LayerKv] = field(default_factory=dict)
-    keys: list[Tensor] = field(default_factory=list)
+    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def owner(self, key: Tensor, value: Tensor) -> int | None:
+        """The layer whose own keys and values these very tensors are; None if they are new."""
+        for index, (its_key, its_value) in self.pairs.items():
+            if key is its_key and value is its_value:
+                return index
+        return None
+
+    def overlaps(self, key: Tensor) -> bool:
+        """True if keys lie where another layer's do. Without numbers they lie nowhere."""
+        return not key.is_meta and any(key.data_ptr() == of.data_ptr() for of, _ in self.pairs.values())
 
 
 def _run(model: PreTrainedModel) -> tuple[_Seen, Tensor]:
@@ -107,30 +122,36 @@ def _record_attention(
     seen = kwargs.get("slipstream_probe")
     if seen is None:
         raise _Refusal("it does not pass keywords on to the attention function")
+    owner = seen.owner(key, value)
+    if owner is None and seen.overlaps(key):
+        raise _Refusal("a layer attends to keys that are not its own")
     if reason := _find_refusal(module, key, attention_mask, kwargs, seen):
         raise _Refusal(reason)
     index: int = module.layer_idx  # type: ignore[assignment]  # checked above
-    seen.keys.append(key)
-    seen.layers[index] = LayerKv(
-        key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window") or None
-    )
+    if owner is None:
+        seen.pairs[index] = key, value
+    window = kwargs.get("sliding_window") or None
+    seen.layers[index] = LayerKv(key.shape[1], key.shape[3], value.shape[3], window, shares=owner)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _find_refusal(
     module: nn.Module, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], seen: _Seen
 ) -> str | None:
-    """Why this call is more than causal attention over the layer's own keys; None if it is not."""
+    """Why this call is more than causal attention over the step's keys; None if it is not."""
     if getattr(module, "layer_idx", None) is None or module.layer_idx in seen.layers:
         return "its attention calls cannot be told apart by layer"
-    shared = not key.is_meta and any(key.data_ptr() == other.data_ptr() for other in seen.keys)
-    if key.shape[2] != _NUM_TOKENS or shared:
+    if key.shape[2] != _NUM_TOKENS:
         return "a layer attends to keys that are not its own"
     if attention_mask is not None:
         return "it builds an attention mask or position bias itself"
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal", True) is not False):
         return "it attends to later tokens"
-    tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - _HARMLESS_TENSORS
+    tensors = (
+        {name for name, value in kwargs.items() if isinstance(value, Tensor)}
+        - _HARMLESS_TENSORS
+        - _TAKEN_TENSORS
+    )
     return f"its attention takes {', '.join(sorted(tensors))}" if tensors else None
 
 
@@ -147,6 +168,19 @@ def _check_coverage(
             f"The architecture {config.model_type!r} cannot be served exactly: {len(attending)} of its "
             f"{config.num_hidden_layers} layers use attention, {len(states)} are recurrent in a known way."
         )
+
+
+def _placed(layer: LayerKv, places: Mapping[int, int]) -> LayerKv:
+    """`layer` with its `shares` counted among the layers that attend."""
+    return layer if layer.shares is None else replace(layer, shares=places[layer.shares])
+
+
+def _in_chunks(index: int, layer: LayerKv, config: PreTrainedConfig) -> LayerKv:
+    """`layer` with the chunks that its type says, of which the attention function is not told."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or layer_types[index] != CHUNKED_ATTENTION:
+        return layer
+    return replace(layer, chunk=int(config.attention_chunk_size))
 
 
 def _check_window(index: int, layer: LayerKv, config: PreTrainedConfig) -> None:

@@ -20,7 +20,8 @@ from engine.errors import StartRefused, UnsupportedModel
 
 FULL_ATTENTION, SLIDING_ATTENTION, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 HYBRID = "hybrid"  # attends and is recurrent
-_LAYER_TYPES = frozenset({FULL_ATTENTION, SLIDING_ATTENTION})
+CHUNKED_ATTENTION = "chunked_attention"
+_LAYER_TYPES = frozenset({FULL_ATTENTION, SLIDING_ATTENTION, CHUNKED_ATTENTION})
 # That have a causal head, too, which nobody serves.
 _ENCODERS = frozenset(
     {
@@ -199,10 +200,8 @@ def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield f"it has layers of type {', '.join(foreign)}"
     if getattr(config, "alibi", False):
         yield "it biases attention by distance (ALiBi)"
-    if getattr(config, "attention_chunk_size", None):
+    if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
         yield "it attends in chunks (attention_chunk_size)"
-    if getattr(config, "num_kv_shared_layers", 0):
-        yield "some of its layers share the keys and values of others (num_kv_shared_layers)"
     if getattr(config, "use_bidirectional_attention", None):
         yield "it attends to later tokens (use_bidirectional_attention)"
     for rope in _rope_settings(config):

@@ -97,8 +97,13 @@ class Desk {
 
   void write(const Span& span, const float* records) {
     for (Index i = 0; i < span.tile.count * group_; i++) {
-      const Index row = (span.tile.row + i / group_) * a_.heads + span.head * group_ + i % group_;
-      finish(records + i * record_size(a_.dim), a_.output + row * a_.dim, a_.dim);
+      const Index head = span.head * group_ + i % group_, row = (span.tile.row + i / group_) * a_.heads + head;
+      const float* record = records + i * record_size(a_.dim);
+      Element* output = a_.output + row * a_.dim;
+      if (a_.sinks)
+        finish(record, output, a_.dim, a_.sinks[head]);
+      else
+        finish(record, output, a_.dim);
     }
   }
 

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr Index ROWS_AT_ONCE = 16;  // rows of the next block that are asked for between two parts of the work
+constexpr float LOG2_E = 1.44269504f;
 constexpr float NOTHING = -3e38f;   // the largest score of a row that has seen none; differences stay numbers
 
 // 2^x for x <= 0, and 1 for 0: within 5e-5 of its value, or 2e-7 where elements are that fine. NaN stays NaN.
@@ -38,8 +39,6 @@ class Scores {
   }
 
  private:
-  static constexpr float LOG2_E = 1.44269504f;
-
   static SLIP_INLINE Floats tanh(Floats x) {
     const Floats one = broadcast(1.f), e = exponential(absolute(x) * broadcast(-2.f)), size = (one - e) / (one + e);
     return where_negative(x, zeros() - size, size);
@@ -288,6 +287,14 @@ void fold(float* whole, const float* part, Index rows, Index dim) {
 inline void finish(const float* record, Element* output, Index dim) {
   const Floats total = broadcast(sum(load_floats(record + dim)));
   for (Index j = 0; j < dim; j += LANES) store(output + j, load_floats(record + j) / total);
+}
+
+// The same where its head's sink, a score, has a share of the total.
+inline void finish(const float* record, Element* output, Index dim, float sink) {
+  const Floats score = broadcast(sink * LOG2_E), largest = load_floats(record + dim + LANES);
+  const Floats top = maximum(score, largest), factor = power(largest - top);
+  const Floats total = fma(broadcast(sum(load_floats(record + dim))), factor, power(score - top));
+  for (Index j = 0; j < dim; j += LANES) store(output + j, load_floats(record + j) * factor / total);
 }
 
 }  // namespace

@@ -65,8 +65,12 @@ class NativeDecoder(nn.Module):
         layers = base.layers
         if len(layers) != base.config.num_hidden_layers or not all(map(_is_ours, layers)):
             return False
-        indices = [layer.self_attn.call.layer for layer in layers]
-        return indices == list(range(len(layers))) and len(set(map(_shape, layers))) == 1
+        calls = [layer.self_attn.call for layer in layers]
+        if any(call.chunk is not None or call.sinks is not None for call in calls):
+            return False
+        return [call.layer for call in calls] == list(range(len(layers))) and len(
+            set(map(_shape, layers))
+        ) == 1
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **options: Any) -> Any:
         """As `plain`'s, for one packed row [1, N] and the keyword `slipstream_context`."""

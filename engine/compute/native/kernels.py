@@ -204,15 +204,18 @@ class NativeKernels:
         record = self.attention_record(rows, keys, query.shape[1])
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         record.output = output.data_ptr()
-        record.window, record.scale, record.softcap = call.window or 0, call.scaling, call.softcap or 0.0
+        record.window, record.chunk = call.window or 0, call.chunk or 0
+        record.scale, record.softcap = call.scaling, call.softcap or 0.0
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        record.sinks = None if sinks is None else sinks.data_ptr()
         self._attend(self.team.handle, record)
         return output
 
     def attention_record(self, rows: PagedRows, pages: torch.Tensor, heads: int) -> Attention:
         """What of a step's attention is the same in all layers of `heads` and of `pages` like these.
 
-        Queries, keys, values and output, window, scale and soft cap are still to be filled in. Raises
-        NativeUnavailable where there is no memory to attend with.
+        Queries, keys, values, output and sinks, window, chunk, scale and soft cap are still to be filled in.
+        Raises NativeUnavailable where there is no memory to attend with.
         """
         of_bytes = pages.dtype is torch.int8
         if of_bytes and not self.has_formats:
@@ -223,7 +226,7 @@ class NativeKernels:
         record = Attention(
             *(None, None, None),
             *(None if tensor is None else tensor.data_ptr() for tensor in given),
-            *(None, None),
+            *(None, None, None),
             *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
         )
         record.records, record.room = self._record_room(dim)

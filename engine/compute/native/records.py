@@ -41,9 +41,10 @@ class Attention(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("query", "keys", "values", "counts", "lengths")),
-        *((name, POINTER) for name in ("tables", "trees", "gaps", "output", "records")),
+        *((name, POINTER) for name in ("tables", "trees", "gaps", "output", "sinks", "records")),
         *((name, INDEX) for name in ("sequences", "max_blocks", "heads", "kv_heads", "dim", "block_size")),
         ("window", INDEX),
+        ("chunk", INDEX),
         ("room", INDEX),
         ("of_bytes", INDEX),
         ("scale", FLOAT),

@@ -13,8 +13,10 @@ struct Attention {  // of slip_attend; records.py mirrors it
   const int32_t* tables;              // [sequences, max_blocks]
   const int32_t *trees, *gaps;        // as PagedRows has them; null where all sequences are chains
   Element* output;                       // [tokens, heads, dim]
+  const float* sinks;                 // [heads]: scores that take part in a softmax and bring no value; or null
   float* records;                     // memory that no other call uses meanwhile; see attention.h
   Index sequences, max_blocks, heads, kv_heads, dim, block_size, window;  // window 0: all positions
+  Index chunk;                        // not 0: a token sees its own chunk of so many positions alone
   Index room;                         // numbers that fit `records`; 0: chunks are not shared out
   Index of_bytes;                     // what the pages are of
   float scale, softcap;               // softcap 0: none
@@ -98,7 +100,7 @@ class Tiles {
     const int32_t* gaps = gaps_of(tile, t);
     if (!gaps) return bits(first, from + place + 1);
     uint64_t seen = bits(first, from);
-    const Index limit = a_.window ? a_.window : INT32_MAX;
+    const Index limit = depth_of(tile, t) + 1 - first_of(tile, t);
     for (Index k = std::max<Index>(0, -from); k <= place && from + k < KEYS; k++)
       if (gaps[k] < limit) seen |= 1ull << (from + k);
     return seen;
@@ -118,11 +120,16 @@ class Tiles {
     return begin < 0 ? nullptr : a_.gaps + begin + (tile.place + t) * a_.counts[tile.sequence];
   }
 
-  // The first position of the token's window, which reaches back by depth.
-  Index first_of(const Tile& tile, Index t) const {
-    if (!a_.window) return 0;
+  // The token's position: in a tree, its depth behind the tokens before.
+  Index depth_of(const Tile& tile, Index t) const {
     const int32_t* gaps = gaps_of(tile, t);
-    return std::max<Index>(0, before(tile) + (gaps ? gaps[0] : tile.place + t) + 1 - a_.window);
+    return before(tile) + (gaps ? gaps[0] : tile.place + t);
+  }
+
+  // The first position of the token's window or chunk, which reach back by depth.
+  Index first_of(const Tile& tile, Index t) const {
+    if (a_.chunk) return depth_of(tile, t) / a_.chunk * a_.chunk;
+    return a_.window ? std::max<Index>(0, depth_of(tile, t) + 1 - a_.window) : 0;
   }
 
   const Attention& a_;

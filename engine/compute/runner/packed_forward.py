@@ -15,6 +15,7 @@ from engine.compute.attention import (
     register,
 )
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.query_temperature import scale_by_position
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.layer_taps import tap
 from engine.plan.step_records import StepInputs
@@ -26,6 +27,7 @@ class PackedForward:
     def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
         loaded.model.set_attn_implementation(ATTENTION_NAME)
+        scale_by_position(loaded.model)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(loaded.device, loaded.kernels)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.compute.attention.layer_kv import Reach
 from engine.compute.attention.paged_rows import PagedRows
 from engine.compute.attention.tree_mask import (
     UNSEEN,
@@ -34,7 +35,7 @@ def make_step(*trees: Sequence[int]) -> StepInputs:
 
 def sees(tree: TreeMask, window: int | None) -> list[str]:
     """A row a place, keys from two before the newest token to one behind the drafts."""
-    seen = tree.sees(np.arange(6), np.arange(-2, 7), window)
+    seen = tree.sees(np.arange(6), np.arange(-2, 7), Reach.of(window, None), 6)
     return ["".join("x" if entry else "." for entry in row) for row in seen]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.compute.attention.layer_kv import Reach
 from engine.compute.cuda.triton_work import (
     KEY_STEP,
     HeadShape,
@@ -73,23 +74,23 @@ chunks_strategy = st.lists(
     min_size=1,
     max_size=6,
 )
-windows = st.one_of(st.none(), st.integers(1, 200), st.integers(1, 9000))
+reaches = st.one_of(st.none(), st.builds(Reach, st.integers(1, 200) | st.integers(1, 9000), st.booleans()))
 
 
 @settings(max_examples=share_of(30), deadline=None)
-@given(chunks_strategy, windows, st.sampled_from([2, 4]), st.sampled_from([1, 16, H200]))
+@given(chunks_strategy, reaches, st.sampled_from([2, 4]), st.sampled_from([1, 16, H200]))
 def test_every_query_meets_all_that_it_sees_once(
-    chunks: list[Chunk], window: int | None, itemsize: int, processors: int
+    chunks: list[Chunk], reach: Reach | None, itemsize: int, processors: int
 ) -> None:
     workforce = Workforce.of(processors, itemsize)
-    work = cut_work(lengths_of(chunks), HeadShape(8, 2, window), workforce)
+    work = cut_work(lengths_of(chunks), HeadShape(8, 2, reach), workforce)
     runs = seen_by(chunks, work, workforce)
     assert runs.keys() == {(row, query) for row, chunk in enumerate(chunks) for query in range(chunk.count)}
     for (sequence, query), found in runs.items():
         chunk = chunks[sequence]
         newest = chunk.context + query
         depth = chunk.context if chunk.parents else newest
-        oldest = 0 if window is None else max(0, depth - window + 1)
+        oldest = 0 if reach is None else max(0, reach.first(depth))
         assert all(one.stop == other.start for one, other in pairwise(found))
         assert found[0].start <= oldest and found[-1].stop > newest
         assert found[-1].stop <= chunk.context + chunk.count
@@ -97,9 +98,9 @@ def test_every_query_meets_all_that_it_sees_once(
 
 
 @settings(max_examples=share_of(30), deadline=None)
-@given(chunks_strategy, windows, st.sampled_from([HeadShape(8, 2, None), HeadShape(71, 1, None)]))
-def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], window: int | None, heads: HeadShape) -> None:
-    shape = heads._replace(window=window)
+@given(chunks_strategy, reaches, st.sampled_from([HeadShape(8, 2, None), HeadShape(71, 1, None)]))
+def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], reach: Reach | None, heads: HeadShape) -> None:
+    shape = heads._replace(reach=reach)
     workforce = Workforce.of(H200, 2)
     num_tokens = sum(chunk.count for chunk in chunks)
     work = cut_work(lengths_of(chunks), shape, workforce)
@@ -149,5 +150,7 @@ def test_a_whole_prompt_is_not_split_and_its_longest_tiles_come_first() -> None:
 
 @pytest.mark.parametrize("window", [None, 512])
 def test_a_chunk_after_a_long_context_is_split(window: int | None) -> None:
-    work = cut_work(lengths_of([Chunk(16_000, 100)]), HeadShape(32, 8, window), Workforce.of(H200, 2))
+    work = cut_work(
+        lengths_of([Chunk(16_000, 100)]), HeadShape(32, 8, Reach.of(window, None)), Workforce.of(H200, 2)
+    )
     assert (work.num_partials > 0) == (window is None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.compute.attention import CpuAttention, LayerCall, PagedRows, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.layer_kv import LayerKv, Reach
 from engine.compute.native import kernels as kernels_module
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
@@ -71,6 +71,15 @@ def test_a_group_larger_than_a_tile(kernels: NativeKernels) -> None:
     check(kernels, noise([Chunk(40, 5)], LayerKv(1, 32, 32), heads_of_each=100))
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 100, CHUNK])
+def test_chunks_and_sinks(kernels: NativeKernels, chunk: int) -> None:
+    layer = LayerKv(2, 32, 32, chunk=chunk)
+    check(kernels, noise([Chunk(context) for context in EDGES], layer))
+    check(
+        kernels, noise([Chunk(100, 70), Chunk(500, 40), tree(98, [-1, 0, 1, -1, 3])], layer, has_sinks=True)
+    )
+
+
 @pytest.mark.parametrize("softcap", [0.5, 4.0, 50.0])
 def test_soft_caps(kernels: NativeKernels, softcap: float) -> None:
     check(kernels, noise([Chunk(130), Chunk(9, 50)], softcap=softcap))
@@ -101,23 +110,31 @@ def any_chunk(draw: st.DrawFn) -> Chunk:
     chunks=st.lists(any_chunk(), min_size=1, max_size=5),
     dim=st.sampled_from([32, 64, 96]),
     heads=st.tuples(st.integers(1, 3), st.integers(1, 8)),
-    window=st.one_of(st.none(), st.integers(1, 200)),
+    reach=st.one_of(st.none(), st.builds(Reach, st.integers(1, 200), st.booleans())),
     softcap=st.one_of(st.none(), st.just(4.0)),
     block_size=st.sampled_from([1, 3, 16, 64, 100]),
+    has_sinks=st.booleans(),
 )
 def test_anything(
     chunks: list[Chunk],
     dim: int,
     heads: tuple[int, int],
-    window: int | None,
+    reach: Reach | None,
     softcap: float | None,
     block_size: int,
+    has_sinks: bool,
 ) -> None:
-    layer = LayerKv(heads[0], dim, dim, window)
-    check(
-        compiled_kernels(formats=True),
-        noise(chunks, layer, heads_of_each=heads[1], block_size=block_size, softcap=softcap),
+    window, chunk = (
+        (None, None) if reach is None else (None, reach.size) if reach.in_chunks else (reach.size, None)
     )
+    layer = LayerKv(heads[0], dim, dim, window, chunk)
+    options = {
+        "heads_of_each": heads[1],
+        "block_size": block_size,
+        "softcap": softcap,
+        "has_sinks": has_sinks,
+    }
+    check(compiled_kernels(formats=True), noise(chunks, layer, **options))
 
 
 # --- bits ---
@@ -155,7 +172,15 @@ class Stored:
 
 
 @pytest.mark.parametrize("kept", [None, torch.int8])
-@pytest.mark.parametrize("call", [LayerCall(0, 0.3), LayerCall(0, 0.3, 300), LayerCall(0, 0.3, None, 4.0)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        LayerCall(0, 0.3),
+        LayerCall(0, 0.3, 300),
+        LayerCall(0, 0.3, None, 4.0),
+        LayerCall(0, 0.3, chunk=300, sinks=torch.linspace(-3, 3, 9)),
+    ],
+)
 def test_the_same_bits_in_any_company(
     kernels: NativeKernels, call: LayerCall, kept: torch.dtype | None
 ) -> None:
