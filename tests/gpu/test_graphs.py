@@ -27,7 +27,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.step_records import LogitAdjustment, StepInputs
+from engine.plan.step_records import BlockCopy, LogitAdjustment, StepInputs
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recorded import with_sampling
 from tests.support.sampling_reference import Row, inputs_of
@@ -161,6 +161,23 @@ def test_launches_wait_for_nothing_and_know_the_tokens(llama: tuple[ModelRunner,
     with ThreadPoolExecutor(1) as elsewhere:
         results = list(elsewhere.map(lambda step: step.wait(), flying))
     assert [result.rows.token_ids for result in results] == expected
+
+
+def test_steps_that_move_blocks_are_launched_without_waiting(llama: tuple[ModelRunner, CudaRunner]) -> None:
+    plain, ahead = llama
+    free = blocks(NUM_SEQS - 1)
+    moves = replace(
+        pack_step([part(row, 40) for row in range(3)], BLOCK_SIZE),
+        scrub_blocks=(free[0],),
+        block_copies=(BlockCopy(blocks(4)[0], free[1]),),
+    )
+    same_noise(plain, ahead)
+    expected = plain.run(moves).rows
+    with waiting_refused():
+        step = ahead.launch(moves)
+    assert step.wait().rows == expected
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        assert torch.equal(mine[[free[0], free[1]]], theirs[[free[0], free[1]]])
 
 
 def test_prompts_and_filtered_rows_are_launched_without_waiting(

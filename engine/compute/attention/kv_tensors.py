@@ -28,6 +28,12 @@ def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dty
     return sum(widths) * block_size * dtype.itemsize
 
 
+def on_device(numbers: Sequence[int] | Int64, device: torch.device) -> torch.Tensor:
+    """The numbers there, int64. On CUDA they go through pinned memory: the call waits for nothing."""
+    host = torch.from_numpy(np.array(numbers, np.int64))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 class KvTensors:
     """Keys and values of each layer as [num_blocks, num_kv_heads, block_size, dim], zeros at first.
 
@@ -109,8 +115,8 @@ class KvTensors:
         """Copy whole blocks in every layer; all sources are read before any target is written."""
         if not copies:
             return
-        sources = torch.tensor([copy.source for copy in copies], device=self.device)
-        targets = torch.tensor([copy.target for copy in copies], device=self.device)
+        sources = on_device([copy.source for copy in copies], self.device)
+        targets = on_device([copy.target for copy in copies], self.device)
         for tensor in self.tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
@@ -121,7 +127,7 @@ class KvTensors:
         """
         if not len(sources):
             return
-        slots = torch.tensor(np.stack((sources, targets)), device=self.device)  # [2, n]
+        slots = on_device(np.stack((sources, targets)), self.device)  # [2, n]
         by_heads: dict[int, torch.Tensor] = {}  # [2, n * num_kv_heads]
         for layer in self._owners:
             heads = self.layers[layer].num_kv_heads
@@ -135,7 +141,7 @@ class KvTensors:
         """Zero whole blocks in every layer, so that nothing non-finite in them reaches a later owner."""
         if not blocks:
             return
-        index = torch.tensor(list(blocks), device=self.device)
+        index = on_device(blocks, self.device)
         for tensor in self.tensors:
             tensor.index_fill_(0, index, 0)
 

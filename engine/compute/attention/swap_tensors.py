@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_tensors import KvTensors, on_device
 from engine.plan.step_records import BlockCopy
 
 log = logging.getLogger("slipstream.model")
@@ -60,7 +60,7 @@ class SwapTensors:
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Save device blocks, the sources, in host blocks, the targets, which are reserved."""
         for batch in self._batches(copies):
-            sources = torch.tensor([copy.source for copy in batch], device=self._kv.device)
+            sources = on_device([copy.source for copy in batch], self._kv.device)
             parts = [tensor.flatten(1).index_select(0, sources) for tensor in self._kv.tensors]
             staging = torch.cat(parts, dim=1)  # [batch, numbers of a block]
             for run in self._runs([copy.target for copy in batch]):
@@ -74,7 +74,7 @@ class SwapTensors:
             )  # [batch, numbers of a block]
             for run in self._runs([copy.source for copy in batch]):
                 staging[run.rows].copy_(run.host, non_blocking=True)
-            targets = torch.tensor([copy.target for copy in batch], device=self._kv.device)
+            targets = on_device([copy.target for copy in batch], self._kv.device)
             for tensor, part in zip(self._kv.tensors, torch.split(staging, self._widths, dim=1), strict=True):
                 tensor.flatten(1).index_copy_(0, targets, part)
 
