@@ -74,7 +74,7 @@ from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
 from engine.text.structured_output import Frame, StructuredOutput, StructureKind
 from engine.text.tools.tool_spec import INPUT_KEY, NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
-from engine.training.medusa_plan import MedusaPlan, TrainingProgress
+from engine.training.training_plan import MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
     from engine.startup.part_factories import PartFactories

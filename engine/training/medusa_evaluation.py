@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from engine.compute.drafters.draft_tree import DraftTree, Ranks, accepted_lengths, tree_from_ranks
 from engine.compute.drafters.medusa import couple
 from engine.compute.drafters.medusa_heads import MedusaHeads
-from engine.training.medusa_plan import TrainingProgress
-from engine.training.medusa_samples import Positions
 from engine.training.medusa_training import index_of_tokens
+from engine.training.samples import Positions
+from engine.training.training_plan import TrainingProgress
 
 MAX_NODES = 32  # of a tree: as many as a step verifies of one request
 TREE_WIDTH = 12  # candidates of a head that a tree may look at

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from engine.compute.drafters.medusa_heads import MedusaHeads
-from engine.training.medusa_plan import TrainingProgress
-from engine.training.medusa_samples import Positions
+from engine.training.fitting import FitOptions, FitResult, schedule
+from engine.training.samples import Positions
+from engine.training.training_plan import TrainingProgress
 
 BATCH_ROWS = 512
 LEARNING_RATE = 1e-3
-_WARM_UP = 0.03  # of the run
 _IGNORED = -100
 _LOSS_MEMORY = 0.98  # the shown loss is a running mean
-
-
-@dataclass(frozen=True, slots=True)
-class FitOptions:
-    """How long to train: `num_epochs` over the rows, or until `deadline` on the clock, None for no limit."""
-
-    num_epochs: int
-    seed: int = 0
-    deadline: float | None = None
-    clock: Callable[[], float] = time.monotonic
-
-
-@dataclass(frozen=True, slots=True)
-class FitResult:
-    """What training did. `losses` are per head: the mean over the first and over the last steps."""
-
-    num_steps: int
-    seconds: float
-    first_losses: tuple[float, ...]
-    last_losses: tuple[float, ...]
-    was_stopped: bool
-
-
-def frequent_token_ids(token_ids: torch.Tensor, vocab_size: int, num_wanted: int) -> torch.Tensor:
-    """The most frequent of `token_ids`, most frequent first, filled up with the lowest ids."""
-    counts = torch.bincount(token_ids, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:num_wanted]
 
 
 def fit_heads(
@@ -83,13 +51,6 @@ def fit_heads(
     first, last = torch.stack(losses[:window]).mean(0), torch.stack(losses[-window:]).mean(0)
     seconds = options.clock() - began
     return FitResult(len(losses), seconds, tuple(first.tolist()), tuple(last.tolist()), stopped)
-
-
-def schedule(part: float) -> float:
-    """The learning rate's factor when `part` of the run is behind: a short rise, then a cosine to zero."""
-    if part < _WARM_UP:
-        return (part + 1e-3) / _WARM_UP
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, part)))
 
 
 class _Batches:

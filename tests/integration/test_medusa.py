@@ -21,12 +21,13 @@ from engine.loop.engine import Engine
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
 from engine.startup.build import load_parts
-from engine.training.medusa_data import SampleGenerator
+from engine.training.fitting import FitOptions, frequent_token_ids
 from engine.training.medusa_evaluation import evaluate_heads, walk
-from engine.training.medusa_plan import MedusaPlan
 from engine.training.medusa_run import train_medusa_heads
-from engine.training.medusa_samples import Positions, Sample, SampleStore
-from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
+from engine.training.medusa_training import fit_heads
+from engine.training.sample_generator import SampleGenerator
+from engine.training.samples import Positions, Sample, SampleStore
+from engine.training.training_plan import MedusaPlan
 from tests.support.engines import collect
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits
@@ -55,7 +56,9 @@ PROMPTS = [list(range(start, start + 6)) for start in range(10, 50, 2)]
 
 
 def generate(target: LoadedModel, num_samples: int, batch_size: int = 8) -> list[Sample]:
-    generator = SampleGenerator(target, PROMPTS, batch_size=batch_size, max_new_tokens=40, seed=0)
+    generator = SampleGenerator(
+        target, PROMPTS, batch_size=batch_size, max_new_tokens=40, seed=0, keeps_hidden=True
+    )
     samples: list[Sample] = []
     for finished in generator.steps(set()):
         samples += finished
@@ -191,6 +194,7 @@ def test_what_is_reported_is_what_the_drafter_proposes() -> None:
 
 def accepted_drafts(drafter: MedusaDrafter, sample: Sample, row: int) -> int:
     """Follow the drafter's tree along the tokens that really came."""
+    assert sample.hidden is not None
     position = sample.first_position + row
     params = SamplingParams(max_tokens=9, temperature=sample.temperature, seed=sample.seed)
     job = DraftJob(
@@ -227,8 +231,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def make_plan(output: Path) -> MedusaPlan:
+    prompts = output.parent / "prompts"
+    prompts.write_text("".join(f"Count to {number}.\n" for number in range(90)))
     return MedusaPlan(
         output=output,
+        prompts=prompts,
         num_tokens=1500,
         num_heads=2,
         num_token_ids=256,

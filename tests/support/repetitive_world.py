@@ -23,9 +23,10 @@ from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.training.medusa_data import SampleGenerator
-from engine.training.medusa_samples import Positions, Sample
-from engine.training.medusa_training import FitOptions, fit_heads, frequent_token_ids
+from engine.training.fitting import FitOptions, frequent_token_ids
+from engine.training.medusa_training import fit_heads
+from engine.training.sample_generator import SampleGenerator
+from engine.training.samples import Positions, Sample
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_eagle import TinyEagle
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, save_tiny_model, tiny_model
@@ -105,7 +106,7 @@ def target_samples(loaded: LoadedModel) -> list[Sample]:
     """A hundred texts of the target's own."""
     draw = random.Random(0)
     prompts = [draw.choices(WORDS, k=6) for _ in range(30)]
-    generator = SampleGenerator(loaded, prompts, batch_size=30, max_new_tokens=50, seed=0)
+    generator = SampleGenerator(loaded, prompts, batch_size=30, max_new_tokens=50, seed=0, keeps_hidden=True)
     samples: list[Sample] = []
     for finished in generator.steps(set()):
         samples += finished

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartRefused
-from engine.training.medusa_prompts import builtin_prompts, read_prompts
+from engine.training.prompts import builtin_prompts, read_prompts
 from server.commands import cli
 
 

@@ -1,4 +1,4 @@
-"""Samples: what the target generated and the hidden states it drew from, in shards that outlive a run."""
+"""Samples: what the target generated and, if wanted, the hidden states it drew from, in lasting shards."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Sample:
     """One generation: `hidden[i]` [hidden] drew `token_ids[i]` at `first_position` + i.
 
     `number` is its place in the run and decides all that is random about it. Temperature 0 is greedy.
+    `hidden` is None where nobody wants it.
     """
 
     number: int
@@ -29,7 +30,7 @@ class Sample:
     seed: int
     temperature: float
     token_ids: torch.Tensor  # [n] int32
-    hidden: torch.Tensor  # [n, hidden] in the target's dtype
+    hidden: torch.Tensor | None  # [n, hidden] in the target's dtype
 
 
 class SampleStore:
@@ -45,8 +46,13 @@ class SampleStore:
 
     def read(self) -> Iterator[Sample]:
         """Every sample there is, shard by shard."""
+        for shard in self.shards():
+            yield from shard
+
+    def shards(self) -> Iterator[list[Sample]]:
+        """The samples of every shard, in the order in which they were written."""
         for path in self._paths:
-            yield from self._read_shard(path)
+            yield list(self._read_shard(path))
 
     def append(self, samples: Sequence[Sample]) -> None:
         """Write one more shard."""
@@ -59,8 +65,10 @@ class SampleStore:
             "seeds": torch.tensor([sample.seed for sample in samples]),
             "temperatures": torch.tensor([sample.temperature for sample in samples], dtype=torch.float64),
             "token_ids": torch.cat([sample.token_ids for sample in samples]),
-            "hidden": torch.cat([sample.hidden for sample in samples]),
         }
+        hidden = [sample.hidden for sample in samples if sample.hidden is not None]
+        if hidden:
+            tensors["hidden"] = torch.cat(hidden)
         half_written = path.with_suffix(".part")
         save_file(tensors, half_written, metadata={"about": self._about})
         half_written.replace(path)
@@ -84,7 +92,7 @@ class SampleStore:
             *columns,
             tensors["temperatures"].tolist(),
             tensors["token_ids"].split(lengths),
-            tensors["hidden"].split(lengths),
+            tensors["hidden"].split(lengths) if "hidden" in tensors else [None] * len(lengths),
             strict=True,
         )
         for number, first_position, seed, temperature, token_ids, hidden in parts:
@@ -98,12 +106,13 @@ class Positions:
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
-        """Needs at least one sample."""
+        """Needs at least one sample, and the hidden states of all."""
         kept = list(samples)
         self.samples = kept
         lengths = torch.tensor([len(sample.token_ids) for sample in kept])
         self.token_ids = torch.cat([sample.token_ids for sample in kept]).long()  # [rows]
-        self.hidden = torch.cat([sample.hidden for sample in kept])  # [rows, hidden]
+        hidden = [sample.hidden for sample in kept if sample.hidden is not None]
+        self.hidden = torch.cat(hidden)  # [rows, hidden]
         stops = lengths.cumsum(0)
         self.starts = stops - lengths  # [samples]
         self.ends = stops.repeat_interleave(lengths)  # [rows]

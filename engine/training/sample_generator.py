@@ -1,7 +1,7 @@
-"""SampleGenerator: lets the target answer prompts, and keeps the hidden states that it drew its tokens from.
+"""SampleGenerator: lets the target answer prompts, and may keep the hidden states that it drew tokens from.
 
-The target runs as it is served, through the scheduler and the runner, so that heads learn from just what they
-will be given.
+The target runs as it is served, through the scheduler and the runner, so that drafters learn from just what
+they will be given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.plan.request import FinishReason, Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
-from engine.training.medusa_samples import Sample
+from engine.training.samples import Sample
 
 _BLOCK_SIZE = 16
 _MAX_BATCHED_TOKENS = 1024
@@ -43,6 +43,7 @@ class SampleGenerator:
         batch_size: int,
         max_new_tokens: int,
         seed: int,
+        keeps_hidden: bool,
     ) -> None:
         """`prompts` are token ids, at least one, each shorter than the model's context."""
         self._target = target
@@ -63,7 +64,7 @@ class SampleGenerator:
         self._batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
         sampler = Sampler(target.vocab_size, target.device)
         self._runner = ModelRunner(
-            target, kv.num_blocks, _BLOCK_SIZE, sampler, for_drafts=ForDrafts(keeps_features=True)
+            target, kv.num_blocks, _BLOCK_SIZE, sampler, for_drafts=ForDrafts(keeps_features=keeps_hidden)
         )
         self._open: dict[str, _Growing] = {}
 
@@ -105,12 +106,12 @@ class SampleGenerator:
         decision = self._batcher.step()
         assert decision.inputs is not None, "there is room for every sequence"
         result = self._runner.run(decision.inputs)
-        assert result.features is not None
         finished = []
-        hidden = [rows for rows in result.features if rows is not None]
+        hidden = [rows for rows in result.features or () if rows is not None]
         for token in self._batcher.commit(decision, result.rows):
             growing = self._open[token.request.request_id]
-            growing.hidden.append(as_tensor(hidden[token.row])[0])  # without drafts: one row a sequence
+            if hidden:
+                growing.hidden.append(as_tensor(hidden[token.row])[0])  # without drafts: one row a sequence
             if token.finish_reason is not None:
                 del self._open[token.request.request_id]
                 if token.finish_reason is not FinishReason.ERROR:
@@ -133,5 +134,5 @@ class _Growing:
             seed=request.sampling.seed,
             temperature=request.sampling.temperature,
             token_ids=torch.tensor(request.output_token_ids, dtype=torch.int32),
-            hidden=torch.stack(self.hidden).cpu(),
+            hidden=torch.stack(self.hidden).cpu() if self.hidden else None,
         )

@@ -1,0 +1,168 @@
+"""TrainingRun: what every drafter's training begins with. Load the target, let it talk, keep what it said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import Settings
+from engine.compute.drafters.medusa_heads import sample_weights
+from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.native.install import with_kernels
+from engine.compute.runner.compute_threads import use_threads
+from engine.errors import StartRefused
+from engine.startup.build import read_chat_template, use_compute_threads
+from engine.text.tokenizer import Tokenizer
+from engine.training.prompts import builtin_prompts, read_prompts
+from engine.training.sample_generator import SampleGenerator
+from engine.training.samples import Sample, SampleStore, is_held_out
+from engine.training.training_plan import TrainingPlan, TrainingProgress
+
+REPORT_FILE, SAMPLES_DIRECTORY = "report.json", "samples"
+_SHARD_SAMPLES = 64
+_SHORTEST_ANSWER = 32  # tokens of the context that a prompt must leave
+
+Report = dict[str, Any]
+
+
+class TrainingRun:
+    """One run: what is loaded, what the target said, and the times that it took.
+
+    `target` has transformers' own modules; texts come from another copy, on the kernels that serve it.
+    """
+
+    def __init__(
+        self, settings: Settings, plan: TrainingPlan, progress: TrainingProgress, *, keeps_hidden: bool
+    ) -> None:
+        """Loads the target. Raises StartRefused."""
+        self._plan = plan
+        self._progress = progress
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        if plan.threads is None:
+            use_compute_threads()
+        else:
+            torch.set_num_threads(plan.threads)
+        self._num_threads = torch.get_num_threads()
+        self._settings = settings
+        self._directory = resolve_model(settings.model, settings.home)
+        tokenizer = Tokenizer(self._directory, read_chat_template(settings))
+        self.target = load_model(self._directory, settings.model)
+        self.prompts = self._tokenize(tokenizer)
+        self._keeps_hidden = keeps_hidden
+        fingerprint = _fingerprint(self.target, self.prompts, plan)
+        self.about = f"{self.target.config.model_type} {fingerprint}" + (" texts" if not keeps_hidden else "")
+        self.store = SampleStore(plan.output / SAMPLES_DIRECTORY, self.about)
+
+    def _tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
+        plan = self._plan
+        conversations = builtin_prompts(plan.seed) if plan.prompts is None else read_prompts(plan.prompts)
+        longest = self.target.max_model_len - _SHORTEST_ANSWER
+        prompts = []
+        for messages in conversations:
+            if tokenizer.has_chat_template:
+                token_ids = tokenizer.render_chat(messages)
+            else:
+                token_ids = tokenizer.encode("\n".join(str(message.get("content")) for message in messages))
+            if 0 < len(token_ids) <= longest:
+                prompts.append(token_ids)
+        if not prompts:
+            raise StartRefused(f"No prompt leaves {_SHORTEST_ANSWER} tokens of the context for its answer.")
+        return prompts
+
+    def served_target(self) -> LoadedModel:
+        """Another copy of the target, as it is served: on compiled kernels where these can be had."""
+        settings = self._settings
+
+        def load() -> LoadedModel:
+            return load_model(self._directory, settings.model)
+
+        served = with_kernels(load(), settings.model, settings.home, load)
+        use_threads(served, self._num_threads)
+        return served
+
+    def use_all_threads(self) -> None:
+        """Have torch compute on all threads of the plan again, after a served copy."""
+        torch.set_num_threads(self._num_threads)
+
+    def deadline(self, share: float) -> float | None:
+        """When this share of the minutes allowed is over, on the monotonic clock; None without a limit."""
+        minutes = self._plan.minutes
+        return None if minutes is None else self._began + 60 * minutes * share
+
+    def generate(self, served: LoadedModel, share: float) -> list[Sample]:
+        """Samples of at least `num_tokens` tokens, those of earlier runs included; fewer if time is up.
+
+        `share` of the minutes allowed may be over by then.
+        """
+        plan, began = self._plan, time.monotonic()
+        samples = list(self.store.read())
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        generator = SampleGenerator(
+            served,
+            self.prompts,
+            batch_size=plan.batch_size,
+            max_new_tokens=plan.max_new_tokens,
+            seed=plan.seed,
+            keeps_hidden=self._keeps_hidden,
+        )
+        deadline = self.deadline(share)
+        fresh: list[Sample] = []
+        if num_tokens < plan.num_tokens:
+            for finished in generator.steps({sample.number for sample in samples}):
+                fresh += finished
+                num_tokens += sum(len(sample.token_ids) for sample in finished)
+                self._progress.update("generate", num_tokens, plan.num_tokens, f"{num_tokens:,} tokens")
+                is_over = num_tokens >= plan.num_tokens or self._progress.is_stopped()
+                is_over = is_over or (deadline is not None and time.monotonic() >= deadline)
+                if len(fresh) >= _SHARD_SAMPLES or (is_over and fresh):
+                    self.store.append(fresh)
+                    samples += fresh
+                    fresh = []
+                if is_over:
+                    break
+        self.seconds["generate"] = time.monotonic() - began
+        return samples
+
+    def is_held_out(self, sample: Sample) -> bool:
+        """Whether it is for the evaluation only."""
+        return is_held_out(sample.number, len(self.prompts))
+
+    def too_few(self, num_samples: int) -> StartRefused:
+        """What to raise where samples to train on, or to judge by, are missing."""
+        return StartRefused(
+            f"{num_samples} answers are too few to train on and judge by: raise --tokens or --minutes."
+        )
+
+    def write_report(self, found: Report) -> Report:
+        """Write `found`, and what is common to all, beside the drafter; what a reader of the file gets."""
+        plan = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self._plan).items()
+        }
+        report = {
+            "model": self._settings.model.model,
+            "plan": plan,
+            "threads": self._num_threads,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            **found,
+            "seconds": self.seconds | {"in all": time.monotonic() - self._began},
+        }
+        text = json.dumps(report, indent=1) + "\n"
+        (self._plan.output / REPORT_FILE).write_text(text, encoding="utf-8")
+        return dict(json.loads(text))
+
+
+def _fingerprint(target: LoadedModel, prompts: Sequence[Sequence[int]], plan: TrainingPlan) -> str:
+    """What samples depend on, in short: the target's weights, the prompts, and how they are answered."""
+    digest = hashlib.sha256(sample_weights(target).numpy().tobytes())
+    digest.update(json.dumps([list(map(list, prompts)), plan.seed, plan.max_new_tokens]).encode())
+    return digest.hexdigest()[:32]
