@@ -169,6 +169,11 @@ class EagleLayer(nn.Module):
         guessed: torch.Tensor = self.projection(self.norm(output).to(self.projection.weight.dtype))
         return guessed
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Give every weight this dtype. Angles keep theirs: rounded, they would be of other positions."""
+        for weight in self.parameters():
+            weight.data = weight.data.to(dtype)
+
     def save(self, directory: Path, recipe: Mapping[str, object]) -> None:
         """Write the directory's two files over what is there; `recipe` says how the layer was trained."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -229,7 +234,8 @@ def load_eagle_layer(directory: Path, target: LoadedModel) -> EagleLayer:
     _check_widths(directory / WEIGHTS_FILE, layer)
     _check_tensors(directory / WEIGHTS_FILE, weights, layer)
     layer.load_state_dict(weights, strict=False)
-    return layer.requires_grad_(False).to(device=target.device, dtype=target.dtype).eval()
+    layer.round_to(target.dtype)
+    return layer.requires_grad_(False).to(target.device).eval()
 
 
 def check_eagle(directory: Path, target: LoadedModel) -> None:
