@@ -74,7 +74,7 @@ from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
 from engine.text.structured_output import Frame, StructuredOutput, StructureKind
 from engine.text.tools.tool_spec import INPUT_KEY, NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
-from engine.training.training_plan import MedusaPlan, TrainingProgress
+from engine.training.training_plan import DrafterPlan, MedusaPlan, TrainingProgress
 
 if TYPE_CHECKING:
     from engine.startup.part_factories import PartFactories
@@ -132,6 +132,16 @@ def train_medusa_heads(
     return train(settings, plan, progress)
 
 
+def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgress) -> dict[str, Any] | None:
+    """Train a drafter of one layer for the model that `settings` name; the report. On the calling thread.
+
+    None when `progress` ended it before there was anything to save. Raises StartRefused.
+    """
+    from engine.training.eagle_run import train_drafter as train
+
+    return train(settings, plan, progress)
+
+
 def check_start(settings: Settings) -> None:
     """Raise StartRefused, in the doctor's words, for what stops a start and shows without the weights."""
     from engine.startup.doctor import check_start as check
@@ -180,6 +190,7 @@ __all__ = [
     "DeviceFacts",
     "Diagnosis",
     "DraftFacts",
+    "DrafterPlan",
     "EmbedderInfo",
     "EmbeddingFacts",
     "EmbeddingMetrics",
@@ -240,6 +251,7 @@ __all__ = [
     "prepare_process",
     "pull_model",
     "thread_stacks",
+    "train_drafter",
     "train_medusa_heads",
     "usable_cores",
 ]

@@ -112,9 +112,16 @@ def config_show(argv: Sequence[str]) -> int:
 
 def train_medusa(argv: Sequence[str]) -> int:
     """Train Medusa heads for a model. Raises SettingsError before anything is loaded."""
-    from server.commands.train_medusa import run
+    from server.commands.train import TRAIN_MEDUSA, run
 
-    return run(argv)
+    return run(TRAIN_MEDUSA, argv)
+
+
+def train_drafter(argv: Sequence[str]) -> int:
+    """Train a drafter of one layer for a model. Raises SettingsError before anything is loaded."""
+    from server.commands.train import TRAIN_DRAFTER, run
+
+    return run(TRAIN_DRAFTER, argv)
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -184,6 +191,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "serve": serve,
     "run": run,
     "config": config_show,
+    "train-drafter": train_drafter,
     "train-medusa": train_medusa,
     "bench": bench,
     "chat": chat,

@@ -25,6 +25,7 @@ commands:
   batch submit FILE | status [ID] | fetch ID | cancel ID
                                     have a server answer a file of requests in its free seats
   bench [--url URL] [options]       load a server and measure its latency and throughput
+  train-drafter [MODEL] [...]       train a layer that drafts tokens for that model
   train-medusa [MODEL] [...]        train Medusa heads, which draft tokens for that model
   completion SHELL                  print a script that completes all this in bash, fish or zsh
 

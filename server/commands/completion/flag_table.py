@@ -15,7 +15,7 @@ from server.commands.chat_client.command import chat_parser
 from server.commands.models import models_parser
 from server.commands.pull import pull_parser
 from server.commands.run import run_parser
-from server.commands.train_medusa import medusa_parser
+from server.commands.train import TRAIN_DRAFTER, TRAIN_MEDUSA
 
 SHELLS: Final = ("bash", "fish", "zsh")
 _PATHS: Final = frozenset({"FILE", "DIR"})
@@ -63,7 +63,13 @@ def commands() -> tuple[Command, ...]:
             takes_path=True,
         ),
         Command("bench", "measure a server", _of_parser(bench_parser())),
-        Command("train-medusa", "train Medusa heads", _of_parser(medusa_parser()), takes_path=True),
+        Command(
+            "train-drafter",
+            "train a layer that drafts",
+            _of_parser(TRAIN_DRAFTER.parser()),
+            takes_path=True,
+        ),
+        Command("train-medusa", "train Medusa heads", _of_parser(TRAIN_MEDUSA.parser()), takes_path=True),
         Command("completion", "print a script that completes commands in a shell", (_HELP,), SHELLS),
     )
 

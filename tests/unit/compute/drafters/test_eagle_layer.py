@@ -123,6 +123,12 @@ def test_what_is_saved_is_what_is_loaded(saved: Path) -> None:
     assert torch.equal(loaded.logits(output), layer.logits(output))
 
 
+def test_rounded_weights_keep_the_angles_of_their_positions(saved: Path) -> None:
+    loaded = load_eagle_layer(saved, load_tiny("llama", torch.bfloat16))
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded.rotary.inv_freq, make_layer().rotary.inv_freq)
+
+
 def test_a_published_checkpoint_brings_its_own_embeddings(saved: Path) -> None:
     torch.manual_seed(1)
     embedding, projection = torch.randn(512, 64), torch.randn(len(TOKEN_IDS), 64)

@@ -1,4 +1,4 @@
-"""`slipstream train-medusa` before anything is loaded, and prompts from a file."""
+"""`slipstream train-drafter` and `train-medusa` before anything is loaded, and prompts from a file."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ def test_help_names_every_flag(argv: list[str], capsys: pytest.CaptureFixture[st
     assert err == ""
     for flag in ("--output DIR", "--tokens", "--heads", "--minutes", "--prompts", "--dtype", "--device"):
         assert flag in out
+    assert cli.main(["train-drafter", *argv]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for flag in ("--output DIR", "--tokens", "--steps", "--window", "--minutes", "--prompts", "--dtype"):
+        assert flag in out
 
 
+@pytest.mark.parametrize("command", ["train-drafter", "train-medusa"])
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
         ([], "the following arguments are required: --output"),
         (["--output", "d", "--token", "9"], "unrecognized arguments: --token"),
         (["--output", "d", "a", "b"], "unrecognized arguments: b"),
-        (["--output", "d", "--heads", "0"], "'0' is not a whole number from 1 to 32"),
+        (["--output", "d", "--epochs", "0"], "'0' is not a whole number from 1 to 1000"),
         (["--output", "d", "--tokens", "1.5"], "'1.5' is not a whole number from 1 to 1e+09"),
         (["--output", "d", "--minutes", "nan"], "'nan' is not a number"),
         (["--output", "d", "--dtype", "float8"], "flag --dtype: model.dtype = 'float8' is not allowed"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
-    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], reason: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train-medusa", *argv]) == 2
+    assert cli.main([command, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
@@ -50,22 +56,24 @@ from server.commands.cli import main
 codes = [main(argv.split()) for argv in sys.argv[1:]]
 heavy = {"torch", "transformers", "fastapi", "numpy", "engine"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert codes == [0, 2], codes
+assert codes == [0, 2, 0, 2], codes
 """
 
 
 def test_quick_answers_import_nothing_heavy() -> None:
-    commands = ["train-medusa --help", "train-medusa --output d --wrong"]
+    mistakes = " --output d --wrong"
+    commands = [name + end for name in ("train-medusa", "train-drafter") for end in (" --help", mistakes)]
     ran = subprocess.run([sys.executable, "-c", LIGHT, *commands], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("command", ["train-drafter", "train-medusa"])
 def test_a_model_that_is_not_there_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.observability.logs.configure_logging", lambda log: None)
     monkeypatch.setattr("engine.prepare_process", lambda: None)
-    assert cli.main(["train-medusa", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
+    assert cli.main([command, str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("slipstream: There is no directory")
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 _LINE_EVERY_S = 15.0
-_TITLES = {"generate": "the model answers prompts", "train": "heads learn", "evaluate": "heads are judged"}
+_TITLES = {
+    "generate": "the model answers prompts",
+    "features": "the model reads its answers",
+    "train": "the drafter learns",
+    "evaluate": "the drafter is judged",
+}
 
 
 class Display:
@@ -69,19 +74,42 @@ class Display:
             self._console.print(f"{title}: {min(1.0, part):.0%}, {note}", highlight=False, soft_wrap=True)
 
 
-def show_report(report: Mapping[str, Any], output: Path) -> None:
-    """Print the report's tables on stdout, and where things are."""
+def show_medusa_report(report: Mapping[str, Any], output: Path) -> None:
+    """Print the tables of a report on Medusa heads on stdout, and where things are."""
+    _show(report, output, "heads", _accuracy_table(report), _steps_table(report))
+
+
+def show_drafter_report(report: Mapping[str, Any], output: Path) -> None:
+    """Print the table of a report on a drafter of one layer on stdout, and where things are."""
+    _show(report, output, "the drafter", _guesses_table(report))
+
+
+def _show(report: Mapping[str, Any], output: Path, product: str, *tables: Table) -> None:
     console = Console()
-    console.print(_accuracy_table(report))
-    console.print(_steps_table(report))
+    for table in tables:
+        console.print(table)
     seconds = ", ".join(f"{stage} {value:.0f} s" for stage, value in report["seconds"].items())
     console.print(
         f"{report['num_train_tokens']:,} tokens to learn from, {report['num_judged_tokens']:,} others to "
-        f"judge by; heads can guess {report['coverage']:.1%} of them. {seconds}.",
+        f"judge by; {product} can guess {report['coverage']:.1%} of them. {seconds}.",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"The heads are in {output}", highlight=False, soft_wrap=True)
+    console.print(f"What was trained is in {output}", highlight=False, soft_wrap=True)
+
+
+def _guesses_table(report: Mapping[str, Any]) -> Table:
+    table = Table(
+        "requests", "", title="Guesses in a row: right where those before were, and accepted in all"
+    )
+    depth = max(len(found["right"]) for found in report["guesses"].values())
+    for place in range(depth):
+        table.add_column(str(place + 1), justify="right")
+    for kind, found in report["guesses"].items():
+        table.add_row(kind, "right", *(f"{share:.1%}" for share in found["right"]))
+        table.add_row("", "accepted", *(f"{count:.2f}" for count in found["accepted"]))
+        table.add_section()
+    return table
 
 
 def _accuracy_table(report: Mapping[str, Any]) -> Table:
