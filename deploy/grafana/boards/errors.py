@@ -115,8 +115,16 @@ def _faults() -> tuple[Panel, ...]:
             "The engine caught no fault in this time.",
         ),
         split(
+            "Failed passes by who is to blame",
+            "Forward passes that fail with one request, which ends alone, or with any, which ends a batch.",
+            "ops",
+            ("forward_faults_total", "blamed"),
+            "No forward pass failed in this time.",
+        ),
+        split(
             "Aborts by reason",
-            "A client that left or cancelled, a drain, a client that reads nothing.",
+            "A client that left or cancelled, a drain, a client that reads nothing, a place in a full queue "
+            "given up to who has fewer.",
             "reqps",
             ("request_aborts_total", "reason"),
             "No request was aborted in this time.",

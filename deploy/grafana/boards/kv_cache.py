@@ -122,6 +122,21 @@ def _prefixes() -> tuple[Panel, ...]:
             Query(rate("prompt_tokens_cached_total"), "cached"),
             stacked=True,
         ),
+        lines(
+            "Prefixes on disk",
+            "Blocks read where that beats computing them, and written behind the steps.",
+            "ops",
+            Query(f"{rate('prefix_cache_disk_read_blocks_total')} > 0", "read"),
+            Query(f"{rate('prefix_cache_disk_written_blocks_total')} > 0", "written"),
+            empty="Nothing was read from disk or written there in this time; see --prefix-cache-dir.",
+        ),
+        split(
+            "Next turns read ahead",
+            "Tokens computed while the server was idle, that a prompt began with or that were dropped.",
+            "count:tok/s",
+            ("next_turn_tokens_total", "result"),
+            "No turn was read ahead in this time.",
+        ),
     )
 
 

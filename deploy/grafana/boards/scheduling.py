@@ -153,6 +153,34 @@ def _steps() -> tuple[Panel, ...]:
     )
 
 
+def _background() -> tuple[Panel, ...]:
+    return (
+        lines(
+            "Batch lines",
+            "Lines of open batches that run in seats nobody else needs, and that wait for one.",
+            "short",
+            Query(f"{total('batch_lines_running')} > 0", "running"),
+            Query(f"{total('batch_lines_waiting')} > 0", "waiting"),
+            empty="No batch was open in this time.",
+        ),
+        split(
+            "Batch lines that ended",
+            "Answered, failed, or left over by a batch that was cancelled or whose window ended.",
+            "ops",
+            ("batch_lines_total", "status"),
+            "No line of a batch ended in this time.",
+        ),
+        lines(
+            "Vectors and scores",
+            "Texts embedded or scored, in pieces between the steps, and requests that wait for that.",
+            "short",
+            Query(f"{rate('embedding_texts_total')} > 0", "texts a second"),
+            Query(f"{total('num_embedding_requests_waiting')} > 0", "requests waiting"),
+            empty="No text was embedded or scored in this time.",
+        ),
+    )
+
+
 SCHEDULING = Board(
     "slipstream-scheduling",
     "Slipstream / Scheduling and fairness",
@@ -161,5 +189,6 @@ SCHEDULING = Board(
         Row("At a glance", _at_a_glance(), "none yet"),
         Row("Queue", _queue(), "No request came in this time."),
         Row("Steps", _steps(), "No step ran in this time."),
+        Row("In the background", _background(), "Nothing ran in the background in this time."),
     ),
 )
