@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Protocol
 import xxhash
 
 from engine.errors import StartRefused
+from engine.loop.daemon_executor import DaemonExecutor
 
 log = logging.getLogger("slipstream.engine")
 
@@ -75,7 +77,7 @@ class BlockFiles:
     """The blocks of one kind of K/V, told from others by `fingerprint`, within a directory's `max_bytes`.
 
     The budget is for all that is in the directory, of whichever kind: what was of no use for longest goes.
-    `look_up` and `read` are for one thread, all else for another.
+    `count_stored` and `read` are for one thread, which another helps; all else is for a third.
     """
 
     def __init__(self, directory: Path, fingerprint: str, blocks: Blocks, max_bytes: int) -> None:
@@ -86,11 +88,12 @@ class BlockFiles:
         self._max_bytes = max_bytes
         self._num_bytes = self._uncounted = max_bytes  # in the directory, as far as known: count first
         self._serial = count()
+        self._helper = DaemonExecutor("disk-read-beside")
 
     def count_stored(self, names: Sequence[bytes]) -> int:
         """How many of these are there, from the first on without a gap."""
         for i, name in enumerate(names):
-            if not os.path.exists(self._path(name)):
+            if not os.path.exists(self._spelled(name)):
                 return i
         return len(names)
 
@@ -99,19 +102,34 @@ class BlockFiles:
         num_good = 0
         for first in range(0, len(names), self._blocks.batch):
             batch = slice(first, first + self._blocks.batch)
-            pieces = self._blocks.incoming(block_ids[batch])
-            for name, own in zip(names[batch], pieces, strict=True):
-                if not self._read_block(name, own):
-                    break
-                num_good += 1
+            wanted = list(zip(names[batch], self._blocks.incoming(block_ids[batch]), strict=True))
+            half = len(wanted) // 2
+            rest = self._helper.submit(self._read_blocks, wanted[half:])  # copying it needs no interpreter
+            try:
+                num_here = self._read_blocks(wanted[:half])
+            finally:
+                wait([rest])  # before anybody else may have these blocks
+            num_rest = rest.result()
+            num_here += num_rest if num_here == half else 0
+            num_good += num_here
             self._blocks.accept(block_ids[first:num_good])
-            if num_good < min(batch.stop, len(names)):
+            if num_here < len(wanted):
                 break
-        self.touch(names[:num_good])
         return num_good
 
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._helper.shutdown(wait=False)
+
+    def _read_blocks(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> int:
+        """How many are good, from the first on."""
+        for i, (name, pieces) in enumerate(wanted):
+            if not self._read_block(name, pieces):
+                return i
+        return len(wanted)
+
     def _read_block(self, name: bytes, pieces: Sequence[memoryview]) -> bool:
-        path, digest = self._path(name), bytearray(_DIGEST_BYTES)
+        path, digest = self._spelled(name), bytearray(_DIGEST_BYTES)
         try:
             with _opened(path, os.O_RDONLY) as file:
                 found = os.fstat(file)
@@ -122,9 +140,9 @@ class BlockFiles:
             return False
         if is_whole and self._digest(name, pieces) == digest:
             return True
-        log.warning("a file of the prefix cache is damaged and deleted: %s", path.name)
+        log.warning("a file of the prefix cache is damaged and deleted: %s", name.hex())
         with suppress(FileNotFoundError):
-            path.unlink()
+            os.unlink(path)
         return False
 
     def write(
@@ -142,7 +160,7 @@ class BlockFiles:
         return num_written
 
     def _is_new(self, name: bytes) -> bool:
-        return not os.path.exists(self._path(name))
+        return not os.path.exists(self._spelled(name))
 
     def _write_block(
         self, name: bytes, pieces: Sequence[memoryview], is_unchanged: Callable[[], bool]
@@ -170,7 +188,7 @@ class BlockFiles:
         """These are of use: they are the last to go, the first of them last of all."""
         for name in reversed(names):
             with suppress(FileNotFoundError):
-                os.utime(self._path(name))
+                os.utime(self._spelled(name))
 
     def forget(self, tag: bytes) -> None:
         """Delete the contents whose names begin so."""
@@ -204,8 +222,12 @@ class BlockFiles:
                         yield found.st_mtime_ns, found.st_size, entry.path
 
     def _path(self, name: bytes) -> Path:
+        return Path(self._spelled(name))
+
+    def _spelled(self, name: bytes) -> str:
+        """Its path; a Path takes as long to make as the file to open."""
         spelled = name.hex()  # its end is a hash, and its beginning may be one tenant's
-        return self._directory / spelled[-_FAN_OUT:] / spelled
+        return f"{self._directory}/{spelled[-_FAN_OUT:]}/{spelled}"
 
     def _digest(self, name: bytes, pieces: Sequence[memoryview]) -> bytes:
         digest = xxhash.xxh3_128(self._seed + name)
@@ -215,7 +237,7 @@ class BlockFiles:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _opened(path: Path | str, flags: int) -> Iterator[int]:
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         yield file

@@ -50,6 +50,7 @@ class DiskLink:
 
     def stop(self) -> None:
         """Take no more work; what is being written may be lost."""
+        self._files.close()
         for executor in (self._reader, self._writer):
             executor.shutdown(wait=False, cancel_futures=True)
         for task in self._tasks:
@@ -91,6 +92,7 @@ class DiskLink:
         finally:
             self._tier.end_read(read, num_good, time.perf_counter() - began)
         self._metrics.prefix_cache_disk_read_blocks += num_good
+        self._spawn(self._run(self._writer, self._files.touch, read.names[:num_good]))  # nobody waits for it
 
     def _go_on(self, request_id: str) -> None:
         self._tier.end_asking(request_id)

@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -89,6 +90,27 @@ def test_another_process_reads_what_was_written(directory: Path) -> None:
     assert blocks.memory[:5] == FakeBlocks().memory[:5]
     assert blocks.memory[5] == bytes(BLOCK_BYTES)
     assert files_in(directory, blocks).count_stored([*NAMES, name_of(9)]) == 5
+
+
+def test_a_read_that_fails_returns_when_nothing_is_written_into_the_blocks_any_more(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = FakeBlocks()
+    files, late = files_in(directory, blocks), Event()
+    read_block, ended = files._read_block, []
+
+    def fail_or_be_late(name: bytes, pieces: Sequence[memoryview]) -> bool:
+        if name == NAMES[0]:
+            raise OSError("the disk is gone")
+        late.wait(0.05)
+        ended.append(name)
+        return read_block(name, pieces)
+
+    monkeypatch.setattr(files, "_read_block", fail_or_be_late)
+    with pytest.raises(OSError, match="the disk is gone"):
+        files.read(range(5), NAMES)
+    assert ended, "the other half was waited for"
+    files.close()
 
 
 def test_what_is_there_is_not_written_again(directory: Path) -> None:
