@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import StartRefused
@@ -46,6 +46,10 @@ class SchedulingPolicy:
 
     def charge(self, request: Request, num_prefill_tokens: int, num_output_tokens: int) -> None:
         """Tokens are about to be computed (from `num_computed_tokens` on), or were committed."""
+
+    def lane_to_yield(self, waiting: Request, running: Iterable[Request]) -> str | None:
+        """The lane of which a running request gives way to this waiting one; None if none has to."""
+        return None
 
 
 class FcfsPolicy(SchedulingPolicy):
@@ -185,15 +189,17 @@ class VirtualCounters:
     """The Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 
     A tenant's counter grows by the weighted tokens computed for it over its weight, each token once, however
-    often preemption has it computed. A tenant that comes back is lifted to the least counter of the waiting
-    ones (to that of the last to leave, if none waits), so it saves up no credit. `_floor` is that least
-    counter; it never falls, and tenants that do not wait count as being there at least.
+    often preemption has it computed. A tenant that comes back is lifted to CREDIT below the least counter of
+    the waiting ones (of the last to leave, if none waits): it goes first, so that a client that sends one
+    request after another loses no turn in between, and saves up no more than that. `_floor` is where that
+    is; it never falls, and tenants that do not wait count as being there at least.
 
     While two tenants always have requests waiting, their service over any interval differs by at most
-    2 * max(w_prompt * L, w_output * M), if w_prompt <= w_output: L is the longest prompt and M the most
-    tokens that admitted requests may come to hold, without preemption the size of the KV.
+    2 * max(w_prompt * L, w_output * M), and CREDIT once, if w_prompt <= w_output: L is the longest prompt and
+    M the most tokens that admitted requests may come to hold, without preemption the size of the KV.
     """
 
+    CREDIT = 512.0  # weighted tokens: a short request
     PRUNE_ABOVE = 64  # counters; then once more whenever they have doubled
 
     def __init__(self, weights: FairnessWeights) -> None:
@@ -206,6 +212,11 @@ class VirtualCounters:
         self._floor = 0.0
         self._last_left: str | None = None
         self._prune_above = self.PRUNE_ABOVE
+
+    @property
+    def waiting(self) -> Iterable[str]:
+        """The tenants that have a request waiting."""
+        return self._num_waiting
 
     def of(self, tenant: str) -> float:
         """The tenant's counter now."""
@@ -235,8 +246,7 @@ class VirtualCounters:
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count service for this tenant."""
         cost = self._weights.prompt * num_prompt_tokens + self._weights.output * num_output_tokens
-        counter = self._counters.get(tenant, self._floor)
-        self._counters[tenant] = counter + cost / self._weights.tenants.get(tenant, 1.0)
+        self._counters[tenant] = self.of(tenant) + cost / self._weights.tenants.get(tenant, 1.0)
 
     def _raise_floor(self) -> None:
         first = self._order.least()
@@ -246,16 +256,16 @@ class VirtualCounters:
             least = self.of(self._last_left)
         else:
             return
-        self._floor = max(self._floor, least)
+        self._floor = max(self._floor, least - self.CREDIT)
 
     def _prune(self) -> None:
-        """Drop the counters of tenants that the floor has overtaken."""
+        """Drop the counters of tenants that come back near enough to the floor, which they then start at."""
         if len(self._counters) <= self._prune_above:
             return
         self._counters = {
             tenant: counter
             for tenant, counter in self._counters.items()
-            if tenant in self._num_waiting or counter > self._floor
+            if tenant in self._num_waiting or counter > self._floor + self.CREDIT
         }
         self.turns = {tenant: turn for tenant, turn in self.turns.items() if tenant in self._counters}
         self._prune_above = max(self.PRUNE_ABOVE, 2 * len(self._counters))
@@ -272,6 +282,7 @@ class FairPolicy(SchedulingPolicy):
 
     def __init__(self, aging_s: float, weights: FairnessWeights) -> None:
         self._within = PriorityPolicy(aging_s)
+        self._weights = weights.tenants
         self.counters = VirtualCounters(weights)
 
     def key(self, request: Request) -> PolicyKey:
@@ -302,6 +313,20 @@ class FairPolicy(SchedulingPolicy):
         num_prompt_tokens = max(0, end - first)
         request.num_charged_tokens = max(request.num_charged_tokens, end)
         self.counters.charge(request.tenant or "", num_prompt_tokens, num_output_tokens)
+
+    def lane_to_yield(self, waiting: Request, running: Iterable[Request]) -> str | None:
+        """The tenant with most beyond its share of what runs, for one with less. A share is one at least.
+
+        A seat moves only from above a share to below one, so it does not move back. O(running + tenants).
+        """
+        held = Counter(map(self.lane, running))
+        weights = {name: self._weights.get(name, 1.0) for name in {*held, *self.counters.waiting}}
+        a_weight = held.total() / sum(weights.values())
+        mine = self.lane(waiting)
+        if not held or held[mine] + 1 > max(1.0, a_weight * weights[mine]):
+            return None
+        most = max(held, key=lambda name: held[name] / weights[name])
+        return most if held[most] > max(1.0, a_weight * weights[most]) else None
 
 
 def make_policy(name: str, aging_s: float, weights: FairnessWeights | None = None) -> SchedulingPolicy:

@@ -10,7 +10,7 @@ from engine.plan.scheduling.rising_heap import RisingHeap
 
 
 class RequestQueue:
-    """Orders waiting requests: those that have run before first, each group by policy.
+    """Orders waiting requests by policy; in each lane those that have run before come first.
 
     The lanes of the policy are heaps, and so is their order by their heads, because lanes may overtake one
     another. Every operation is O(log n), amortised. The policy hears of every request that comes and goes. A
@@ -97,9 +97,14 @@ class RequestQueue:
 
     def ahead_of(self, request: Request) -> list[Request]:
         """The requests that would come out before this one, which may or may not wait here. O(n)."""
-        rank, held = (_is_new(request), self._policy.key(request)), self._held
-        free = (other for other in self if other.request_id not in held)
-        return [other for other in free if (_is_new(other), self._policy.key(other)) < rank]
+        free = (other for other in self if other.request_id not in self._held)
+        return [other for other in free if self._comes_before(other, request)]
+
+    def _comes_before(self, other: Request, request: Request) -> bool:
+        key, lane = self._policy.key, self._policy.lane
+        if lane(other) != lane(request):
+            return key(other) < key(request)
+        return (_is_new(other), key(other)) < (_is_new(request), key(request))
 
     def _leave_lane(self, request: Request) -> None:
         name = self._policy.lane(request)
@@ -124,8 +129,7 @@ class RequestQueue:
 
     def _rank(self, lane: str) -> PolicyKey:
         """How the head of a lane stands now."""
-        request = self._head(lane)
-        return _is_new(request), *self._policy.key(request)
+        return self._policy.key(self._head(lane))
 
     def _head(self, lane: str) -> Request:
         request_id = self._lanes[lane].least()

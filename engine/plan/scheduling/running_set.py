@@ -191,6 +191,12 @@ class RunningSet:
         runs = request.status is RequestStatus.RUNNING
         return runs and request is not self.oldest() and not self._preemption.is_spent(request)
 
+    def to_yield(self, waiting: Request) -> Request | None:
+        """The running request to preempt for one that waits in vain; None if no tenant is over its share."""
+        lane = self._policy.lane_to_yield(waiting, self)
+        own = [request for request in self if lane is not None and self._policy.lane(request) == lane]
+        return self._preemption.victim(own, self.oldest(), self._policy.key) if own else None
+
     def block_moves(self) -> BlockMoves:
         """The blocks to move with the next step; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.host.copies()

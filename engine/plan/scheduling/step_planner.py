@@ -133,6 +133,9 @@ class StepPlanner:
 
     def _plan(self, turn: int, candidates: Iterable[Request]) -> StepPlan:
         self._running.lookup.begin_step()
+        if (victim := self._to_yield()) is not None:
+            self._running.preempt(victim)
+            self.requeue([victim])
         budget = TokenBudget(self._token_limit, self._config.max_prefill_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
@@ -156,13 +159,15 @@ class StepPlanner:
         """The next token of each running request, by the row of `step` that draws the one before it.
 
         None if the next step has to wait for the result: a fault is searched for, a request waits that could
-        be admitted, `step` has drafts or does not draw for all that run, drafts are at hand or waited for,
-        logits are to be processed or reported, or blocks are short. Requests whose last token `step` draws
-        are left out. For one that a stop token or string ends, a token is drawn in vain, and the commit drops
-        it. As async scheduling in vLLM and SGLang, but nothing is written into a request before its token is
-        read.
+        be admitted or that another gives way to, `step` has drafts or does not draw for all that run, drafts
+        are at hand or waited for, logits are to be processed or reported, or blocks are short. Requests whose
+        last token `step` draws are left out. For one that a stop token or string ends, a token is drawn in
+        vain, and the commit drops it. As async scheduling in vLLM and SGLang, but nothing is written into a
+        request before its token is read.
         """
         if self.search.is_active or self.next_in_queue() is not None or step.decision.num_draft_tokens:
+            return None
+        if self._to_yield() is not None:
             return None
         pairs = zip(step.items, step.rows, strict=True)
         rows = {item.scheduled.request_id: own.start for item, own in pairs if own}
@@ -194,6 +199,13 @@ class StepPlanner:
                 return request
             self._queue.hold(request.request_id, leader)
         return None
+
+    def _to_yield(self) -> Request | None:
+        """The running request that gives way to the first in the queue, if that cannot be admitted."""
+        if self.search.is_active or self.next_in_queue() is not None:
+            return None
+        first = self._queue.peek()
+        return None if first is None else self._running.to_yield(first)
 
     def _leader(self, request: Request) -> str | None:
         """What to hold a waiting request for, so as not to compute what is being computed or is on disk."""

@@ -18,7 +18,7 @@ from tests.bench.sim.batching import run_chunks, run_memory, run_static
 from tests.bench.sim.cost import CPU_LIKE, GPU_LIKE
 from tests.bench.sim.long_queue import run_queue
 from tests.bench.sim.plots import plot_sweep
-from tests.bench.sim.policies import run_fairness, run_sjf, run_sweep
+from tests.bench.sim.policies import run_fairness, run_flood, run_sjf, run_sweep
 from tests.bench.sim.promises import run_deadlines, run_prefixes
 
 PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
@@ -31,6 +31,7 @@ EXPERIMENTS: dict[str, Callable[..., Section]] = {
     "sjf": lambda cost: run_sjf(5000, cost=cost),
     "deadlines": lambda cost: run_deadlines(1000, cost=cost),
     "fair": lambda cost: run_fairness(2000, cost=cost),
+    "flood": lambda cost: run_flood(60, cost=cost),
     "prefixes": lambda cost: run_prefixes(cost=cost),
     "queue": lambda cost: run_queue(1000),
     "sweep": lambda cost: run_sweep(1000, cost=cost),

@@ -6,8 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, median
 
+from engine.errors import Overloaded
+from engine.plan.admission import Admission
+from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.policy import FairnessWeights
 from tests.bench.report import Bar, Section
 from tests.bench.sim.cost import GPU_LIKE, StepCost
@@ -19,6 +22,7 @@ from tests.bench.sim.trace import (
     all_at_once,
     at_rate,
     bimodal_lengths,
+    lognormal_lengths,
     make_trace,
     merged,
     poisson,
@@ -157,6 +161,75 @@ def run_fairness(num_requests: int, seed: int = 6, cost: StepCost = GPU_LIKE) ->
         f"L the longest prompt, M the {server.num_slots:,} tokens the KV holds"
     )
     return section
+
+
+class GatedSimulation(Simulation):
+    """The simulation behind the daemon's gate, whose places tenants share."""
+
+    def __init__(self, trace: Trace, server: Server, places: int = 256) -> None:
+        super().__init__(trace, server)
+        self.turned_away: Counter[str | None] = Counter()  # by tenant: refused, or displaced later
+        self._gate = Admission(
+            *(places, 10**9, lambda _: 1), reply_of=lambda request: [request], displace=self._displace
+        )
+
+    def _takes(self, number: int, request: Request) -> bool:
+        try:
+            with self._gate.admit(1, self.batcher.queue, request.tenant):
+                return True
+        except Overloaded:
+            self.turned_away[request.tenant] += 1
+            return False
+
+    def _displace(self, request: Request, _error: Overloaded) -> None:
+        self.turned_away[request.tenant] += 1
+        self.batcher.finish(request.request_id, FinishReason.ABORT)
+        self._close(request)
+
+
+def run_flood(
+    seconds: float, rates: Sequence[float] = (2.0, 6.0), cost: StepCost = GPU_LIKE, seed: int = 1
+) -> Section:
+    """What one tenant's flood does to another: its requests that are turned away, and its time to wait."""
+    section = Section("flood", f"one tenant sends {BUSY_FACTOR}x, behind the gate, fair, {cost.name}")
+    server = Server(cost=cost, policy="fair", max_num_seqs=64, prefix_caching=True)
+    ratios, num_turned_away = [], 0
+    for rate in rates:
+        alone = flood_trace(rate, 0, seconds, seed)
+        figures = {}
+        for name, trace in (("alone", alone), ("flooded", flood_trace(rate, BUSY_FACTOR, seconds, seed))):
+            simulation = GatedSimulation(trace, server)
+            run = simulation.run()
+            own = [each for each in run.outcomes if each.arrival.tenant == TENANTS[0] and each.token_times]
+            figures[name] = median(outcome.ttft_s for outcome in own)
+            num_turned_away += simulation.turned_away[TENANTS[0]]
+            case = f"{rate:g} a second, {name}"
+            section.add(case, "turned away", "requests", [simulation.turned_away[TENANTS[0]]])
+            section.add(case, "TTFT p50", "s", [figures[name]])
+            section.add(case, "TTFT p99", "s", [percentile((outcome.ttft_s for outcome in own), 99)])
+            section.add(case, "all tenants' output", "tokens/s", [_output_rate(run)])
+        ratios.append(figures["flooded"] / figures["alone"])
+    section.bars += [
+        Bar(f"{TENANTS[0]}'s TTFT p50, flooded over alone", 2.0, "x", max(ratios), at_least=False),
+        Bar(f"{TENANTS[0]}'s requests turned away", 0, "requests", num_turned_away, at_least=False),
+    ]
+    return section
+
+
+def flood_trace(rate: float, factor: int, seconds: float, seed: int) -> list[Arrival]:
+    """Both tenants' requests; those of the first do not depend on how many the other sends."""
+    traces = []
+    for tenant, own_rate in ((TENANTS[0], rate), (TENANTS[1], rate * factor)):
+        if own_rate:
+            rng = random.Random(f"{tenant} {seed}")
+            lengths = lognormal_lengths(128, 48, sigma=0.8, longest=400)
+            own = make_trace(rng, round(own_rate * seconds), poisson(rng, own_rate), lengths)
+            traces.append([replace(arrival, tenant=tenant) for arrival in own])
+    return merged(*traces)
+
+
+def _output_rate(run: Run) -> float:
+    return sum(len(outcome.token_times) for outcome in run.outcomes) / run.end
 
 
 def tenants_trace(num_requests: int, seed: int) -> list[Arrival]:

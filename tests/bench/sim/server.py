@@ -101,13 +101,17 @@ class Simulation:
         while self._coming and self._coming[0][1].arrival.time <= self.now:
             number, outcome = self._coming.popleft()
             request = make_request(number, outcome.arrival, self.server)
-            is_exempt = not self.server.keeps_deadlines or number in self.server.exempt
-            if not is_exempt and not self.batcher.can_meet(request):
+            if not self._takes(number, request):
                 outcome.refused = True
                 continue
             self._by_id[request.request_id] = outcome
             self.requests[request.request_id] = request
             self.batcher.add(request)
+
+    def _takes(self, number: int, request: Request) -> bool:
+        """False if this request of the trace is refused."""
+        is_exempt = not self.server.keeps_deadlines or number in self.server.exempt
+        return is_exempt or self.batcher.can_meet(request)
 
     def _expire(self) -> None:
         late = [r for r in self.requests.values() if r.deadline is not None and r.deadline <= self.now]

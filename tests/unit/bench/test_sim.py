@@ -15,7 +15,15 @@ from tests.bench.sim.batching import run_chunks, run_memory, run_static
 from tests.bench.sim.cost import StepCost
 from tests.bench.sim.long_queue import run_queue
 from tests.bench.sim.plots import plot_sweep
-from tests.bench.sim.policies import LOADS, POLICIES, QUANTITIES, bimodal_trace, run_fairness, run_sjf
+from tests.bench.sim.policies import (
+    LOADS,
+    POLICIES,
+    QUANTITIES,
+    bimodal_trace,
+    run_fairness,
+    run_flood,
+    run_sjf,
+)
 from tests.bench.sim.promises import run_deadlines, run_prefixes
 from tests.bench.sim.server import Server, simulate
 from tests.bench.sim.trace import Arrival, at_rate, bursts
@@ -30,6 +38,7 @@ from tests.bench.sim.trace import Arrival, at_rate, bursts
         pytest.param(lambda: run_sjf(400, seats=(1,)), id="sjf"),
         pytest.param(lambda: run_deadlines(100), id="deadlines"),
         pytest.param(lambda: run_fairness(250), id="fair"),
+        pytest.param(lambda: run_flood(10, rates=(4.0,)), id="flood"),
         pytest.param(run_prefixes, id="prefixes"),
         pytest.param(lambda: run_queue(100), id="queue"),
     ],
