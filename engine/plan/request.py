@@ -202,6 +202,11 @@ class Request:
         )
 
     @property
+    def is_background(self) -> bool:
+        """True in the worst class: nobody waits for it, and it must not be felt by those who do wait."""
+        return self.priority >= MAX_PRIORITY
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output."""
         return len(self.token_ids)

@@ -92,7 +92,7 @@ class NextTurns:
             stop_token_ids=frozenset(),
             arrival=_LATEST + self._num_slices,
             arrival_time=arrival_time,
-            priority=MAX_PRIORITY,
+            priority=MAX_PRIORITY - 1,  # behind all but the background, whose prompts are computed slowly
             cache_salt=salt,
             speculation=SpeculationOptions(enabled=False),
         )

@@ -87,7 +87,11 @@ class PrefixLookup:
         if num_found == self._num_findable(request):
             return None
         claimant = self._running.get(self._kv.prefixes.claimant(request.block_hashes[num_found]) or "")
-        return None if claimant is None or self._key(claimant) > self._key(request) else claimant.request_id
+        if claimant is None or self._key(claimant) > self._key(request):
+            return None
+        if claimant.is_background and not request.is_background:
+            return None  # its prompt is computed slowly
+        return claimant.request_id
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a waiting request that no request has computed or is computing; at least one."""

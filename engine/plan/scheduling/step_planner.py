@@ -253,8 +253,13 @@ class StepPlanner:
         return min(half, self._running.kv.block_size, self._config.max_prefill_tokens)
 
     def _take_chunks(self, prefills: list[Request], budget: TokenBudget) -> list[ScheduledItem]:
-        """Spend what is left of the budget on prompts: running and waiting requests, merged by policy."""
+        """Spend what is left of the budget on prompts: running and waiting requests, merged by policy.
+
+        While anyone waits for a reply, a background prompt gets one token a step, as if it were decoded: its
+        seat was granted because a step with one token more takes no longer.
+        """
         key = self._policy.key
+        is_felt = any(not request.is_background for request in self._running)
         running = sorted(prefills, key=key, reverse=True)  # the best is last
         chunks: list[ScheduledItem] = []
         while budget.prefill_left > 0:
@@ -267,7 +272,9 @@ class StepPlanner:
                 request = running.pop()
             else:
                 break
-            count = budget.take_chunk(len(request.token_ids) - request.num_computed_tokens)
+            is_felt = is_felt or not request.is_background
+            wanted = len(request.token_ids) - request.num_computed_tokens
+            count = budget.take_chunk(1 if is_felt and request.is_background else wanted)
             self._policy.charge(request, count, 0)
             chunks.append(next_tokens(request, count))
         chunks.sort(key=lambda item: item.scheduled.num_tokens > 1)  # sequences of one token come first

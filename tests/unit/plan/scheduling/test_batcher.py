@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StartRefused
-from engine.plan.request import RequestStatus
+from engine.plan.request import MAX_PRIORITY, FinishReason, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.step_planner import BatchConfig
 from tests.support.factories import make_batcher, make_request, make_runner, run_step, shape_of
@@ -317,3 +317,31 @@ def test_a_machine_that_is_too_slow_for_the_gap_still_computes_prompts() -> None
     learn_costs(batcher)
     batcher.add(make_request("long", 240, arrival=9, max_tokens=4))
     assert shape_of(batcher.step())[2] == ("long", 0, 64, False)
+
+
+def test_a_background_prompt_gets_one_token_a_step_while_anyone_waits_for_a_reply() -> None:
+    batcher = make_batcher(max_num_batched_tokens=32)
+    runner = start_decoding(batcher, 2)
+    batcher.add(make_request("line", 20, arrival=9, priority=MAX_PRIORITY))
+    shapes = [shape_of(run_step(batcher, runner)[0])[2:] for _ in range(2)]
+    assert shapes == [[("line", 0, 1, False)], [("line", 1, 1, False)]]
+    for name in ("r0", "r1"):
+        batcher.finish(name, FinishReason.ABORT)
+    assert shape_of(run_step(batcher, runner)[0]) == [("line", 2, 18, True)]
+    batcher.add(make_request("other", 12, arrival=10, priority=MAX_PRIORITY))
+    batcher.add(make_request("asked", 9, arrival=11))
+    assert [entry[:3] for entry in shape_of(batcher.step())] == [
+        ("line", 20, 1),
+        ("other", 0, 12),
+        ("asked", 0, 9),
+    ]
+
+
+def test_nobody_waits_for_a_prefix_that_is_computed_in_the_background() -> None:
+    batcher = make_batcher(max_num_batched_tokens=32, prefix_caching=True)
+    runner = start_decoding(batcher, 1)
+    shared = list(range(500, 512))
+    batcher.add(make_request("line", shared, arrival=8, priority=MAX_PRIORITY))
+    run_step(batcher, runner)
+    batcher.add(make_request("asked", shared, arrival=9))
+    assert [entry[:3] for entry in shape_of(batcher.step())][1:] == [("line", 1, 1), ("asked", 0, 12)]
