@@ -57,7 +57,7 @@ def test_slices_are_as_long_as_the_machine_computes_in_a_moment() -> None:
     request = batcher.next_turns.next_slice(0.0)
     assert request is not None
     assert 80 <= request.num_tokens <= 104
-    assert request.priority == MAX_PRIORITY
+    assert request.priority == MAX_PRIORITY - 1, "the worst but one: those of batches are computed slowly"
 
 
 def test_what_is_cached_is_not_computed_again() -> None:
