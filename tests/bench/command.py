@@ -19,6 +19,7 @@ from tests.bench.decode import run_decode
 from tests.bench.embeddings import run_embeddings
 from tests.bench.gguf import run_gguf
 from tests.bench.host import run_host
+from tests.bench.hybrid import run_hybrid
 from tests.bench.kernels import run_kernels
 from tests.bench.kv import run_kv
 from tests.bench.load import run_load
@@ -60,6 +61,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "turns": run_turns,
     "scrape": run_scrape,
     "speculation": run_speculation,
+    "hybrid": run_hybrid,
     "repetitive": run_repetitive,
     "batches": run_batches,
     "embeddings": run_embeddings,
