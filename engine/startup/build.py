@@ -45,6 +45,7 @@ from engine.startup.build_speculation import (
     load_sources,
     make_decoder,
     max_draft_tokens,
+    use_kernels,
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
@@ -73,6 +74,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
         lambda: with_kept_kv(load_model(directory, settings.model), settings.cache),
     )
     check_kept_kv(loaded)
+    use_kernels(sources, loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
     parts = put_together(settings, loaded, tokenizer, sources, factories, directory)

@@ -7,6 +7,7 @@ from pathlib import Path
 from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
 from engine.compute.drafters.draft_loader import load_draft_model
+from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_loader import (
     MOST_DRAFTS,
     EagleRoom,
@@ -19,6 +20,8 @@ from engine.compute.drafters.ngram import NgramDrafter
 from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.eagle import NativeEagle
+from engine.compute.native.kernels import NativeKernels
 from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.speculation.controller import make_length_policy
@@ -78,6 +81,16 @@ def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
     if method in ("auto", "ngram"):
         sources.append(DraftSource(_ngram(speculation.tuning), longest, unasked=not is_auto))
     return sources
+
+
+def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
+    """Have a drafter of one layer compute with the kernels that the target computes with, if they can."""
+    kernels = target.kernels
+    if not isinstance(kernels, NativeKernels):
+        return
+    for drafter in (source.drafter for source in sources):
+        if isinstance(drafter, EagleDrafter) and NativeEagle.fits(drafter.weights, kernels):
+            drafter.compute_with(NativeEagle(drafter.weights, kernels, drafter.kv, LEAST_CHANCE))
 
 
 def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:

@@ -11,15 +11,9 @@
 #include "numbers.h"
 #include "team.h"
 
-namespace {
+extern "C" {
 
-constexpr double UNIT_MASS = 4294967296.;  // the likeliest token's; others are floored to whole numbers
-constexpr int GAP_SHIFT = 20;              // gaps fall into bins by their exponent and three bits of fraction
-constexpr Index NUM_BINS = (0x7F800000 >> GAP_SHIFT) + 1;
-constexpr Index GAP_BLOCK = 64;  // gaps of which the smallest is noted
-constexpr float SLACK = 1e-3f;   // far above what rounding does to a gap over a temperature
-
-struct Draw {  // of slip_draw; kernels.py mirrors it
+struct Draw {  // of slip_draw; records.py mirrors it
   const void* logits;              // [.., vocab] float, or bfloat16 where is_bf16
   const Index* rows;               // [n] whose logits
   const float* temperature;        // [n] above 0
@@ -28,7 +22,18 @@ struct Draw {  // of slip_draw; kernels.py mirrors it
   const int32_t* keys;             // [n, 2] of the noise
   Index* token_ids;                // [n]
   Index n, vocab, is_bf16;
+  const int32_t* names;            // [vocab and GAP_BLOCK more] whose noise each has; null: its own number's
 };
+
+}  // extern "C"
+
+namespace {
+
+constexpr double UNIT_MASS = 4294967296.;  // the likeliest token's; others are floored to whole numbers
+constexpr int GAP_SHIFT = 20;              // gaps fall into bins by their exponent and three bits of fraction
+constexpr Index NUM_BINS = (0x7F800000 >> GAP_SHIFT) + 1;
+constexpr Index GAP_BLOCK = 64;  // gaps of which the smallest is noted
+constexpr float SLACK = 1e-3f;   // far above what rounding does to a gap over a temperature
 
 struct Row {  // scratch
   std::vector<float> gaps, smallest, mass;
@@ -89,7 +94,7 @@ inline void list_tokens(Row& row, float farthest, Wanted wanted) {
   for (size_t block = 0; block < row.smallest.size(); block++) {
     if (!(row.smallest[block] <= farthest)) continue;
     for (Index j = block * GAP_BLOCK; j < (Index)(block + 1) * GAP_BLOCK; j += LANES) {
-      uint32_t marks = wanted(broadcast((uint32_t)j) + lanes(), load_floats(&row.gaps[j]));
+      uint32_t marks = wanted(j, load_floats(&row.gaps[j]));
       if (!marks) continue;
       if (row.ids.size() < (size_t)row.count + LANES) row.ids.resize(2 * row.ids.size() + LANES);
       for (; marks; marks &= marks - 1) row.ids[row.count++] = (int32_t)j + __builtin_ctz(marks);
@@ -109,6 +114,13 @@ SLIP_INLINE Words noise_bits(Words ids, const int32_t* key) {
   const Words half = mixed(ids ^ broadcast((uint32_t)key[0])) + broadcast((uint32_t)key[1]);
   return folded(mixed(half), 16) ^ broadcast(0x80000000u);
 }
+
+// Whose noise 16 tokens from place j on have.
+SLIP_INLINE Words names_at(const Draw* d, Index j) {
+  return d->names ? bits_of(load_floats((const float*)d->names + j)) : broadcast((uint32_t)j) + lanes();
+}
+
+inline int32_t name_of(const Draw* d, Index token_id) { return d->names ? d->names[token_id] : (int32_t)token_id; }
 
 inline double gumbel(int32_t token_id, const int32_t* key) {
   const uint32_t bits = noise_bits(broadcast((uint32_t)token_id), key).part[0][0];
@@ -184,7 +196,7 @@ inline void filter(const Draw* d, Index i, Row& row) {
     near_enough = (float)std::min<double>(near_enough, temperature * std::max(0., reach));
   }
   const Floats limit = broadcast(near_enough);
-  list_tokens(row, near_enough, [&](Words, Floats gap) { return at_most(gap, limit); });
+  list_tokens(row, near_enough, [&](Index, Floats gap) { return at_most(gap, limit); });
   if (by_count) keep_prefix(row, nullptr, d->top_k[i]);
   if (!by_share) return;
   weigh_tokens(row, temperature);
@@ -199,12 +211,12 @@ inline void filter(const Draw* d, Index i, Row& row) {
 inline void list_hopeful(const Draw* d, Index i, Row& row) {
   const int32_t* key = d->keys + 2 * i;
   const Index best = std::find(row.gaps.begin(), row.gaps.end(), 0.f) - row.gaps.begin();
-  const float least_score = (float)gumbel((int32_t)best, key) - SLACK;
+  const float least_score = (float)gumbel(name_of(d, best), key) - SLACK;
   const Floats bar = broadcast(least_score), temperature = broadcast(d->temperature[i]), half = broadcast(.5f);
   const Floats all = broadcast(32.f + 127.f), doubling = broadcast(0.693148f);
   const float farthest = (24.f - least_score) * d->temperature[i];  // noise never exceeds 23
-  list_tokens(row, std::min(farthest, std::numeric_limits<float>::max()), [&](Words ids, Floats gap) {
-    const Floats rest = maximum(to_floats(noise_bits(ids, key) ^ broadcast(0xFFFFFFFFu)), half);
+  list_tokens(row, std::min(farthest, std::numeric_limits<float>::max()), [&](Index j, Floats gap) {
+    const Floats rest = maximum(to_floats(noise_bits(names_at(d, j), key) ^ broadcast(0xFFFFFFFFu)), half);
     const Floats most = (all - to_floats(bits_of(rest) >> 23)) * doubling;
     return at_most(gap / temperature + bar, most);
   });
@@ -216,50 +228,67 @@ inline Index winner(const Draw* d, Index i, const Row& row) {
   for (Index j = 0; j < row.count; j++) {
     const float scaled = row.gaps[row.ids[j]] / -d->temperature[i];
     if ((double)scaled < d->log_min_p[i]) continue;
-    const double score = scaled + gumbel(row.ids[j], d->keys + 2 * i);
+    const double score = scaled + gumbel(name_of(d, row.ids[j]), d->keys + 2 * i);
     if (score > greatest) greatest = score, best = row.ids[j];
   }
   return best;
+}
+
+// The first of row i's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
+inline Index best_token(const void* logits, bool is_bf16, Index i, Index vocab) {
+  Floats top = broadcast(-INFINITY);
+  uint32_t bad = 0;
+  for (Index j = 0; j < vocab; j += LANES) {
+    const Floats v = logits_at(logits, is_bf16, i * vocab, j, vocab);
+    bad |= are_nan(v);
+    top = maximum(top, v);
+  }
+  const float highest = greatest(top);
+  if (bad || std::isinf(highest)) return -1;
+  for (Index j = 0; j < vocab; j += LANES) {
+    const uint32_t marks = equal(logits_at(logits, is_bf16, i * vocab, j, vocab), broadcast(highest));
+    if (marks) return j + __builtin_ctz(marks);
+  }
+  return -1;
+}
+
+// Scratch of the calling thread; its memory serves the next step too.
+inline Row& own_row() {
+  static thread_local Row row;
+  return row;
+}
+
+// How likely row i's greatest logit is, at temperature 1.
+inline float best_chance(const Draw* d, Index i) {
+  Row& row = own_row();
+  find_gaps(d, i, row);
+  return (float)(UNIT_MASS / total_mass(row, 1));
+}
+
+// What row i draws at its temperature.
+inline Index draw_token(const Draw* d, Index i) {
+  Row& row = own_row();
+  find_gaps(d, i, row);
+  if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
+    filter(d, i, row);
+  else
+    list_hopeful(d, i, row);
+  return winner(d, i, row);
 }
 
 }  // namespace
 
 extern "C" {
 
-// The first of each row's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
+// See best_token.
 void slip_best(Team* team, const void* logits, Index is_bf16, Index n, Index vocab, Index* token_ids) {
-  const auto find = [&](Index i) {
-    Floats top = broadcast(-INFINITY);
-    uint32_t bad = 0;
-    for (Index j = 0; j < vocab; j += LANES) {
-      const Floats v = logits_at(logits, is_bf16, i * vocab, j, vocab);
-      bad |= are_nan(v);
-      top = maximum(top, v);
-    }
-    const float highest = greatest(top);
-    token_ids[i] = -1;
-    if (bad || std::isinf(highest)) return;
-    for (Index j = 0; j < vocab; j += LANES) {
-      const uint32_t marks = equal(logits_at(logits, is_bf16, i * vocab, j, vocab), broadcast(highest));
-      if (!marks) continue;
-      token_ids[i] = j + __builtin_ctz(marks);
-      break;
-    }
-  };
+  const auto find = [&](Index i) { token_ids[i] = best_token(logits, is_bf16, i, vocab); };
   team->run(n > 1, [&](Worker& me) { me.each(n, find); });
 }
 
+// See draw_token.
 void slip_draw(Team* team, const Draw* d) {
-  const auto draw = [&](Index i) {
-    static thread_local Row row;  // its memory serves the next step too
-    find_gaps(d, i, row);
-    if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
-      filter(d, i, row);
-    else
-      list_hopeful(d, i, row);
-    d->token_ids[i] = winner(d, i, row);
-  };
-  team->run(d->n > 1, [&](Worker& me) { me.each(d->n, draw); });
+  team->run(d->n > 1, [&](Worker& me) { me.each(d->n, [&](Index i) { d->token_ids[i] = draw_token(d, i); }); });
 }
 
 }  // extern "C"

@@ -14,7 +14,7 @@ from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.compiler import find_library
 from engine.compute.native.forms import NativeUnavailable, choose_build
-from engine.compute.native.records import INDEX, POINTER
+from engine.compute.native.records import INDEX, POINTER, Draw
 from engine.compute.native.team import ComputeTeam, library_function, load_library
 from engine.plan.step_records import Int64, SamplingInputs
 
@@ -28,14 +28,6 @@ def find_row_draw(loaded: LoadedModel, settings: ModelSettings, home: Path) -> N
         return None if found is None else NativeDraw(found, loaded.team)
     except NativeUnavailable:
         return None
-
-
-class _Draw(ctypes.Structure):
-    _fields_ = (
-        *((name, POINTER) for name in ("logits", "rows", "temperature", "top_k", "top_p", "log_min_p")),
-        *((name, POINTER) for name in ("keys", "token_ids")),
-        *((name, INDEX) for name in ("n", "vocab", "is_bf16")),
-    )
 
 
 class NativeDraw:
@@ -52,7 +44,7 @@ class NativeDraw:
         loaded = load_library(library)
         self.team = team or ComputeTeam(loaded, torch.get_num_threads())
         self._best = library_function(loaded, "slip_best", POINTER, POINTER, INDEX, INDEX, INDEX, POINTER)
-        self._draw = library_function(loaded, "slip_draw", POINTER, ctypes.POINTER(_Draw))
+        self._draw = library_function(loaded, "slip_draw", POINTER, ctypes.POINTER(Draw))
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """See RowDraw."""
@@ -79,7 +71,7 @@ class NativeDraw:
         ]
         self._draw(
             self.team.handle,
-            _Draw(
+            Draw(
                 logits.data_ptr(),
                 *(column.ctypes.data for column in columns),
                 *(tensor.data_ptr() for tensor in (keys, token_ids)),

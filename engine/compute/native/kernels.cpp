@@ -6,3 +6,4 @@
 
 #include "decoder.h"
 #include "draw.h"
+#include "eagle.h"

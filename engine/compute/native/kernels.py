@@ -24,6 +24,8 @@ from engine.compute.native.records import (
     Attention,
     Decoder,
     DecoderStep,
+    Eagle,
+    EagleRound,
     Norm,
     Product,
     Rotation,
@@ -77,6 +79,10 @@ class NativeKernels:
         self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
         self._decoder_scratch = library_function(
             loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder), result=INDEX
+        )
+        self._draft = function("slip_eagle", ctypes.POINTER(Eagle), ctypes.POINTER(EagleRound))
+        self._eagle_scratch = library_function(
+            loaded, "slip_eagle_scratch", ctypes.POINTER(Eagle), INDEX, INDEX, result=INDEX
         )
 
     @staticmethod
@@ -254,6 +260,14 @@ class NativeKernels:
     def decode(self, decoder: Decoder, step: DecoderStep) -> None:
         """Run all layers of `decoder` and its last norm on a step's tokens; see decoder.h."""
         self._decode(self.team.handle, decoder, step)
+
+    def eagle_scratch(self, eagle: Eagle, num_rows: int, num_sequences: int) -> int:
+        """How many numbers of scratch `draft` needs for so many."""
+        return int(self._eagle_scratch(eagle, num_rows, num_sequences))
+
+    def draft(self, eagle: Eagle, work: EagleRound) -> None:
+        """Read rows and draw chains with a drafter's one layer; see eagle.h."""
+        self._draft(self.team.handle, eagle, work)
 
 
 def norm_record(weight: torch.Tensor, eps: float) -> Norm:

@@ -86,3 +86,39 @@ class DecoderStep(ctypes.Structure):
         *((name, POINTER) for name in ("taps", "tapped")),
         ("num_taps", INDEX),
     )
+
+
+class Draw(ctypes.Structure):
+    """See draw.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("logits", "rows", "temperature", "top_k", "top_p", "log_min_p")),
+        *((name, POINTER) for name in ("keys", "token_ids")),
+        *((name, INDEX) for name in ("n", "vocab", "is_bf16")),
+        ("names", POINTER),
+    )
+
+
+class Eagle(ctypes.Structure):
+    """See eagle.h."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("hidden_norm", "input_norm", "mlp_norm", "last_norm")),
+        *((name, Product) for name in ("fuse", "qkv", "output", "gate_up", "down", "head")),
+        *((name, POINTER) for name in ("embedding", "keys", "values")),
+        *((name, INDEX) for name in ("hidden", "heads", "kv_heads", "dim", "width", "norms_residual")),
+        ("least_chance", FLOAT),
+    )
+
+
+class EagleRound(ctypes.Structure):
+    """See eagle.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("features", "embedded", "cos", "sin", "slots", "counts", "lengths")),
+        *((name, POINTER) for name in ("last", "drawing")),
+        ("attention", ctypes.POINTER(Attention)),
+        ("draw", ctypes.POINTER(Draw)),
+        *((name, POINTER) for name in ("token_ids", "chances", "scratch")),
+        *((name, INDEX) for name in ("n", "sequences", "most")),
+    )

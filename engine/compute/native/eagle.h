@@ -1,0 +1,154 @@
+// A drafter's one layer over a target's features: reads new rows of many sequences, then draws a chain for each.
+// See engine/compute/drafters/eagle_layer.py for what it computes.
+
+#pragma once
+
+#include "decoder.h"
+#include "draw.h"
+
+extern "C" {
+
+struct Eagle {  // what stays from round to round; records.py mirrors it
+  Norm hidden_norm, input_norm, mlp_norm, last_norm;
+  Product fuse, qkv, output, gate_up, down, head;  // gate before up
+  const Element* embedding;  // [head.out, hidden] of the tokens that it can guess
+  void *keys, *values;       // a slab for each sequence, as pages.h has a block
+  Index hidden, heads, kv_heads, dim, width, norms_residual;
+  float least_chance;        // that a greedy chain must have, for another draft behind it
+};
+
+struct EagleRound {  // records.py mirrors it. J sequences, those with most drafts first; N rows to read; D most drafts
+  const Element* features;           // [N, fuse.k]
+  const Element* embedded;           // [N, hidden] of the tokens behind the rows
+  const Element *cos, *sin;          // [rows of all passes, dim]: the first has N, each further one `drawing`
+  const Index* slots;                // [rows of all passes]
+  const int32_t *counts, *lengths;   // [D, J], or [1, J] without drafts, as Attention has them
+  const Index* last;                 // [J] the last row of each sequence
+  const Index* drawing;              // [D] how many sequences want so many drafts
+  const Attention* attention;        // what is the same in all passes
+  const Draw* draw;                  // of J rows; keys are [D, J, 2]
+  Index* token_ids;                  // [D, J] what is drawn, by its place in the embedding
+  float* chances;                    // [D, J] of all drafts so far
+  Element* scratch;                  // slip_eagle_scratch() numbers
+  Index n, sequences, most;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Where a round's intermediate results lie.
+struct EagleSpace {
+  RowBlock* blocks;
+  Element *hidden, *both, *qkv, *query, *attended, *act, *normed, *newest, *embedded, *logits;
+
+  EagleSpace(const Eagle& e, Index n, Index sequences, Element* at) : blocks(row_block_space<1>(most_row_blocks(e, n))) {
+    const auto take = [&](Index numbers) {
+      Element* taken = at;
+      at += numbers;
+      return taken;
+    };
+    hidden = take(n * e.hidden), both = take(n * 2 * e.hidden), qkv = take(n * e.qkv.out);
+    query = take(n * e.heads * e.dim), attended = take(n * e.heads * e.dim), act = take(n * e.width);
+    normed = take(n * e.hidden), newest = take(sequences * e.hidden), embedded = take(sequences * e.hidden);
+    logits = take(sequences * e.head.out);
+  }
+
+  static Index numbers(const Eagle& e, Index n, Index sequences) {
+    return n * (4 * e.hidden + e.qkv.out + 2 * e.heads * e.dim + e.width) + sequences * (2 * e.hidden + e.head.out);
+  }
+
+  static Index most_row_blocks(const Eagle& e, Index n) {
+    Index most = 0;
+    for (const Product* w : {&e.fuse, &e.qkv, &e.output, &e.gate_up, &e.down, &e.head})
+      most = std::max(most, num_row_blocks(*w, n));
+    return most;
+  }
+};
+
+// hidden [n, hidden] becomes the layer's output. As all below, for every thread of a team. `row` is the first among
+// those of all passes.
+void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpace& at, const Attention& attention,
+                 Element* hidden, const Element* embedded, Index n, Index row) {
+  const Index width = e.hidden;
+  me.each(n, [&](Index i) {
+    Element* both = at.both + i * 2 * width;
+    normalize(embedded + i * width, e.input_norm, both, width);
+    normalize(hidden + i * width, e.hidden_norm, both + width, width);
+    if (e.norms_residual) memcpy(hidden + i * width, both + width, width * sizeof(Element));
+  });
+  product_in_team(me, e.qkv, at.both, at.qkv, n, at.blocks);
+  const Norm none{nullptr, 0};
+  rotate_and_write_in_team(me, {at.qkv, r.cos + row * e.dim, r.sin + row * e.dim, none, none, at.query, e.keys,
+                                e.values, r.slots + row, n, e.heads, e.kv_heads, e.dim, attention.block_size, 0});
+  attend_in_team(me, attention);
+  product_in_team(me, e.output, at.attended, hidden, n, at.blocks, hidden);
+  normalize_in_team(me, hidden, e.mlp_norm, at.normed, n, width);
+  gated_product_in_team(me, e.gate_up, at.normed, at.act, n, at.blocks);
+  product_in_team(me, e.down, at.act, hidden, n, at.blocks, hidden);
+}
+
+// One draft of sequence `j` from its logits.
+void draw_draft(const Eagle& e, const EagleRound& r, const EagleSpace& at, const Draw& draw, Index depth, Index j) {
+  const Index place = depth * r.sequences + j;
+  const float before = depth ? r.chances[place - r.sequences] : 1;
+  r.chances[place] = before;
+  if (before < e.least_chance) return;
+  Index token = best_token(draw.logits, draw.is_bf16, j, draw.vocab);
+  if (token >= 0 && draw.temperature[j] > 0) token = draw_token(&draw, j);
+  else if (token >= 0) r.chances[place] = before * best_chance(&draw, j);
+  if (token < 0) return (void)(r.chances[place] = -1);
+  r.token_ids[place] = token;
+  memcpy(at.embedded + j * e.hidden, e.embedding + token * e.hidden, e.hidden * sizeof(Element));
+}
+
+// Whether any sequence goes on behind the draft of this depth. What it looks at is not written again.
+bool goes_on(const Eagle& e, const EagleRound& r, Index depth) {
+  for (Index j = 0; depth + 1 < r.most && j < r.drawing[depth + 1]; j++)
+    if (r.chances[depth * r.sequences + j] >= e.least_chance) return true;
+  return false;
+}
+
+}  // namespace
+
+extern "C" {
+
+Index slip_eagle_scratch(const Eagle* e, Index n, Index sequences) { return EagleSpace::numbers(*e, n, sequences); }
+
+// A round in one region. Threads that come late must find nothing changed that decides how they go through it: each
+// pass has records of its own.
+void slip_eagle(Team* team, const Eagle* eagle, const EagleRound* round) {
+  const Eagle& e = *eagle;
+  const EagleRound& r = *round;
+  const EagleSpace at(e, r.n, r.sequences, r.scratch);
+  std::vector<Attention> attentions(std::max<Index>(1, r.most), *r.attention);
+  std::vector<Draw> draws(r.most, *r.draw);
+  for (Index depth = 0; depth < (Index)attentions.size(); depth++) {
+    Attention& attention = attentions[depth];
+    attention.query = at.query, attention.output = at.attended, attention.keys = e.keys, attention.values = e.values;
+    attention.counts += depth * r.sequences, attention.lengths += depth * r.sequences;
+    attention.sequences = depth ? r.drawing[depth] : r.sequences;
+    if (depth < r.most) draws[depth].logits = at.logits, draws[depth].keys += depth * r.sequences * 2;
+  }
+  team->run(true, [&](Worker& me) {
+    product_in_team(me, e.fuse, r.features, at.hidden, r.n, at.blocks);
+    eagle_layer(me, e, r, at, attentions[0], at.hidden, r.embedded, r.n, 0);
+    for (Index depth = 0, row = r.n; depth < r.most; depth++) {
+      const Index count = r.drawing[depth];
+      if (depth) {
+        eagle_layer(me, e, r, at, attentions[depth], at.newest, at.embedded, count, row);
+        row += count;
+      }
+      me.each(count, [&](Index j) {
+        Element* newest = at.newest + j * e.hidden;
+        if (!depth) memcpy(newest, at.hidden + r.last[j] * e.hidden, e.hidden * sizeof(Element));
+        normalize(newest, e.last_norm, at.normed + j * e.hidden, e.hidden);
+      });
+      product_in_team(me, e.head, at.normed, at.logits, count, at.blocks);
+      me.each(count, [&](Index j) { draw_draft(e, r, at, draws[depth], depth, j); });
+      if (!goes_on(e, r, depth)) return;
+    }
+  });
+}
+
+}  // extern "C"

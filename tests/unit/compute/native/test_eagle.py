@@ -1,0 +1,114 @@
+"""A drafter's layer on the kernels: the drafts of tensor operations, on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.compute.drafters.eagle_kv import EagleKv
+from engine.compute.drafters.eagle_layer import load_eagle_layer
+from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.eagle_torch import TorchEagle
+from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.native.eagle import NativeEagle
+from engine.compute.runner.dummy_steps import plain_sampling
+from engine.compute.sampling.noise import row_keys
+from tests.support.native import compiled_kernels
+from tests.support.packed import load_tiny
+from tests.support.speculated import single_threaded
+from tests.support.tiny_eagle import TinyEagle
+
+DTYPE = torch.float32  # in which two ways of summing hardly ever draw two tokens
+MOST = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> EagleWeights:
+    target = load_tiny("llama", DTYPE)
+    tiny = TinyEagle(target, token_ids=torch.arange(3, 303, 3))  # no whole panels
+    return EagleWeights.of(load_eagle_layer(tiny.save(tmp_path_factory.mktemp("eagle") / "x"), target))
+
+
+def both(weights: EagleWeights, least_chance: float = 0.0) -> tuple[NativeEagle, TorchEagle]:
+    """Each over K/V of its own."""
+    kernels = compiled_kernels(DTYPE)
+    assert NativeEagle.fits(weights, kernels)
+    sizes = weights.sizes
+    kvs = [EagleKv((sizes.kv_heads, sizes.head_dim), sizes.window, 8, MOST, weights.head) for _ in range(2)]
+    return NativeEagle(weights, kernels, kvs[0], least_chance), TorchEagle(weights, kvs[1], least_chance)
+
+
+def made_round(
+    rows: list[int], drafts: list[int], kept: list[int], *, temperature: float = 0.0, seed: int = 0
+) -> EagleRound:
+    """Sequences with so many new rows each; their features are as random as their tokens."""
+    rng = np.random.default_rng(seed)
+    draw = torch.Generator().manual_seed(seed)
+    count = len(rows)
+    positions = np.concatenate(
+        [np.arange(first, first + some) + 7 for first, some in zip(kept, rows, strict=True)]
+    )
+    sampling = plain_sampling(np.arange(count) + 50, temperature)
+    sampling.seed[:] = rng.integers(0, 2**60, count)
+    sampling.top_p[::2] = 0.9
+    sampling.min_p[::3] = 0.02
+    most = max(drafts)
+    places = (sampling.position[:, None] + np.arange(most)).reshape(-1)
+    return EagleRound(
+        features=torch.randn((sum(rows), 3 * 64), generator=draw, dtype=DTYPE),
+        token_ids=rng.integers(3, 500, sum(rows)),
+        positions=positions,
+        num_rows=np.array(rows, np.int32),
+        num_kept=np.array(kept, np.int32),
+        slabs=rng.permutation(8)[:count].astype(np.int32),
+        num_drafts=np.array(drafts, np.int32),
+        sampling=sampling,
+        keys=row_keys(np.repeat(sampling.seed, most), places).view(count, most, 2),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("rows", "drafts"),
+    [([1], [1]), ([1], [5]), ([9], [0]), ([2, 1, 7], [5, 3, 1]), ([9, 3, 1, 1], [4, 4, 1, 0])],
+)
+def test_drafts_are_those_of_tensor_operations(
+    rows: list[int], drafts: list[int], temperature: float, weights: EagleWeights
+) -> None:
+    native, plain = both(weights)
+    kept = [0] * len(rows)
+    for turn in range(3):  # each round over the K/V of those before
+        work = made_round(rows, drafts, kept, temperature=temperature, seed=turn)
+        work = replace(work, slabs=np.arange(len(rows), dtype=np.int32))
+        found, expected = native.run(work), plain.run(work)
+        assert found.tolist() == expected.tolist()
+        assert [(row >= 0).sum() for row in found] == drafts
+        kept = [before + some for before, some in zip(kept, rows, strict=True)]
+
+
+def test_a_chain_that_is_unlikely_ends(weights: EagleWeights) -> None:
+    native, plain = both(weights, least_chance=0.2)
+    work = made_round([3, 5, 2, 4], [5, 5, 5, 5], [0, 0, 0, 0])
+    found = native.run(work)
+    assert found.tolist() == plain.run(work).tolist()
+    assert len({(row >= 0).sum() for row in found}) > 1, "not all end at once"
+
+
+def test_the_drafts_are_the_same_on_any_number_of_threads(weights: EagleWeights) -> None:
+    work = made_round([16, 3, 1, 1], [5, 4, 4, 1], [0, 0, 0, 0], temperature=0.7)
+    expected = both(weights)[0].run(work).tolist()
+    team = compiled_kernels(DTYPE).team
+    for threads in (2, 3):
+        team.resize(threads)
+        assert all(both(weights)[0].run(work).tolist() == expected for _ in range(5))
+    team.resize(1)
