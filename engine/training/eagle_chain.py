@@ -16,6 +16,7 @@ from engine.compute.drafters.eagle_layer import EagleLayer
 class TrainedChain:
     """The steps so far of a batch of texts [rows, positions], and the keys and values they left.
 
+    What goes from step to step has the dtype of the layer's weights, whatever products are computed in.
     Positions behind a text's end compute what nothing reads: no position sees a later one.
     """
 
@@ -23,11 +24,11 @@ class TrainedChain:
         """`features` [rows, positions, layers * hidden]; `token_ids` [rows, positions]."""
         self._layer = layer
         self._token_ids = token_ids
-        self._before = layer.fuse(features).float()
+        self._before = layer.fuse(features).to(layer.fc.weight.dtype)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # [rows, heads, positions, head dim]
 
     def step(self) -> torch.Tensor:
-        """The next step's output, [rows, positions, hidden] float32: at i, step s guesses token i + s + 2."""
+        """The next step's output, [rows, positions, hidden]: at position i step s guesses token i + s + 2."""
         layer, step = self._layer, len(self._kept)
         num_rows, num_positions = self._token_ids.shape
         places = torch.arange(num_positions, device=self._token_ids.device) + step
@@ -42,7 +43,8 @@ class TrainedChain:
             )
         )
         attended = self._attend(query.transpose(1, 2))
-        self._before = layer.finish(self._before, attended.transpose(1, 2).flatten(2)).float()
+        output = layer.finish(self._before, attended.transpose(1, 2).flatten(2))
+        self._before = output.to(layer.fc.weight.dtype)
         return self._before
 
     def _attend(self, query: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ class TrainedChain:
         attended = (shares[..., :num_positions].to(values.dtype) @ values).float()
         for place, (_, value) in enumerate(later):
             attended = attended + shares[..., num_positions + place, None] * value
-        return attended
+        return attended.to(values.dtype)
 
     def _unseen(self, num_positions: int, device: torch.device) -> torch.Tensor:
         """[positions, positions]: which of step 0 each position does not see now."""

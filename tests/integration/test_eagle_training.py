@@ -359,7 +359,7 @@ def saved_recipe(directory: Path) -> dict[str, Any]:
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) -> None:
-    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    settings = load_settings([str(model), "--dtype", "bfloat16"], WITHOUT_KERNELS)
     plan = make_plan(tmp_path / "out")
     assert train_drafter(settings, plan, Watch("generate")) is None
     assert train_drafter(settings, plan, Watch("features")) is None
