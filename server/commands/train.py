@@ -25,8 +25,8 @@ Ctrl-C keeps what there is: the samples, which the same command goes on from, an
 trained. DIR gets the heads, report.json and the samples, which may be deleted."""
 
 _DRAFTER: Final = """\
-Trains a drafter of one decoder layer for MODEL (EAGLE-3): the model answers prompts, and the layer learns
-from what enters three of its layers to go on by itself for several tokens.
+Trains a drafter of one decoder layer for MODEL (EAGLE-3), for `slipstream serve --draft-heads DIR`: the model
+answers prompts, and the layer learns from what enters three of its layers to go on for several tokens.
 
 Ctrl-C keeps what there is: answers, what the model makes of them, and a checkpoint, from which the same
 command goes on, and the drafter as far as it is trained. DIR gets the drafter, report.json and samples/,
@@ -154,7 +154,7 @@ TRAIN_DRAFTER: Final = TrainCommand(
     _DRAFTER,
     (
         *_numbers(tokens=600_000, token_ids=8192, epochs=12, answer=384, batch=48),
-        _Number("--steps", "num_steps", 3, 1, 8, "for how many tokens it learns to go on by itself"),
+        _Number("--steps", "num_steps", 4, 1, 8, "for how many tokens it learns to go on by itself"),
         _Number("--window", "window", 512, 16, 1e6, "positions that it sees of what went before"),
     ),
     "drafter's files",
