@@ -19,7 +19,7 @@ from tests.bench.sim.cost import CPU_LIKE, GPU_LIKE
 from tests.bench.sim.long_queue import run_queue
 from tests.bench.sim.plots import plot_sweep
 from tests.bench.sim.policies import run_fairness, run_flood, run_sjf, run_sweep
-from tests.bench.sim.promises import run_deadlines, run_prefixes
+from tests.bench.sim.promises import run_deadlines, run_prefixes, run_unknown_lengths
 
 PLAIN_WIDTH = 120  # columns, where no terminal says how many there are
 COSTS = {cost.name: cost for cost in (GPU_LIKE, CPU_LIKE)}
@@ -30,6 +30,7 @@ EXPERIMENTS: dict[str, Callable[..., Section]] = {
     "chunks": lambda cost: run_chunks(600, cost=cost),
     "sjf": lambda cost: run_sjf(5000, cost=cost),
     "deadlines": lambda cost: run_deadlines(1000, cost=cost),
+    "lengths": lambda cost: run_unknown_lengths(300, cost=cost),
     "fair": lambda cost: run_fairness(2000, cost=cost),
     "flood": lambda cost: run_flood(60, cost=cost),
     "prefixes": lambda cost: run_prefixes(cost=cost),

@@ -10,9 +10,10 @@ from tests.bench.sim.cost import GPU_LIKE, StepCost
 from tests.bench.sim.policies import capacity
 from tests.bench.sim.run import Run
 from tests.bench.sim.server import Server, Simulation, simulate
-from tests.bench.sim.trace import Arrival, at_rate, lognormal_lengths, make_trace, poisson
+from tests.bench.sim.trace import Arrival, Trace, at_rate, lognormal_lengths, make_trace, poisson
 
 DEADLINE_LOADS = (0.8, 0.9, 1.0, 1.1, 1.2)
+UNKNOWN_LOADS = (0.8, 1.0, 1.5)
 PREFIX_TOKENS, OWN_TOKENS, NUM_SHARERS = 512, 17, 16
 
 
@@ -50,6 +51,71 @@ def run_deadlines(num_requests: int, seed: int = 5, cost: StepCost = GPU_LIKE) -
     )
     section.notes.append("shares are of all requests sent, those refused included")
     return section
+
+
+def run_unknown_lengths(
+    num_requests: int, seed: int = 5, cost: StepCost = GPU_LIKE, asked: int = 10
+) -> Section:
+    """Deadlines that do not depend on a reply's length, which nobody knows; an oracle that does is beside.
+
+    Some replies are longer than their deadline allows on an idle server. What they get is wasted by whoever
+    cannot tell them from others: `least waste` is what that comes to without any load.
+    """
+    section = Section("lengths", f"deadlines by the median length, lengths unknown, {cost.name}")
+    trace = blind_deadline_trace(num_requests, seed, cost)
+    known = Server(cost=cost, max_num_seqs=8)
+    unknown = replace(known, hides_lengths=True)
+    servers = {
+        "fcfs": unknown,
+        "deadline": replace(unknown, policy="deadline", keeps_deadlines=True),
+        "oracle": replace(known, policy="deadline", keeps_deadlines=True),
+    }
+    highest = capacity(trace, known)
+    leads, wastes, num_refused, num_wrong = [], [], 0, 0
+    for load in UNKNOWN_LOADS:
+        sent = at_rate(trace, load * highest)
+        runs = {name: simulate(sent, server) for name, server in servers.items()}
+        for name, run in runs.items():
+            _add(section, f"load {load:.0%}, {name}", run)
+            section.add(f"load {load:.0%}, {name}", "wasted", "% of tokens", [100 * run.wasted_share])
+        leads.append(100 * (runs["deadline"].share_in_time - runs["fcfs"].share_in_time))
+        wastes.append(100 * runs["deadline"].wasted_share)
+        refused = [number for number, each in enumerate(runs["deadline"].outcomes) if each.refused]
+        for number in random.Random(seed).sample(refused, min(asked, len(refused))):
+            taken = simulate(sent, replace(servers["deadline"], exempt=frozenset([number])))
+            num_refused, num_wrong = num_refused + 1, num_wrong + taken.outcomes[number].met_deadline
+    section.add("each alone", "wasted", "% of tokens", [100 * _least_waste(trace, cost)])
+    section.bars += [
+        Bar("deadlines met, ahead of fcfs by at the least", 10, "points", min(leads), at_least=True),
+        Bar("tokens spent on requests that miss, at the most", 3, "%", max(wastes), at_least=False),
+    ]
+    if num_refused:
+        wrong = 100 * num_wrong / num_refused
+        section.bars.append(
+            Bar(f"refused and would have met it, of {num_refused}", 5, "%", wrong, at_least=False)
+        )
+    return section
+
+
+def blind_deadline_trace(num_requests: int, seed: int, cost: StepCost) -> list[Arrival]:
+    """`deadline_trace`, with deadlines in multiples of what a reply of median length needs alone."""
+    rng = random.Random(seed + 1)
+    return [
+        replace(each, deadline_s=rng.uniform(1.5, 8.0) * cost.alone_s(each.prompt_tokens, 64))
+        for each in deadline_trace(num_requests, seed, cost)
+    ]
+
+
+def _least_waste(trace: Trace, cost: StepCost) -> float:
+    """The share of all tokens that requests get which miss their deadlines, were each alone."""
+    wasted = useful = 0.0
+    for arrival in trace:
+        assert arrival.deadline_s is not None
+        if cost.alone_s(*_lengths(arrival)) <= arrival.deadline_s:
+            useful += arrival.output_tokens
+        else:
+            wasted += (arrival.deadline_s - cost.step_s(arrival.prompt_tokens, 0)) / cost.step_s(0, 1)
+    return wasted / (wasted + useful)
 
 
 def _add(section: Section, case: str, run: Run) -> None:

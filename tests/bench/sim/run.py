@@ -71,6 +71,13 @@ class Run:
         return len(self.served) / (self.end - self.outcomes[0].arrival.time)
 
     @property
+    def wasted_share(self) -> float:
+        """Of all tokens, those of requests that did not meet their deadlines."""
+        tokens = [(len(outcome.token_times), outcome.met_deadline) for outcome in self.outcomes]
+        wasted = sum(count for count, has_met in tokens if not has_met)
+        return wasted / max(1, sum(count for count, _ in tokens))
+
+    @property
     def mean_latency_s(self) -> float:
         """Mean time from arrival to end."""
         return fmean(outcome.latency_s for outcome in self.served)

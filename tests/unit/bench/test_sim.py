@@ -24,7 +24,7 @@ from tests.bench.sim.policies import (
     run_flood,
     run_sjf,
 )
-from tests.bench.sim.promises import run_deadlines, run_prefixes
+from tests.bench.sim.promises import run_deadlines, run_prefixes, run_unknown_lengths
 from tests.bench.sim.server import Server, simulate
 from tests.bench.sim.trace import Arrival, at_rate, bursts
 
@@ -48,6 +48,15 @@ def test_every_bar_is_met(experiment: Callable[[], Section]) -> None:
     assert section.bars
     for bar in section.bars:
         assert bar.met, f"{bar.name}: {bar.measured} against {bar.limit}"
+
+
+def test_unknown_lengths_are_compared_with_an_oracle_that_knows_them() -> None:
+    section = run_unknown_lengths(40, asked=1)
+    figures = {(each.case, each.quantity): each.median or 0.0 for each in section.measurements}
+    for load in ("80%", "100%", "150%"):
+        wasted = {name: figures[f"load {load}, {name}", "wasted"] for name in ("fcfs", "deadline", "oracle")}
+        assert wasted["oracle"] <= wasted["deadline"] <= wasted["fcfs"] + 5
+    assert len(section.bars) >= 2
 
 
 def test_a_seed_decides_a_run() -> None:
