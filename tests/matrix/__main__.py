@@ -1,7 +1,7 @@
 """`make model-matrix`: every causal class of transformers, served and compared; writes tests/model_matrix.md.
 
 Each class has a process of its own, so that none can spoil another. With names as arguments only these are
-judged, and nothing is written.
+judged, and of the page only their rows are written anew.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tests.matrix.served import Row, judge
 PAGE = Path(__file__).resolve().parents[1] / "model_matrix.md"
 MAX_S = 120.0
 _ORDER = ("served exactly with kernels", "served exactly", "refused", "wrong", "failed", "not made")
+# That encode or hear, which their refusal does not say.
+_OTHERS = ("Moshi", "MossTranscribe", "Musicgen", "ProphetNet", "TrOCR", "Whisper", "XLNet")
 _HEAD = """# Which models are served exactly
 
 Written by `make model-matrix`: a tiny random model of every causal class of transformers {version}, served by
@@ -33,6 +35,7 @@ them, which tests of their own hold to the same answer. A refused class is refus
 reason given; of one that is not made there is no configuration that is small enough, so nothing is said.
 
 {counts}
+{decoders}
 
 """
 
@@ -46,8 +49,9 @@ def main(names: Sequence[str]) -> int:
         row = _apart(config_class, model_class)
         print(f"{row.model:<42} {row.result:<28} {row.reason}", flush=True)
         rows.append(row)
-    if not names:
-        PAGE.write_text(_page(rows))
+    anew = {(row.model, row.config) for row in rows}
+    kept = [row for row in _rows(PAGE.read_text()) if (row.model, row.config) not in anew] if names else []
+    PAGE.write_text(_page(kept + rows))
     return int(any(row.result in ("wrong", "failed") for row in rows))
 
 
@@ -75,12 +79,37 @@ def _tell(connection: Connection, config_class: type[PreTrainedConfig], model_cl
     connection.send(judge(config_class, model_class))
 
 
+def _rows(page: str) -> list[Row]:
+    """What a page says."""
+    found = []
+    for line in page.splitlines():
+        if line.startswith("| ") and not line.startswith("| class "):
+            model, config, result, reason = (
+                cell.strip() for cell in line[1:-1].replace("\\|", "\0").split("|")
+            )
+            found.append(Row(model, config, result, reason.replace("\0", "|")))
+    return found
+
+
+def _is_decoder(row: Row) -> bool:
+    """True for a class that only decodes text: none that encodes, and none of audio or music."""
+    return not (row.model.startswith(_OTHERS) or row.reason.startswith("it is an encoder"))
+
+
 def _page(rows: Sequence[Row]) -> str:
     from tests.matrix.served import TOLERANCE
 
     counts = Counter(row.result for row in rows)
     told = ", ".join(f"{counts[result]} {result}" for result in _ORDER if counts[result])
-    text = _HEAD.format(version=transformers.__version__, tolerance=TOLERANCE, counts=f"{len(rows)}: {told}.")
+    decoders = [row for row in rows if _is_decoder(row)]
+    exact = sum(row.result.startswith("served exactly") for row in decoders)
+    text = _HEAD.format(
+        version=transformers.__version__,
+        tolerance=TOLERANCE,
+        counts=f"{len(rows)}: {told}.",
+        decoders=f"Decoder-only classes, which leaves out encoders, encoder-decoders, audio and music: "
+        f"{len(decoders)}, of which {exact} are served exactly ({exact / len(decoders):.0%}).",
+    )
     lines = ["| class | configuration | | reason |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (_ORDER.index(row.result), row.model, row.config)):
         reason = row.reason.replace("|", "\\|")

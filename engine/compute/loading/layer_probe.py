@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.support import CHUNKED_ATTENTION, HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
 from engine.compute.recurrent.slot_mixers import read_layer_states, tell_layers_apart
@@ -50,6 +51,7 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     """
     states = read_layer_states(model)
     tell_layers_apart(model)
+    hand_on_keywords(model)
     if len(states) == config.num_hidden_layers and HYBRID not in _layer_types(config):
         seen, logits = _run(model)
     else:

@@ -7,6 +7,7 @@ what the loaded model really asks of attention.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ def find_text_half(config: PreTrainedConfig, directory: Path | None = None) -> P
     who says it.
     """
     text = config.get_text_config(decoder=True)
+    if _is_assistant(config):
+        return None
     if config.is_encoder_decoder or text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -170,6 +173,8 @@ def exact_context_limit(config: PreTrainedConfig) -> int | None:
 def _reasons(architecture: Architecture) -> Iterator[str]:
     """Every reason found, the most telling first."""
     config, model_class = architecture.config, architecture.model_class
+    if _is_assistant(config):
+        yield "it only drafts for another model, whose keys and values it reads"
     if config.model_type in _ENCODERS:
         yield "it is an encoder, made to read and not to write"
     if config.is_encoder_decoder:
@@ -182,8 +187,8 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
     is_known = architecture.text_config.model_type in _RECURRENT_MODELS
     if model_class._is_stateful and not is_known:
         yield "it carries recurrent state from token to token"
-    # Of the known ones few say so, and all do, which the probe sees.
-    if attends and not (model_class._supports_attention_backend or is_known):
+    # Not every class whose layers call the interface says so; that each layer does, the probe sees.
+    if attends and not (_calls_interface(model_class) or is_known):
         yield "it computes attention itself, not through transformers' attention interface"
     if architecture.is_text_half and getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantized, and it is a part of a model that sees or hears as well"
@@ -191,6 +196,17 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
         weight_format_of(config)
     except FormatRefused as reason:
         yield str(reason)
+
+
+def _is_assistant(config: PreTrainedConfig) -> bool:
+    """True for a drafter of Gemma 4, which is called with what its target computed."""
+    return str(config.model_type).endswith("_assistant")
+
+
+def _calls_interface(model_class: Any) -> bool:
+    """True for a class whose file calls transformers' attention interface."""
+    names = vars(sys.modules[model_class.__module__])
+    return bool(model_class._supports_attention_backend) or "ALL_ATTENTION_FUNCTIONS" in names
 
 
 def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
@@ -202,7 +218,8 @@ def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "it biases attention by distance (ALiBi)"
     if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
         yield "it attends in chunks (attention_chunk_size)"
-    if getattr(config, "use_bidirectional_attention", None):
+    # "vision" is for the tokens of images alone, which are not read.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         yield "it attends to later tokens (use_bidirectional_attention)"
     for rope in _rope_settings(config):
         if (rope_type := rope.get("rope_type", "default")) not in _ROPE_TYPES:

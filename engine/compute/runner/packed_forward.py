@@ -15,6 +15,7 @@ from engine.compute.attention import (
     register,
 )
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.attention.query_temperature import scale_by_position
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.layer_taps import tap
@@ -26,6 +27,7 @@ class PackedForward:
 
     def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
+        hand_on_keywords(loaded.model)
         loaded.model.set_attn_implementation(ATTENTION_NAME)
         scale_by_position(loaded.model)
         self.loaded = loaded

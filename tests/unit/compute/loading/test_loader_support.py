@@ -17,9 +17,11 @@ from transformers import (
     DeepseekV3Config,
     DiffLlamaConfig,
     DogeConfig,
+    NemotronConfig,
     OPTConfig,
     PreTrainedModel,
     SmolLM3Config,
+    StableLmConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -62,6 +64,8 @@ SIZES: dict[str, Any] = {
         ({"model_type": "falcon", "alibi": True}, "FalconForCausalLM .*ALiBi"),
         ({"model_type": "moshi"}, r"MoshiForCausalLM .* several models \(audio_encoder_config, depth"),
         ({"model_type": "roberta"}, "RobertaForCausalLM .* an encoder, made to read"),
+        ({"model_type": "gemma4_unified_assistant"}, "only drafts for another model"),
+        ({"model_type": "codegen"}, "CodeGenForCausalLM .* computes attention itself"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "quip"}}, "quantized by 'quip'"),
     ],
@@ -219,3 +223,12 @@ def test_layers_that_attend_to_parts_of_others_keys_are_caught() -> None:
         )
     with pytest.raises(UnsupportedModel, match="keys that are not its own"):
         probe_layers(model, model.config)
+
+
+@pytest.mark.parametrize("config", [NemotronConfig(**SIZES, head_dim=16), StableLmConfig(**SIZES)])
+def test_layers_that_their_model_leaves_without_keywords_get_them(config: Any) -> None:
+    model = make(config)
+    ids = torch.arange(9)[None]
+    before = model(ids).logits
+    assert len(probe_layers(model, model.config).layers) == 2
+    assert torch.equal(model(ids).logits, before)
