@@ -52,6 +52,16 @@ _EVERY_OTHER_ATTENDS = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2
 _CONVOLUTIONS = ["conv", "full_attention", "full_attention", "conv"]
 # What the sizes above do not fit together to.
 _OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": _EVERY_OTHER_ATTENDS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
