@@ -26,6 +26,7 @@ class DrafterLink:
         self.drafter = drafter
         self.prior = MethodPrior()
         self.is_awaited = False
+        self.rival: DrafterLink | None = None  # who reads features, where this drafter does not
         self._policy = policy
         self._stats = stats
         self._waits = PassCosts()  # of micro-steps that a step waited for
@@ -127,6 +128,10 @@ class DrafterLink:
             self._note_no_draft(view, job)
             return
         view.num_turns = 0
+        if self._is_outbid(sequence, view, draft):
+            view.unsync(draft.first)
+            view.no_draft_at = job.next_position
+            return
         was_empty, num_late = not tape.drafted, tape.num_late_tokens
         method = draft.method or self.drafter.method
         is_author = was_empty or sequence.author is view  # else another drafter was faster
@@ -140,6 +145,20 @@ class DrafterLink:
             view.num_synced = job.next_position + len(draft.token_ids)
         self._stats.num_late += tape.num_late_tokens > num_late
         self._stats.note_dropped("late", tape.num_late_tokens - num_late)
+
+    def _is_outbid(self, sequence: DraftedSequence, view: DraftView, draft: Draft) -> bool:
+        """True if the rival, which the step waits for, promises more than this draft.
+
+        A draft as long as the rival's longest stands: text sources draft so far only behind a long match.
+        """
+        rival = self.rival
+        found = rival._clients.get(draft.request_id) if rival is not None and rival.is_awaited else None
+        if found is None or not sequence.has_new_features:
+            return False
+        other, length = found[1], len(draft.token_ids)
+        if length >= other.max_tokens:
+            return False
+        return sum(other.acceptance.survival(other.limit)) > sum(view.acceptance.survival(length))
 
     def _drop_stale(self, draft: Draft) -> None:
         self._stats.num_stale += 1

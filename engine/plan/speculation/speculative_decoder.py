@@ -72,6 +72,9 @@ class SpeculativeDecoder:
         self.stats = SpecStats()
         self.waited_s = 0.0
         self.links = tuple(DrafterLink(source.drafter, policy, self.stats) for source in sources)
+        reader = next((link for link in self.links if link.drafter.reads_features), None)
+        for link in self.links:
+            link.rival = None if link.drafter.reads_features else reader
         self._sources = tuple(sources)
         self._feature_window = max((source.feature_window for source in sources), default=1)
         self._policy = policy

@@ -47,11 +47,18 @@ class NotingPolicy(FixedPolicy):
 class World:
     """A decoder, and requests whose target says what the test says."""
 
-    def __init__(self, *methods: str, longest: int = 4, can_rewind: bool = True, **ways: Any) -> None:
+    def __init__(
+        self, *methods: str, longest: int = 4, can_rewind: bool = True, reader: str = "", **ways: Any
+    ) -> None:
+        """The method `reader` reads features, beside those that all do."""
         config = SpeculationConfig(VOCAB_SIZE, longest, length_policy="fixed", min_acceptance_rate=0.0)
         self.policy = NotingPolicy(config)
         sources = [
-            DraftSource(FakeDrafter(method=method, **ways), longest, feature_window=8)
+            DraftSource(
+                FakeDrafter(method=method, **({"reads_features": True} if method == reader else {}), **ways),
+                longest,
+                feature_window=8,
+            )
             for method in methods or ("draft_model",)
         ]
         self.decoder = SpeculativeDecoder(config, sources, self.policy, PassCosts(), can_rewind=can_rewind)
@@ -306,6 +313,34 @@ def test_features_are_used_for_the_newest_token_only() -> None:
     world.decoder.keep_features(step, "h")
     assert len(world.decoder.links[0].jobs(ahead=True)) == 1
     world.decoder.keep_features(step._replace(request_id="nobody"), "h")
+
+
+@pytest.mark.parametrize(
+    ("draft", "kept"), [((7,), False), ((7, 8, 9, 1), True)], ids=["shorter", "as long as the reader's"]
+)
+def test_a_short_draft_gives_way_to_a_reader_that_promises_more(draft: tuple[int, ...], kept: bool) -> None:
+    world = World("suffix", "heads", reader="heads")
+    text, heads = world.decoder.links
+    request = world.open()
+    world.decoder.keep_features(ScheduledRequest("a", 0, 2, samples=True), "hi")
+    world.decoder.begin_step([text, heads])
+    world.answer(world.job(0), *draft)
+    assert [len(link.jobs(ahead=False)) for link in (text, heads)] == ([0, 0] if kept else [0, 1])
+    assert ids(world.verify(request)) == (list(draft) if kept else [])
+
+
+def test_a_short_draft_stands_where_no_reader_can_do_better() -> None:
+    world = World("suffix", "heads", reader="heads")
+    text, heads = world.decoder.links
+    request = world.open()
+    world.decoder.begin_step([text, heads])
+    world.answer(world.job(0), 7)
+    assert ids(world.verify(request)) == [7], "there are no features"
+    world.commit(request, 7, 8, drafted=world.verify(request))
+    world.decoder.keep_features(ScheduledRequest("a", 3, 2, samples=True), "hi")
+    world.decoder.begin_step([text])
+    world.answer(world.job(0), 9)
+    assert ids(world.verify(request)) == [9], "the step does not wait for the reader"
 
 
 def test_features_wait_for_the_drafter_up_to_its_window() -> None:
