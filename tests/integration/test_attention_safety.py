@@ -58,7 +58,7 @@ def test_what_is_attended_may_be_viewed_in_any_shape(num_kv_heads: int) -> None:
     assert call_attention(num_kv_heads=num_kv_heads).view(1, 2, 2, 16).shape == (1, 2, 2, 16)
 
 
-@pytest.mark.parametrize("name", ["position_bias", "s_aux", "alibi", "head_mask", "indices", "something_new"])
+@pytest.mark.parametrize("name", ["position_bias", "alibi", "head_mask", "indices", "something_new"])
 def test_an_argument_it_does_not_know_is_refused_by_name(name: str) -> None:
     given: dict[str, Any] = {name: torch.zeros(1)}
     absent: dict[str, Any] = {name: None}
