@@ -55,7 +55,9 @@ class World:
         self.policy = NotingPolicy(config)
         sources = [
             DraftSource(
-                FakeDrafter(method=method, **({"reads_features": True} if method == reader else {}), **ways),
+                FakeDrafter(
+                    method=method, **({**ways, "reads_features": True} if method == reader else ways)
+                ),
                 longest,
                 feature_window=8,
             )
