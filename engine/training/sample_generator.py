@@ -15,7 +15,7 @@ import torch
 from engine.compute.drafters.medusa import as_tensor
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
-from engine.compute.sampling.sampler import Sampler
+from engine.compute.sampling.sampler import RowDraw, Sampler
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -28,8 +28,16 @@ _MAX_BATCHED_TOKENS = 1024
 _TEMPERATURES = (0.7, 0.8, 0.9, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """How many samples are made at a time, and how many tokens each may have."""
+
+    batch_size: int
+    max_new_tokens: int
+
+
 class SampleGenerator:
-    """Answers prompt after prompt, some greedily and some at a temperature, `batch_size` at a time.
+    """Answers prompt after prompt, some greedily and some at a temperature, many at a time.
 
     Sample n answers prompt n modulo their number; it is the same whatever is generated beside it, but for
     rounding. Greedy answers are given once a prompt at most: more would be copies.
@@ -40,18 +48,21 @@ class SampleGenerator:
         target: LoadedModel,
         prompts: Sequence[Sequence[int]],
         *,
-        batch_size: int,
-        max_new_tokens: int,
+        sizes: SampleSizes,
         seed: int,
         keeps_hidden: bool,
+        row_draw: RowDraw | None = None,
     ) -> None:
-        """`prompts` are token ids, at least one, each shorter than the model's context."""
+        """`prompts` are token ids, at least one, each shorter than the model's context.
+
+        `row_draw` is as for Sampler: without it, drawing takes most of a step.
+        """
         self._target = target
         self._prompts = prompts
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens = sizes.max_new_tokens
         self._seed = seed
-        self._batch_size = batch_size
-        longest = min(max(map(len, prompts)) + max_new_tokens, target.max_model_len)
+        batch_size = self._batch_size = sizes.batch_size
+        longest = min(max(map(len, prompts)) + sizes.max_new_tokens, target.max_model_len)
         blocks_each = -(-longest // _BLOCK_SIZE)
         kv = PagedKvManager(batch_size * blocks_each, _BLOCK_SIZE, batch_size, blocks_each)
         config = BatchConfig(
@@ -62,7 +73,7 @@ class SampleGenerator:
             max_model_len=longest,
         )
         self._batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
-        sampler = Sampler(target.vocab_size, target.device)
+        sampler = Sampler(target.vocab_size, target.device, row_draw)
         self._runner = ModelRunner(
             target, kv.num_blocks, _BLOCK_SIZE, sampler, for_drafts=ForDrafts(keeps_features=keeps_hidden)
         )

@@ -16,13 +16,14 @@ from config import Settings
 from engine.compute.drafters.medusa_heads import sample_weights
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
+from engine.compute.native.drawing import find_row_draw
 from engine.compute.native.install import with_kernels
 from engine.compute.runner.compute_threads import use_threads
 from engine.errors import StartRefused
 from engine.startup.build import read_chat_template, use_compute_threads
 from engine.text.tokenizer import Tokenizer
 from engine.training.prompts import builtin_prompts, read_prompts
-from engine.training.sample_generator import SampleGenerator
+from engine.training.sample_generator import SampleGenerator, SampleSizes
 from engine.training.samples import Sample, SampleStore, is_held_out
 from engine.training.training_plan import TrainingPlan, TrainingProgress
 
@@ -109,10 +110,10 @@ class TrainingRun:
         generator = SampleGenerator(
             served,
             self.prompts,
-            batch_size=plan.batch_size,
-            max_new_tokens=plan.max_new_tokens,
+            sizes=SampleSizes(plan.batch_size, plan.max_new_tokens),
             seed=plan.seed,
             keeps_hidden=self._keeps_hidden,
+            row_draw=find_row_draw(served, self._settings.model, self._settings.home),
         )
         deadline = self.deadline(share)
         fresh: list[Sample] = []

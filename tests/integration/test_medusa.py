@@ -25,7 +25,7 @@ from engine.training.fitting import FitOptions, frequent_token_ids
 from engine.training.medusa_evaluation import evaluate_heads, walk
 from engine.training.medusa_run import train_medusa_heads
 from engine.training.medusa_training import fit_heads
-from engine.training.sample_generator import SampleGenerator
+from engine.training.sample_generator import SampleGenerator, SampleSizes
 from engine.training.samples import Positions, Sample, SampleStore
 from engine.training.training_plan import MedusaPlan
 from tests.support.engines import collect
@@ -56,9 +56,7 @@ PROMPTS = [list(range(start, start + 6)) for start in range(10, 50, 2)]
 
 
 def generate(target: LoadedModel, num_samples: int, batch_size: int = 8) -> list[Sample]:
-    generator = SampleGenerator(
-        target, PROMPTS, batch_size=batch_size, max_new_tokens=40, seed=0, keeps_hidden=True
-    )
+    generator = SampleGenerator(target, PROMPTS, sizes=SampleSizes(batch_size, 40), seed=0, keeps_hidden=True)
     samples: list[Sample] = []
     for finished in generator.steps(set()):
         samples += finished

@@ -25,7 +25,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.training.fitting import FitOptions, frequent_token_ids
 from engine.training.medusa_training import fit_heads
-from engine.training.sample_generator import SampleGenerator
+from engine.training.sample_generator import SampleGenerator, SampleSizes
 from engine.training.samples import Positions, Sample
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.tiny_eagle import TinyEagle
@@ -106,7 +106,7 @@ def target_samples(loaded: LoadedModel) -> list[Sample]:
     """A hundred texts of the target's own."""
     draw = random.Random(0)
     prompts = [draw.choices(WORDS, k=6) for _ in range(30)]
-    generator = SampleGenerator(loaded, prompts, batch_size=30, max_new_tokens=50, seed=0, keeps_hidden=True)
+    generator = SampleGenerator(loaded, prompts, sizes=SampleSizes(30, 50), seed=0, keeps_hidden=True)
     samples: list[Sample] = []
     for finished in generator.steps(set()):
         samples += finished
