@@ -76,6 +76,16 @@ class KnownTokens:
         token_ids: list[int] = self._tokens[self.num_committed : self.num_tokens].tolist()
         return token_ids
 
+    def repeats(self, num_tokens: int) -> bool:
+        """Whether the last so many tokens stand in the text before, too; not with drafts behind them."""
+        first = self.num_committed - num_tokens
+        if first < 0 or self.num_drafts:
+            return False
+        return (
+            self._tokens[first : self.num_committed].tobytes()
+            in self._tokens[: self.num_committed - 1].tobytes()
+        )
+
     def copy_from(self, source: int, count: int) -> list[int]:
         """`count` tokens from position `source` on; past the end the copies themselves are copied."""
         tokens: list[int] = self._tokens[source : min(source + count, self.num_tokens)].tolist()

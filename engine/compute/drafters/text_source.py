@@ -11,6 +11,7 @@ from engine.compute.drafters.known_tokens import KnownTokens
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
 
 READ_PIECE = 2048  # tokens of long texts that one call reads: below 10 ms at 4 µs a token
+QUIET_MATCH = 4  # tokens that must stand in the text already, to ask a quiet sequence's source
 READ_SHARE = 64  # and what each sequence may read in any case, so that a long text holds up no other
 
 
@@ -61,7 +62,7 @@ class TextDrafter:
     """Keeps the sequences that jobs sync and asks the source of each; the other half of a Drafter.
 
     A draft ends with the first token that stops its request. A job that leaves out tokens that are not known
-    gets no answer.
+    gets no answer. What is new of a quiet sequence is not read before its end repeats a few tokens.
     """
 
     def __init__(self, open_source: Callable[[DraftRequest], TextSource], allowance: ReadAllowance) -> None:
@@ -81,7 +82,11 @@ class TextDrafter:
                     continue
                 sequence = _Sequence(self._open_source(job.request))
                 self._sequences[job.request.request_id] = sequence
-            if sequence.known.sync(job):
+            if not sequence.known.sync(job):
+                continue
+            if _is_idle(job, sequence.known):
+                drafts.append(Draft(job.request.request_id, job.epoch, job.next_position, ()))
+            else:
                 drafts.append(_answer(job, sequence))
         return DraftResult(tuple(drafts), perf_counter() - start)
 
@@ -89,6 +94,11 @@ class TextDrafter:
         """Forget these sequences and all that was read of them."""
         for request_id in request_ids:
             self._sequences.pop(request_id, None)
+
+
+def _is_idle(job: DraftJob, known: KnownTokens) -> bool:
+    """True for a quiet sequence whose end is new to it; what a caller predicts is looked at in any case."""
+    return job.is_quiet and not job.request.prediction and not known.repeats(QUIET_MATCH)
 
 
 def _answer(job: DraftJob, sequence: _Sequence) -> Draft:

@@ -5,8 +5,10 @@ Estimates forget exponentially and start from what the method did for all reques
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import neg
 
 from engine.plan.speculation.isotonic import never_decreasing
 from engine.plan.speculation.spec_stats import RecentRatio
@@ -176,13 +178,11 @@ class Acceptance:
 
     def reach(self, least: float, limit: int) -> int:
         """How many leading drafts, up to `limit`, have a chance of `least` or more to be committed."""
-        count = 0
-        while count < limit:
-            for chance in self.survival(min(limit, count + _STRIDE))[count:]:
-                if chance < least:
-                    return count
-                count += 1
-        return count
+        survival = self._survival
+        while len(survival) < limit and (not survival or survival[-1] >= least):
+            self.survival(min(limit, len(survival) + _STRIDE))
+            survival = self._survival
+        return min(limit, bisect_right(survival, -least, key=neg))
 
     def _extend_chain(self, count: int) -> None:
         survival, rate = self._survival, self._last_rate

@@ -63,6 +63,9 @@ class GoodputPolicy(LengthPolicy):
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """See LengthPolicy. While costs are unknown a few drafts of each are verified."""
+        if not candidates:
+            self._follow_load(load)
+            return []
         caps = [self._cap(c.acceptance, min(c.num_available, self._max_length)) for c in candidates]
         num_slots = min(sum(caps), load.max_draft_tokens)
         step_s = self._costs.run(load.num_seqs, load.num_tokens, max(num_slots, _num_priced(load)))
@@ -78,8 +81,7 @@ class GoodputPolicy(LengthPolicy):
         self._note_choice(candidates, caps, chosen)
         num_chosen = sum(chosen)
         self._add_probes(candidates, chosen, load.max_draft_tokens - num_chosen)
-        self._credit_s = min(0.0, self._credit_s + _PROBE_SHARE * float(step_s[0]))
-        self._probe_s += _PROBE_SHARE * float(step_s[0])
+        self._save_up(float(step_s[0]))
         if sum(chosen) > num_chosen:
             waited_s = 0.0 if num_chosen else load.draft_s
             self._credit_s -= float(step_s[min(sum(chosen), num_slots)] - step_s[num_chosen]) + waited_s
@@ -106,15 +108,32 @@ class GoodputPolicy(LengthPolicy):
         best = int(np.argmax(rates))
         if survivals:
             self._is_verifying = best > 0
-        self._follow(max(float(rates[best]), load.num_seqs / float(step_s[0])), step_s, load)
+        num_priced = _num_priced(load)
+        slot_s = float(step_s[num_priced] - step_s[0]) / num_priced
+        self._follow(max(float(rates[best]), load.num_seqs / float(step_s[0])), slot_s)
         owners = np.repeat(np.arange(len(counts)), counts)
         return [int(count) for count in np.bincount(owners[order[:best]], minlength=len(counts))]
 
-    def _follow(self, rate: float, step_s: NDArray[np.float64], load: StepLoad) -> None:
+    def _follow_load(self, load: StepLoad) -> None:
+        """Update the price where there is no draft to choose."""
+        costs, num_seqs, num_priced = self._costs, load.num_seqs, _num_priced(load)
+        alone_s = costs.seconds(num_seqs, num_seqs)
+        step_s = costs.seconds(num_seqs, load.num_tokens)
+        wider_s = costs.seconds(num_seqs, load.num_tokens + num_priced)
+        if alone_s is None or step_s is None or wider_s is None:
+            return
+        self._follow(num_seqs / alone_s, (wider_s - step_s) / num_priced)
+        self._save_up(alone_s)
+
+    def _follow(self, rate: float, slot_s: float) -> None:
         """Update the two factors of the price."""
-        num_priced = _num_priced(load)
         self._rate += (_SMOOTHING if self._rate else 1.0) * (rate - self._rate)
-        self._slot_s = float(step_s[num_priced] - step_s[0]) / num_priced
+        self._slot_s = slot_s
+
+    def _save_up(self, step_s: float) -> None:
+        """A part of each step may be spent on probes."""
+        self._credit_s = min(0.0, self._credit_s + _PROBE_SHARE * step_s)
+        self._probe_s += _PROBE_SHARE * step_s
 
     def _note_choice(
         self, candidates: Sequence[Candidate], caps: Sequence[int], chosen: Sequence[int]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.drafter import Draft, DraftRequest, TargetFeatures
+from engine.plan.step_records import FeatureRows
 
 
 class DraftedToken(NamedTuple):
@@ -156,6 +157,8 @@ class DraftView:
     no_draft_at: int = -1  # tokens known when it last answered without a draft
     is_behind: bool = False  # it has known tokens left to read
     num_turns: int = 0  # in a row in which it answered so, without drafts
+    num_vain: int = 0  # answers since one of its drafts was accepted last
+    num_passed: int = 0  # steps since it was due last
 
     def forget(self) -> None:
         """The drafter holds nothing of the sequence from now on."""
@@ -171,26 +174,24 @@ class NewFeatures:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._runs: deque[TargetFeatures] = deque()
-        self._num_rows = 0
+        self._runs: deque[tuple[int, FeatureRows]] = deque()  # as TargetFeatures, one behind the other
 
     @property
     def position(self) -> int:
         """That of the token which the newest row drew; -1 without any."""
-        return self._runs[-1].position if self._runs else -1
+        return self._runs[-1][0] if self._runs else -1
 
-    def add(self, run: TargetFeatures) -> None:
-        """Keep what comes behind the others."""
-        self._runs.append(run)
-        self._num_rows += len(run.hidden)
-        while self._num_rows - len(self._runs[0].hidden) >= self._limit:
-            self._num_rows -= len(self._runs.popleft().hidden)
+    def add(self, position: int, rows: FeatureRows) -> None:
+        """Keep what comes right behind the others; the token at `position` was drawn from its last row."""
+        runs = self._runs
+        runs.append((position, rows))
+        while position - runs[0][0] >= self._limit:
+            runs.popleft()
 
     def take(self) -> tuple[TargetFeatures, ...]:
         """All of them, oldest first; they are kept no longer."""
-        taken = tuple(self._runs)
+        taken = tuple(TargetFeatures(position, rows) for position, rows in self._runs)
         self._runs.clear()
-        self._num_rows = 0
         return taken
 
 

@@ -46,6 +46,7 @@ class DraftJob:
     `num_committed` tokens are final; the others are drafts, which a later job may replace. A drafter holds
     what it answered, so a job that agrees with the last answer repeats nothing of it. `features` are
     those that a drafter which reads them was not given yet, oldest first; the newest known token's are last.
+    Of a sequence that `is_quiet` the drafter has long had nothing of use: it should take little trouble.
     """
 
     request: DraftRequest
@@ -55,6 +56,7 @@ class DraftJob:
     num_committed: int
     num_wanted: int
     features: tuple[TargetFeatures, ...] = ()
+    is_quiet: bool = False
 
     @property
     def next_position(self) -> int:

@@ -11,6 +11,9 @@ from engine.plan.speculation.length_policy import LengthPolicy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
 
+_VAIN_ANSWERS = 8  # in a row, after which a cheap drafter is asked about a sequence less often
+_QUIET_ASKED = 4  # such sequences that a step asks about, on average
+
 _Wish = tuple[DraftedSequence, DraftView, int]  # and how many more drafts it wants
 
 
@@ -47,6 +50,23 @@ class DrafterLink:
     def has_price(self) -> bool:
         """True if this drafter makes the next step later, and it is known by how much."""
         return self.is_awaited and self._waits.seconds(1, 1) is not None
+
+    def is_due(self, view: DraftView) -> bool:
+        """Whether to ask about this sequence before the next step; to be called once a step.
+
+        What is not asked at all is never due. A cheap drafter that has long been of no use to a sequence is
+        asked about it in turn with others of that kind, so that a crowd of them costs the host no more than a
+        few: each answer is time that the model does not compute in.
+        """
+        if self.drafter.reads_features and not self.is_awaited:
+            return False
+        if not self.drafter.is_cheap or view.num_vain < _VAIN_ANSWERS or view.is_behind:
+            return True
+        view.num_passed += 1
+        if view.num_passed * _QUIET_ASKED < len(self._clients):
+            return False
+        view.num_passed = 0
+        return True
 
     # Requests come and go.
 
@@ -124,6 +144,7 @@ class DrafterLink:
             self._drop_stale(draft)
             return
         view.is_behind = draft.is_behind
+        view.num_vain += 1
         if not draft.token_ids:
             self._note_no_draft(view, job)
             return
@@ -224,6 +245,7 @@ def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int, *, reads_f
         num_committed=num_committed,
         num_wanted=num_wanted,
         features=sequence.features.take() if reads_features else (),
+        is_quiet=view.num_vain >= _VAIN_ANSWERS,
     )
 
 

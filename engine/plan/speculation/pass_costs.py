@@ -5,6 +5,7 @@ The scheduler's rates are linear; the price of a draft depends on where the mach
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from engine.plan.speculation.isotonic import never_decreasing
 
 _MOST_WEIGHT = 16.0  # observations that an average goes over
+_STEADY_WEIGHT = 4.0  # from which one more observation hardly moves it
 _MAX_SURPRISE = 1.3  # times the average, that an observation counts at most: a stall is no cost
 _MAX_FIRST_SURPRISE = 1.5  # times the next smaller size, that a first one counts at most
 _TOO_FAST = 0.5  # of the average: no pass is that fast by accident, so the average was wrong
@@ -74,7 +76,7 @@ class _Curve:
             self._sorted = None
             return True
         knot.observe(num_tokens, seconds, step)
-        return knot.weight < _MOST_WEIGHT
+        return knot.weight < _STEADY_WEIGHT
 
     def forget(self, step: int) -> None:
         """Drop what was last seen long before that step."""
@@ -144,17 +146,20 @@ class PassCosts:
 
     def seconds(self, num_seqs: int, num_tokens: int) -> float | None:
         """Seconds of a pass; None while nothing is known."""
-        run = self.run(num_seqs, num_tokens, 0)
-        return None if run is None else float(run[0])
+        line = self._line_of(num_seqs)
+        return None if line is None else _at(*line, num_tokens)
 
     def run(self, num_seqs: int, num_tokens: int, num_more: int) -> NDArray[np.float64] | None:
         """Seconds of a pass with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""
-        if num_seqs not in self._lines:
-            self._lines[num_seqs] = self._line(num_seqs)
-        line = self._lines[num_seqs]
+        line = self._line_of(num_seqs)
         if line is None:
             return None
         return np.interp(np.arange(num_tokens, num_tokens + num_more + 1), *line)
+
+    def _line_of(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
+        if num_seqs not in self._lines:
+            self._lines[num_seqs] = self._line(num_seqs)
+        return self._lines[num_seqs]
 
     def _line(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
         """Tokens and seconds for so many sequences, from a pass without drafts to one of very many tokens."""
@@ -184,6 +189,15 @@ class PassCosts:
                 if 0 <= index < len(self._wider) and (knots := self._wider[index].knots()):
                     return knots
         return []
+
+
+def _at(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """As np.interp, which takes longer for a single place."""
+    right = bisect_right(places, place)
+    if right == 0 or right == len(places):
+        return values[max(0, right - 1)]
+    left, low = places[right - 1], values[right - 1]
+    return low + (values[right] - low) * (place - left) / (places[right] - left)
 
 
 def _index(num_tokens: int) -> int:

@@ -20,7 +20,7 @@ from engine.plan.speculation.draft_tape import (
     TapeOutcome,
     accepted_drafts,
 )
-from engine.plan.speculation.drafter import Drafter, DraftRequest, TargetFeatures
+from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
@@ -237,8 +237,12 @@ class SpeculativeDecoder:
                 self._judge(sequence, drafted, tokens)
             self._commit_tape(sequence, tokens)
         for index, view in sequence.views.items():
-            draft_s = _HARDLY_S if self.links[index].has_price else 0.0
-            view.limit = self._policy.wanted(view.acceptance, view.max_tokens, draft_s)
+            link = self.links[index]
+            if link.is_due(view):
+                draft_s = _HARDLY_S if link.has_price else 0.0
+                view.limit = self._policy.wanted(view.acceptance, view.max_tokens, draft_s)
+            else:
+                view.limit = 0
 
     def _judge(
         self, sequence: DraftedSequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]
@@ -253,6 +257,8 @@ class SpeculativeDecoder:
             self._policy.observe(author.acceptance, num_judged, len(accepted))
         else:
             self._policy.observe_tree(author.acceptance, len(drafted), accepted)
+        if accepted:
+            author.num_vain = 0
         for stats in (self.stats, request.spec_stats):
             stats.observe_round(sequence.tape.method, len(drafted), len(accepted), len(tokens))
 
@@ -278,7 +284,7 @@ class SpeculativeDecoder:
         position = scheduled.first_position + scheduled.num_tokens
         if scheduled.samples:  # drafts may have been refused
             position = len(sequence.request.token_ids) - 1
-        sequence.features.add(TargetFeatures(position, rows))
+        sequence.features.add(position, rows)
 
     def observe_pass(
         self, num_seqs: int, num_tokens: int, num_drafts: int, pass_s: float, step_s: float

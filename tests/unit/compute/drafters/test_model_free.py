@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -134,3 +135,24 @@ def test_known_tokens_notice_when_committed_ones_change() -> None:
 def test_no_torch_is_loaded() -> None:
     program = "import sys, engine.compute.drafters.model_free; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_quiet_sequence_is_read_only_once_its_end_repeats() -> None:
+    drafter, request = ModelFreeDrafter(), draft_request()
+    text = list(range(40))
+    drafter.draft([replace(job(request, 0, text), is_quiet=True)])
+    (nothing,) = drafter.draft([replace(job(request, 40, [7, 8, 9]), is_quiet=True)]).drafts
+    assert nothing.token_ids == () and not nothing.is_behind, "three tokens are no repetition yet"
+    (found,) = drafter.draft([replace(job(request, 43, [10]), is_quiet=True)]).drafts
+    assert found.token_ids == (11, 12, 13, 14)
+    loud = ModelFreeDrafter()
+    loud.draft([job(request, 0, text)])
+    (sooner,) = loud.draft([job(request, 40, [7, 8, 9])]).drafts
+    assert sooner.token_ids, "what is not quiet is asked whatever its end"
+
+
+def test_a_prediction_is_looked_at_however_quiet_the_sequence() -> None:
+    drafter = ModelFreeDrafter()
+    request = draft_request(prediction=list(range(100, 140)))
+    (draft,) = drafter.draft([replace(job(request, 0, [1, 2, 100, 101, 102, 103]), is_quiet=True)]).drafts
+    assert draft.token_ids == (104, 105, 106, 107)

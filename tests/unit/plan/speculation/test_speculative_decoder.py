@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan.request import Request, SpeculationOptions
 from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
-from engine.plan.speculation.drafter import Draft, DraftJob, TargetFeatures
+from engine.plan.speculation.drafter import Draft, DraftJob
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
@@ -303,6 +303,7 @@ def test_a_tree_is_verified_once_and_nobody_drafts_behind_it() -> None:
 def test_features_are_used_for_the_newest_token_only() -> None:
     world = World(reads_features=True)
     a = world.open()
+    world.decoder.begin_step(world.decoder.links)
     assert world.decoder.links[0].jobs(ahead=True) == [], "nothing was left yet"
     step = ScheduledRequest("a", 0, 2, samples=True)
     world.decoder.keep_features(step, "hi")
@@ -315,6 +316,50 @@ def test_features_are_used_for_the_newest_token_only() -> None:
     world.decoder.keep_features(step, "h")
     assert len(world.decoder.links[0].jobs(ahead=True)) == 1
     world.decoder.keep_features(step._replace(request_id="nobody"), "h")
+
+
+def asked_a_step(world: World, requests: Sequence[Request], num_steps: int) -> list[int]:
+    """How many of these the drafter is asked about before each step; it never has a draft."""
+    asked = []
+    for _ in range(num_steps):
+        jobs = world.decoder.links[0].jobs(ahead=False)
+        for job in jobs:
+            world.answer(job)
+        for request in requests:
+            world.commit(request, 5)
+        asked.append(len(jobs))
+    return asked
+
+
+def test_a_crowd_that_a_cheap_drafter_is_of_no_use_to_is_asked_about_in_turn() -> None:
+    world = World("suffix", is_cheap=True)
+    crowd = [world.open(f"r{n}", most=400) for n in range(16)]
+    asked = asked_a_step(world, crowd, 60)
+    assert asked[:8] == [16] * 8, "at first of each, in every step"
+    assert sum(asked[12:]) == 4 * 48, "then about four a step"
+    for request in crowd[3:]:
+        world.decoder.close(request.request_id)
+    assert asked_a_step(world, crowd[:3], 20)[1:] == [3] * 19, "a few are no crowd"
+
+
+def test_a_sequence_whose_draft_was_accepted_is_asked_about_in_every_step_again() -> None:
+    world = World("suffix", is_cheap=True)
+    crowd = [world.open(f"r{n}", most=400) for n in range(16)]
+    asked_a_step(world, crowd, 40)
+    while not (jobs := [j for j in world.decoder.links[0].jobs(ahead=False) if j.request.request_id == "r0"]):
+        asked_a_step(world, crowd, 1)
+    world.answer(jobs[0], 7)
+    world.commit(crowd[0], 7, 8, drafted=world.verify(crowd[0]))
+    for _ in range(10):
+        names = [job.request.request_id for job in world.decoder.links[0].jobs(ahead=False)]
+        assert "r0" in names
+        world.commit(crowd[0], 5)
+
+
+def test_a_drafter_that_is_not_cheap_is_asked_about_everyone() -> None:
+    world = World("draft_model")
+    crowd = [world.open(f"r{n}", most=400) for n in range(16)]
+    assert asked_a_step(world, crowd, 60) == [16] * 60
 
 
 @pytest.mark.parametrize(
@@ -349,10 +394,10 @@ def test_features_wait_for_the_drafter_up_to_its_window() -> None:
     features = NewFeatures(limit=4)
     assert features.position == -1
     for position, rows in ((5, "aaaaa"), (6, "b"), (8, "cc"), (9, "d")):
-        features.add(TargetFeatures(position, rows))
+        features.add(position, rows)
     assert [run.hidden for run in features.take()] == ["b", "cc", "d"]
     assert features.take() == ()
-    features.add(TargetFeatures(30, "x" * 20))
+    features.add(30, "x" * 20)
     assert features.position == 30, "the newest run is kept whole"
 
 
