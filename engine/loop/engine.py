@@ -205,7 +205,7 @@ class Engine:
         return self._parts is not None or self.state is EngineState.LOADING
 
     def gauges(self) -> EngineGauges:
-        """The state of this instant, all zero while loading."""
+        """The state of this instant; while loading, that of an engine with nothing to do and no room."""
         if self._parts is None:
             return EngineGauges(0, 0, 0, 0, 0, 0, 0.0)
         batcher = self._parts.batcher

@@ -70,7 +70,7 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "speculation_speedup_ratio",
-        "Tokens a step's time over those without drafts, measured of late; 0 before the first.",
+        "Tokens a step's time over those without drafts, measured of late; 1 before the first round.",
         "speculation_speedup",
     ),
 )

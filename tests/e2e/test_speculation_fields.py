@@ -268,11 +268,11 @@ async def test_every_label_is_at_zero_before_the_first_draft() -> None:
         ("spec_decode_run_ahead_total", ("hit", "miss")),
         ("speculation_draft_length", ("",)),
         ("speculation_acceptance_ratio", ("",)),
-        ("speculation_speedup_ratio", ("",)),
         ("draft_duration_seconds_count", ("",)),
         ("verify_duration_seconds_count", ("",)),
     ):
         assert found[name] == dict.fromkeys(labels, 0.0), name
+    assert found["speculation_speedup_ratio"] == {"": 1.0}, "as fast as without drafts"
 
 
 async def test_metrics_show_what_was_drafted() -> None:

@@ -116,7 +116,7 @@ class FakeEngine:
     max_draft_tokens: int = 8
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     speculation: SpecStats | None = None
-    draft_gauges: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    draft_gauges: tuple[float, float, float] = (0.0, 0.0, 1.0)
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_encoded: int = 0

@@ -22,7 +22,7 @@ def _at_a_glance() -> tuple[Panel, ...]:
             "Speed by drafts",
             "Tokens in a step's time, over those without drafts; of late, as the controller measures it.",
             "short",
-            f"avg({series('speculation_speedup_ratio')} > 0)",
+            f"avg({series('speculation_speedup_ratio')})",
             PAYS,
         ),
         stat(

@@ -174,7 +174,7 @@ class EngineGauges:
     heartbeat_age_s: float
     speculation_draft_length: float = 0.0  # drafts verified a round
     speculation_acceptance: float = 0.0  # the share of them that was right
-    speculation_speedup: float = 0.0  # over no drafts; 1 before the first round, once loaded
+    speculation_speedup: float = 1.0  # over no drafts; 1 before the first round
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -255,6 +255,19 @@ async def test_the_heartbeat_ages_in_a_step_and_is_fresh_after_it() -> None:
         assert harness.engine.gauges().heartbeat_age_s == 0.0
 
 
+async def test_while_loading_nothing_is_faster_or_slower_than_without_drafts() -> None:
+    def load() -> EngineParts | None:
+        raise NotImplementedError
+
+    gauges = Engine(load).gauges()
+    assert gauges.speculation_speedup == 1.0
+    assert (gauges.num_requests_running, gauges.kv_blocks_free, gauges.speculation_draft_length) == (
+        0,
+        0,
+        0.0,
+    )
+
+
 async def test_bad_requests_are_refused_by_name_and_cost_nothing() -> None:
     async with running_engine() as harness:
         with pytest.raises(InvalidRequest, match="empty"):
