@@ -268,6 +268,9 @@ class SpeculationSettings(Section):
     min_acceptance_rate: Number = Field(
         0.3, ge=0, le=1, description="drafting stops below this acceptance; 0 = never"
     )
+    draft_shrink_rate: Number = Field(
+        0.5, ge=0, le=1, description="below this acceptance the policy threshold shortens drafts; 0 = never"
+    )
     speculative_config: JsonObjectOrNone = Field(
         None, description="the settings above in one JSON object with vLLM's keys"
     )

@@ -121,6 +121,7 @@ def make_decoder(
         verification=speculation.draft_verification,
         length_policy=speculation.draft_length_policy,
         min_acceptance_rate=speculation.min_acceptance_rate,
+        draft_shrink_rate=speculation.draft_shrink_rate,
     )
     costs = PassCosts()
     policy = make_length_policy(config, costs)

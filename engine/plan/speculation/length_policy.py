@@ -133,10 +133,14 @@ class FixedPolicy(LengthPolicy):
 
 
 class ThresholdPolicy(FixedPolicy):
-    """One draft longer while more than 0.8 of the last ones were accepted, one shorter below the least rate.
+    """One draft longer while more than 0.8 of the last ones were accepted, one shorter below the shrink rate.
 
     It knows no cost and no load. Trees are verified whole: they have no length to choose.
     """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config)
+        self._shrink_rate = config.draft_shrink_rate
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
@@ -144,7 +148,7 @@ class ThresholdPolicy(FixedPolicy):
         length = self._length(acceptance)
         if acceptance.round_rate > _LONGER_ABOVE:
             length += 1
-        elif acceptance.round_rate < self._min_rate:
+        elif acceptance.round_rate < self._shrink_rate:
             length -= 1
         acceptance.pacing.length = min(self._max_length, max(1, length))
 

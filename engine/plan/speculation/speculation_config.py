@@ -20,3 +20,4 @@ class SpeculationConfig:
     verification: Verification = "match"
     length_policy: LengthPolicyName = "goodput"
     min_acceptance_rate: float = 0.3  # 0 never turns drafting off
+    draft_shrink_rate: float = 0.5  # of `threshold`; 0 never shortens drafts

@@ -27,6 +27,7 @@ from config import load_settings
         *(f"--draft-length-policy={name}" for name in ("fixed", "threshold", "goodput")),
         *(f"--num-speculative-tokens={count}" for count in ("auto", 1, 32)),
         *(f"--min-acceptance-rate={rate}" for rate in (0, 0.5, 1)),
+        *(f"--draft-shrink-rate={rate}" for rate in (0, 0.5, 1)),
         "--draft-model=x",
         "--embedding-model=x",
         "--medusa-heads=x",

@@ -57,6 +57,7 @@ CONTRACT = {
         "draft-verification": "match",
         "draft-length-policy": "goodput",
         "min-acceptance-rate": "0.3",
+        "draft-shrink-rate": "0.5",
         "speculative-config": "",
     },
     "server": {
@@ -239,6 +240,7 @@ def test_errors_do_not_echo_the_input() -> None:
         ("speculation", "speculative_method", "draft-model"),
         ("speculation", "speculative_method", "medusa"),
         ("speculation", "min_acceptance_rate", 2),
+        ("speculation", "draft_shrink_rate", -0.1),
     ],
 )
 def test_bad_values_are_refused(section: str, name: str, value: object) -> None:

@@ -22,9 +22,19 @@ ALL: tuple[LengthPolicyName, ...] = ("fixed", "threshold", "goodput")
 
 
 def make_policy(
-    name: LengthPolicyName, *, costs: PassCosts | None = None, max_drafts: int = 8, min_rate: float = 0.3
+    name: LengthPolicyName,
+    *,
+    costs: PassCosts | None = None,
+    max_drafts: int = 8,
+    min_rate: float = 0.3,
+    shrink_rate: float = 0.5,
 ) -> LengthPolicy:
-    config = SpeculationConfig(1000, max_drafts, length_policy=name, min_acceptance_rate=min_rate)
+    config = SpeculationConfig(
+        *(1000, max_drafts),
+        length_policy=name,
+        min_acceptance_rate=min_rate,
+        draft_shrink_rate=shrink_rate,
+    )
     return make_length_policy(config, costs or PassCosts())
 
 
@@ -122,7 +132,7 @@ def test_fixed_is_what_is_there_up_to_the_length_and_shares_the_room() -> None:
     assert policy.wanted(candidates[0].acceptance, 2) == 2
 
 
-def test_threshold_grows_while_nearly_all_is_accepted_and_shrinks_below_the_least() -> None:
+def test_threshold_grows_while_nearly_all_is_accepted_and_shrinks_below_its_lower_mark() -> None:
     policy, acceptance = make_policy("threshold", max_drafts=6), Acceptance(MethodPrior())
     lengths = []
     for _ in range(4):
@@ -136,6 +146,20 @@ def test_threshold_grows_while_nearly_all_is_accepted_and_shrinks_below_the_leas
     for _ in range(20):
         policy.observe(steady, 4, 2)
     assert policy.wanted(steady, 8) == 4
+
+
+def test_when_drafts_shrink_and_when_they_end_are_two_marks() -> None:
+    """Two of five drafts are accepted, two thirds of those that count for turning off."""
+    lengths, are_off = [], []
+    for min_rate, shrink_rate in ((0.3, 0.5), (0.3, 0.4), (0.9, 0.4), (0.0, 0.5), (0.9, 0.0)):
+        policy = make_policy("threshold", min_rate=min_rate, shrink_rate=shrink_rate)
+        acceptance = Acceptance(MethodPrior())
+        for _ in range(8):
+            policy.observe(acceptance, 5, 2)
+        lengths.append(acceptance.pacing.length)
+        are_off.append(acceptance.pacing.is_off)
+    assert lengths == [1, 4, 4, 1, 4]
+    assert are_off == [False, False, True, False, True]
 
 
 def test_threshold_verifies_trees_whole() -> None:
