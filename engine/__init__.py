@@ -44,6 +44,7 @@ from engine.plan.request import (
     SamplingParams,
     SpeculationOptions,
 )
+from engine.plan.speculation.recent_gain import FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
@@ -206,6 +207,7 @@ __all__ = [
     "FillInMiddle",
     "Finish",
     "FinishReason",
+    "FormulaTerms",
     "Frame",
     "GenerationRequest",
     "Histogram",

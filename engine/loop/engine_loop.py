@@ -368,7 +368,9 @@ class EngineLoop:
         self._next_report = now + REPORT_EVERY_S
         activity = self._metrics.last_minute(now)
         if activity.num_steps and log.isEnabledFor(logging.DEBUG):
-            log.debug("the last minute", extra=activity.figures())
+            gain = self._decoder.gain
+            drafts = {"draft_speedup": round(gain.speedup, 4), **gain.terms.figures()}
+            log.debug("the last minute", extra={**activity.figures(), **drafts})
 
     def _carry_out_endings(self) -> None:
         endings, self._endings = self._endings, {}

@@ -104,7 +104,9 @@ class RunAhead:
 
     async def draft_once(self) -> bool:
         """Draft what the next step waits for, what is still out first; False when all of it is there."""
+        began = self._clock()
         self.draft_inline()
+        self._decoder.gain.note_waited(self._clock() - began)
         if not self._awaited:
             return False
         task = self._task or self._start(self._awaited, ahead=False)

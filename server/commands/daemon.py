@@ -126,9 +126,12 @@ class Daemon:
         metrics = self._engine.metrics
         done = metrics.since_first_step(self._engine.now())
         if metrics.busy_s:
-            drafts = metrics.speculation
-            figures = {"draft_tokens": drafts.num_proposed, "accepted_tokens": drafts.num_accepted}
-            rows = {"rows": lambda: report_rows(done, drafts)}
+            drafts, gauges = metrics.speculation, self._engine.gauges()
+            figures: dict[str, object] = {
+                **{"draft_tokens": drafts.num_proposed, "accepted_tokens": drafts.num_accepted},
+                **{"draft_speedup": round(gauges.speculation_speedup, 4), **gauges.formula.figures()},
+            }
+            rows = {"rows": lambda: report_rows(done, drafts, gauges)}
             log.info("since the first request", extra={**done.figures(), **figures, **rows})
 
     def _tell_end_of(self, life: asyncio.Task[None]) -> None:

@@ -73,6 +73,12 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
         "Tokens a step's time over those without drafts, measured of late; 1 before the first round.",
         "speculation_speedup",
     ),
+    (
+        "speculation_theoretical_speedup_ratio",
+        "The same by Leviathan et al.'s formula, from acceptance, length and cost of drafts of late: as if "
+        "verifying cost nothing and drafts were accepted independently; 1 before the first round.",
+        "speculation_theoretical_speedup",
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "Prompt tokens, counted with a request's first token.", "prompt_tokens"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from config.units import rough_size
-from engine import Activity, EngineInfo, Histogram, SpecStats
+from engine import Activity, EngineGauges, EngineInfo, Histogram, SpecStats
 from server.plain_words import counted, duration
 
 _SHORT_ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -63,8 +63,8 @@ def start_rows(name: str, url: str, info: EngineInfo, seconds: float) -> list[st
     return [f"ready after {duration(seconds)}; Ctrl-C ends it", *_columns(rows)]
 
 
-def report_rows(done: Activity, drafts: SpecStats) -> list[str]:
-    """What was done from the first request to the end."""
+def report_rows(done: Activity, drafts: SpecStats, gauges: EngineGauges) -> list[str]:
+    """What was done from the first request to the end, and what drafts gained last."""
     rate, busy_rate = (_ratio(done.generation_tokens, each) for each in (done.seconds, done.busy_s))
     rows = [
         ("tokens", f"{done.generation_tokens:,} generated, {done.prompt_tokens:,} of prompts read"),
@@ -77,7 +77,9 @@ def report_rows(done: Activity, drafts: SpecStats) -> list[str]:
     rows.append(("busy", f"{busy:.0%} of the time, {batch:.1f} requests at once"))
     rows.append(("K/V in use", f"{_ratio(done.kv_s, done.busy_s):.0%} while busy"))
     if drafts.num_proposed:
-        rows.append(("drafts", f"{drafts.acceptance_rate:.0%} of {drafts.num_proposed:,} were right"))
+        right = f"{drafts.acceptance_rate:.0%} of {drafts.num_proposed:,} were right"
+        gain = f"{gauges.speculation_speedup:.2f} times the speed without"
+        rows.append(("drafts", f"{right}; of late {gain}, {gauges.formula.speedup:.2f} by formula"))
     return [f"{counted(done.num_ended, 'request')} in {duration(done.seconds)}", *_columns(rows)]
 
 

@@ -8,16 +8,20 @@ import json
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from engine import Overloaded, SpecStats
+from engine import FormulaTerms, Overloaded, SpecStats
 from server.commands.bench.command import measure
+from server.commands.bench.draft_speedup import DraftSpeedup, read_draft_speedup
 from server.commands.bench.flags import read_plan
-from server.commands.bench.result import BenchResult
+from server.commands.bench.result import BenchResult, make_report
 from server.commands.bench.tables import show_result
+from server.commands.remote.address import read_address
+from server.commands.remote.http_client import HttpClient
 from tests.e2e.command_line import QUIET, SLIPSTREAM, command, fast_engine
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.real_engine import real_engine
@@ -257,12 +261,55 @@ async def test_prompts_are_as_long_as_asked_for_where_the_server_tokenizes() -> 
 async def test_the_acceptance_of_drafts_is_shown() -> None:
     stats = SpecStats()
     stats.num_rounds, stats.proposed["ngram"], stats.accepted["ngram"] = 10, 40, 30
-    async with server_url(fast_engine(speculation=stats)) as url:
+    engine = fast_engine(speculation=stats, draft_gauges=(3.5, 0.75, 1.25))
+    engine.formula = FormulaTerms(alpha=0.8, gamma=4, cost_ratio=0.2)
+    async with server_url(engine) as url:
         result = await bench(url, "--num-requests", "4")
     drafts = result.summary.drafts
     assert drafts is not None
     assert (drafts.num_steps, drafts.num_proposed, drafts.num_accepted) == (40, 160, 120)
     assert (drafts.acceptance_rate, drafts.tokens_per_step) == (0.75, 4.0)
+    assert result.speedup is not None
+    assert result.speedup.measured == 1.25
+    assert result.speedup.by_formula == pytest.approx(3.3616 / 1.8)
+    assert make_report(result)["server"]["draft_speedup"] == asdict(result.speedup)
+    console = Console(file=io.StringIO(), width=200)
+    show_result(result, console)
+    assert "1.25 by drafts as the server measured it last, 1.87 by the formula" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        json_reply({}, "401 Unauthorized"),
+        reply(b"slipstream_speculation_speedup_ratio 1.5\n"),
+        reply(
+            b"slipstream_speculation_speedup_ratio much\nslipstream_speculation_theoretical_speedup_ratio 1\n"
+        ),
+        b"no HTTP",
+    ],
+    ids=["refused", "an older server", "no number", "no HTTP"],
+)
+async def test_a_server_that_does_not_tell_what_drafts_gain_is_not_asked_twice(page: bytes) -> None:
+    async with scripted_server(page) as script:
+        address = read_address(script.url, None, None)
+        client = HttpClient(address)
+        assert await read_draft_speedup(client, address) is None
+        client.close()
+    assert len(script.requests) == 1
+
+
+async def test_the_gains_of_several_replicas_are_one() -> None:
+    lines = [
+        f'slipstream_speculation_{name}_ratio{{replica="{replica}",model_name="m"}} {value}'
+        for name, values in (("speedup", (1.0, 2.0)), ("theoretical_speedup", (2.0, 3.0)))
+        for replica, value in enumerate(values)
+    ]
+    async with scripted_server(reply("\n".join(lines).encode())) as script:
+        address = read_address(script.url, None, None)
+        client = HttpClient(address)
+        assert await read_draft_speedup(client, address) == DraftSpeedup(1.5, 2.5)
+        client.close()
 
 
 async def test_the_report_is_json_with_all_that_one_must_know(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import SpecStats, SpeculationOptions
+from engine import FormulaTerms, SpecStats, SpeculationOptions
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
 from tests.support.fake_engine import FakeEngine
@@ -272,11 +272,12 @@ async def test_every_label_is_at_zero_before_the_first_draft() -> None:
         ("verify_duration_seconds_count", ("",)),
     ):
         assert found[name] == dict.fromkeys(labels, 0.0), name
-    assert found["speculation_speedup_ratio"] == {"": 1.0}, "as fast as without drafts"
+    for name in ("speculation_speedup_ratio", "speculation_theoretical_speedup_ratio"):
+        assert found[name] == {"": 1.0}, "as fast as without drafts"
 
 
 async def test_metrics_show_what_was_drafted() -> None:
-    engine = FakeEngine(draft_gauges=(3.5, 0.75, 1.25))
+    engine = FakeEngine(draft_gauges=(3.5, 0.75, 1.25), formula=FormulaTerms(0.5, 1, 0.25))
     metrics = engine.metrics
     metrics.speculation = make_stats()
     metrics.speculation.dropped["late"] = 7
@@ -306,6 +307,7 @@ async def test_metrics_show_what_was_drafted() -> None:
     assert found["speculation_draft_length"] == {"": 3.5}
     assert found["speculation_acceptance_ratio"] == {"": 0.75}
     assert found["speculation_speedup_ratio"] == {"": 1.25}
+    assert found["speculation_theoretical_speedup_ratio"] == {"": 1.2}
     buckets = found["draft_duration_seconds_bucket"]
     assert (buckets["1e-05"], buckets["2.5e-05"], buckets["+Inf"]) == (0, 3, 3)
     assert found["verify_duration_seconds_sum"] == {"": 0.03}

@@ -25,6 +25,7 @@ from engine import (
     FillInMiddle,
     Finish,
     FinishReason,
+    FormulaTerms,
     GenerationRequest,
     InvalidRequest,
     OutputDelta,
@@ -39,6 +40,7 @@ from engine import (
 from engine.loop.open_requests import RequestCounts
 from engine.plan.admission import check_prompt
 from engine.plan.grammar import Grammar
+from engine.plan.speculation.recent_gain import NO_DRAFTS
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 
 VOCAB_SIZE = 0x110000
@@ -117,6 +119,7 @@ class FakeEngine:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     speculation: SpecStats | None = None
     draft_gauges: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    formula: FormulaTerms = NO_DRAFTS
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_encoded: int = 0
@@ -167,7 +170,7 @@ class FakeEngine:
 
     def gauges(self) -> EngineGauges:
         return EngineGauges(
-            self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges
+            self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges, self.formula
         )
 
     is_idle = False  # nothing is read ahead

@@ -29,6 +29,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Seconds of made-up time."""
         return self.now
 
+    def pass_by(self, seconds: float) -> None:
+        """Let time pass on the loop's own thread, as a call that takes long does."""
+        self.now += seconds
+
     def run_in_executor(  # type: ignore[override]
         self, executor: object, call: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:

@@ -71,9 +71,11 @@ def _gain() -> tuple[Panel, ...]:
         lines(
             "Speed by drafts",
             "Tokens in a step's time over those without drafts. Below 1 drafting costs more than it brings; "
-            "the controller then shortens drafts down to none. Other work on the machine makes it read low.",
+            "the controller then shortens drafts down to none. Other work on the machine makes it read low. "
+            "By the formula it is what acceptance, length and cost of drafts promise if verifying is free.",
             "short",
             Query(series("speculation_speedup_ratio"), "{{instance}}"),
+            Query(series("speculation_theoretical_speedup_ratio"), "{{instance}} by the formula"),
             steps=PAYS,
             lines=True,
         ),

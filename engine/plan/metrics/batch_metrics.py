@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import FinishReason
+from engine.plan.speculation.recent_gain import NO_DRAFTS, FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import BatchDecision
 
@@ -175,6 +176,12 @@ class EngineGauges:
     speculation_draft_length: float = 0.0  # drafts verified a round
     speculation_acceptance: float = 0.0  # the share of them that was right
     speculation_speedup: float = 1.0  # over no drafts; 1 before the first round
+    formula: FormulaTerms = NO_DRAFTS
+
+    @property
+    def speculation_theoretical_speedup(self) -> float:
+        """Over no drafts, by the formula; 1 before the first round."""
+        return self.formula.speedup
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -114,6 +114,15 @@ def accepted_drafts(drafted: Sequence[DraftedToken], tokens: Sequence[int]) -> l
     return accepted
 
 
+def num_levels(drafted: Sequence[DraftedToken]) -> int:
+    """The most drafts that follow one another."""
+    levels: list[int] = []
+    for index, draft in enumerate(drafted):
+        before = index - 1 if draft.parent is None else draft.parent
+        levels.append(1 + levels[before] if before >= 0 else 1)
+    return max(levels, default=0)
+
+
 def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
     """The draft that follows `root` with this token; the first of equal siblings."""
     if not drafted or drafted[0].parent is None:

@@ -19,12 +19,14 @@ from engine.plan.speculation.draft_tape import (
     NewFeatures,
     TapeOutcome,
     accepted_drafts,
+    num_levels,
 )
 from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
-from engine.plan.speculation.spec_stats import RecentRatio, SpecStats
+from engine.plan.speculation.recent_gain import RecentGain
+from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.step_records import FeatureRows, ScheduledRequest
 
@@ -45,7 +47,6 @@ class DraftSource:
 
 
 _KNOWN_ROUNDS = 32  # with fewer, it is unknown what drafts bring
-_KEEP = 0.98  # of the weight of a round, or of a step, in what was true of late, with each after it
 _HARDLY_S = 1e-9  # that one more draft of a request adds to a micro-step
 
 
@@ -70,6 +71,7 @@ class SpeculativeDecoder:
         self.config = config
         self.costs = costs
         self.stats = SpecStats()
+        self.gain = RecentGain()
         self.waited_s = 0.0
         self.links = tuple(DrafterLink(source.drafter, policy, self.stats) for source in sources)
         reader = next((link for link in self.links if link.drafter.reads_features), None)
@@ -81,7 +83,6 @@ class SpeculativeDecoder:
         self._can_rewind = can_rewind
         self._sequences: dict[str, DraftedSequence] = {}  # those that have not ended
         self._active: dict[str, DraftedSequence] = {}  # those that are running
-        self._lengths, self._pace = RecentRatio(_KEEP), RecentRatio(_KEEP)
 
     @classmethod
     def without_drafters(cls) -> SpeculativeDecoder:
@@ -89,16 +90,6 @@ class SpeculativeDecoder:
         config = SpeculationConfig(vocab_size=0, max_draft_tokens=0)
         costs = PassCosts()
         return cls(config, (), make_length_policy(config, costs), costs)
-
-    @property
-    def draft_length(self) -> float:
-        """Drafts in each of the last rounds, on average; 0 before the first."""
-        return self._lengths.ratio
-
-    @property
-    def speedup(self) -> float:
-        """Of the last steps, over steps without drafts as the costs know them; 1 while they are unknown."""
-        return self._pace.ratio or 1.0
 
     @property
     def tokens_a_step(self) -> float:
@@ -173,12 +164,14 @@ class SpeculativeDecoder:
     def begin_step(self, awaited: Collection[DrafterLink]) -> None:
         """A step is to be prepared that waits for these drafters."""
         self.waited_s = 0.0
+        self.gain.begin_step()
         for link in self.links:
             link.begin_step(is_awaited=link in awaited)
 
     def note_waited(self, seconds: float) -> None:
         """The step that is being prepared has waited so much longer for drafts."""
         self.waited_s += seconds
+        self.gain.note_waited(seconds)
 
     def choose(
         self, decodes: Sequence[Request], load: StepLoad
@@ -248,12 +241,13 @@ class SpeculativeDecoder:
         self, sequence: DraftedSequence, drafted: Sequence[DraftedToken], tokens: Sequence[int]
     ) -> None:
         """Count one round."""
-        self._lengths.observe(len(drafted), 1)
         author, request = sequence.author, sequence.request
         assert author is not None and request.spec_stats is not None
         accepted = accepted_drafts(drafted, tokens)
+        is_cut = len(tokens) == len(accepted)
+        self.gain.observe_round(len(drafted), num_levels(drafted), len(accepted), is_cut=is_cut)
         if drafted[0].parent is None:
-            num_judged = len(drafted) if len(tokens) > len(accepted) else len(accepted)
+            num_judged = len(accepted) if is_cut else len(drafted)
             self._policy.observe(author.acceptance, num_judged, len(accepted))
         else:
             self._policy.observe_tree(author.acceptance, len(drafted), accepted)
@@ -297,5 +291,4 @@ class SpeculativeDecoder:
     def observe_pace(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """A step, drafting included, gave so many sequences so many tokens."""
         plain_s = self.costs.seconds(num_seqs, num_seqs)
-        if plain_s is not None and seconds > 0:
-            self._pace.observe(num_committed / num_seqs * plain_s, seconds)
+        self.gain.observe_step(num_seqs, num_committed, seconds, plain_s)

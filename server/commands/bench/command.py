@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from server.commands.bench.client_load import ClientWatch
+from server.commands.bench.draft_speedup import read_draft_speedup
 from server.commands.bench.flags import bench_parser, read_plan
 from server.commands.bench.live_display import LiveDisplay
 from server.commands.bench.load_run import LoadRun
@@ -71,9 +72,11 @@ async def measure(plan: BenchPlan, lines: Sequence[Mapping[str, Any]]) -> BenchR
         watch = ClientWatch()
         async with LiveDisplay(load_run.counts, plan.load, Console(stderr=True)), watch:
             interrupted = await _run_until_interrupt(load_run)
+        summary = summarize(load_run.records, load_run.ended - load_run.started, plan.slos)
+        has_drafts = summary.drafts is not None and summary.drafts.num_proposed > 0
+        speedup = await read_draft_speedup(client, plan.address) if has_drafts else None
     finally:
         client.close()
-    seconds = load_run.ended - load_run.started
     return BenchResult(
         plan=plan,
         model=model,
@@ -83,8 +86,9 @@ async def measure(plan: BenchPlan, lines: Sequence[Mapping[str, Any]]) -> BenchR
         started=load_run.started,
         interrupted=interrupted,
         records=load_run.records,
-        summary=summarize(load_run.records, seconds, plan.slos),
+        summary=summary,
         client=watch.load,
+        speedup=speedup,
     )
 
 

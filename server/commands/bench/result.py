@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.commands.bench.client_load import ClientLoad
+from server.commands.bench.draft_speedup import DraftSpeedup
 from server.commands.bench.plan import BenchPlan, Load, Workload
 from server.commands.bench.record import RequestRecord
 from server.commands.bench.summary import Summary, is_good
@@ -21,7 +22,8 @@ class BenchResult:
     """One run that has ended, whole or `interrupted`.
 
     `began` is the wall-clock time as ISO 8601, `started` the same moment by `perf_counter`.
-    `is_input_measured` is False when prompts are only about as long as asked for.
+    `is_input_measured` is False when prompts are only about as long as asked for. `speedup` is the server's
+    own account when the run ended, None where it gives none or nothing was drafted.
     """
 
     plan: BenchPlan
@@ -34,6 +36,7 @@ class BenchResult:
     records: Sequence[RequestRecord]
     summary: Summary
     client: ClientLoad
+    speedup: DraftSpeedup | None = None
 
 
 def make_report(result: BenchResult) -> dict[str, Any]:
@@ -43,7 +46,12 @@ def make_report(result: BenchResult) -> dict[str, Any]:
         "format": FORMAT,
         "began": result.began,
         "interrupted": result.interrupted,
-        "server": {"url": plan.address.url, "model": result.model, "version": result.server_version},
+        "server": {
+            "url": plan.address.url,
+            "model": result.model,
+            "version": result.server_version,
+            "draft_speedup": None if result.speedup is None else asdict(result.speedup),
+        },
         "settings": {
             "workload": _workload(plan.workload),
             "load": asdict(plan.load),

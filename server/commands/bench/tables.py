@@ -95,6 +95,11 @@ def _figures(result: BenchResult) -> Iterator[str]:
             f"drafts      {drafts.acceptance_rate:.0%} of {drafts.num_proposed:,} accepted, "
             f"{drafts.tokens_per_step:.2f} tokens a step that had some"
         )
+        if result.speedup is not None:
+            yield (
+                f"speed-up    {result.speedup.measured:.2f} by drafts as the server measured it last, "
+                f"{result.speedup.by_formula:.2f} by the formula"
+            )
     elif summary.drafts is not None:
         yield "drafts      none"
 

@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from engine.loop.engine import Engine
+from engine.plan.metrics.batch_metrics import EngineGauges
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.speculation_config import LengthPolicyName
 from engine.plan.speculation.theoretical_speedup import expected_tokens, theoretical_speedup
@@ -71,11 +72,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per unit and sequence, and the standard error; `passes` is the share of passes by schedule."""
+    """Tokens per unit and sequence, and the standard error; `passes` is the share of passes by schedule.
+
+    `gauges` are the engine's own when the time was over.
+    """
 
     value: float
     error: float
     passes: dict[str, float]
+    gauges: EngineGauges
 
     @property
     def error_percent(self) -> float:
@@ -108,14 +113,14 @@ async def _measure(cell: Cell, num_units: int, seed: int, warm_up: int) -> Rate:
         await asyncio.sleep(num_units / NUM_WINDOWS * UNIT_S)
         units = (loop.time() - started) / UNIT_S
         rates += [(target.num_tokens[own_seed] - before[own_seed]) / units for own_seed in seeds]
-    num_passes = target.num_passes - num_passes
+    num_passes, gauges = target.num_passes - num_passes, engine.gauges()
     for stream in streams:
         stream.close()
     await engine.stop()
     num_delivered = engine.metrics.generation_tokens
     assert num_delivered <= target.num_tokens.total() <= num_delivered + cell.num_seqs * (cell.max_drafts + 1)
     shares = {schedule: count / num_passes.total() for schedule, count in num_passes.items()}
-    return Rate(fmean(rates), stdev(rates) / sqrt(len(rates)), shares)
+    return Rate(fmean(rates), stdev(rates) / sqrt(len(rates)), shares, gauges)
 
 
 def _shape(cell: Cell, max_model_len: int) -> EngineShape:

@@ -47,6 +47,21 @@ def test_other_cells_keep_their_formulas(cell: Cell) -> None:
     assert rate.value == pytest.approx(cell.formula, rel=0.05)
 
 
+def test_the_server_s_own_gauges_are_the_formula_and_what_is_measured() -> None:
+    """Of synchronous drafts, which step after step are as long as each other."""
+    cell = replace(CELL, alpha=0.8, cost_ratio=0.1, max_drafts=4, num_seqs=16, schedule="sync")
+    rate = measure(cell, 320, seed=7)
+    terms = rate.gauges.formula
+    assert terms.alpha == pytest.approx(0.8, rel=0.05)
+    assert terms.gamma == pytest.approx(4)
+    assert terms.cost_ratio == pytest.approx(0.1, rel=0.01)
+    assert rate.gauges.speculation_theoretical_speedup == pytest.approx(cell.formula, rel=0.07)
+    assert rate.gauges.speculation_speedup == pytest.approx(rate.value, rel=0.07)
+    beside = measure(replace(cell, schedule="async"), 320, seed=7).gauges.formula
+    assert beside.cost_ratio == 0, "nothing is waited for"
+    assert 0 < beside.gamma < 4, "after a miss there are no drafts"
+
+
 def test_auto_takes_the_best_schedule() -> None:
     choice = choose_schedule("sync", 16, 400, seed=3)
     assert choice.chosen == "sync"

@@ -26,7 +26,7 @@ from tests.support.engines import InlineExecutor
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import VOCAB_SIZE, ManualClock, expected_output
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 LOAD = StepLoad(num_seqs=1, num_tokens=1, num_prefill_tokens=0, max_draft_tokens=100)
 LONGEST = 4
@@ -246,6 +246,36 @@ def test_what_waiting_takes_is_learnt_and_holds_only_while_waiting() -> None:
         stage.run_ahead._arm = "async"
         stage.run_ahead.choose_arm(1)
         assert not stage.decoder.links[0].is_awaited
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_cheap", "charged_s"),
+    [("sync", False, 0.002), ("sync", True, 0.002), ("async", False, 0.0)],
+    ids=["waited for", "inline", "beside the pass"],
+)
+def test_only_what_a_step_waits_for_is_a_cost_of_drafts(
+    schedule: Schedule, is_cheap: bool, charged_s: float
+) -> None:
+    async def main() -> None:
+        loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
+        drafter = perfect(is_cheap=is_cheap, is_stepwise=not is_cheap)
+        stage = Stage(schedule, drafter, clock=loop.time)
+        stage.decoder.costs.seed([(1, 1, 0.02)])
+        if is_cheap:
+            drafter.before = lambda jobs: loop.pass_by(LONGEST * charged_s)
+        else:
+            drafter.step_s = 0.002
+        a = stage.open()
+        for _ in range(20):
+            await stage.step(a)
+            await asyncio.sleep(0.02)
+        terms = stage.decoder.gain.terms
+        assert terms.alpha == 1.0
+        assert terms.gamma == pytest.approx(LONGEST, rel=0.1)
+        assert terms.cost_ratio == pytest.approx(charged_s / 0.02, rel=0.1)
+        assert terms.speedup == pytest.approx((LONGEST + 1) / (1 + LONGEST * charged_s / 0.02), rel=0.1)
 
     run_in_virtual_time(main())
 

@@ -169,3 +169,5 @@ async def test_every_minute_with_work_is_told_at_level_debug(caplog: pytest.LogC
         reports = [vars(record) for record in caplog.records if record.message == "the last minute"]
     # When the third comes, of the second: the first is older. The minute before the sixth was empty.
     assert [report["num_ended"] for report in reports] == [1]
+    names = ("draft_speedup", "draft_theoretical_speedup", "draft_alpha", "draft_gamma", "draft_cost_ratio")
+    assert [reports[0][name] for name in names] == [1.0, 1.0, 0.0, 0.0, 0.0], "nothing drafts here"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan.speculation.draft_tape import DraftTape, TapeOutcome
+from engine.plan.speculation.draft_tape import DraftTape, TapeOutcome, num_levels
 from engine.plan.speculation.drafter import Draft
 
 KNOWN = [1, 2, 3]
@@ -103,3 +103,12 @@ def test_a_late_tree_without_the_branch_that_came_true_is_wrong() -> None:
     tape.commit([11])
     tree = draft(3, 4, 5, parents=(-1, -1))
     assert not tape.put(tree, [*KNOWN, 11], "medusa")
+
+
+def test_levels_are_the_longest_way_down() -> None:
+    tape = tape_with(4, 5, 6)
+    assert num_levels(tape.drafted) == 3
+    assert num_levels([]) == 0
+    tree = DraftTape()
+    assert tree.put(draft(3, 4, 5, 6, 7, 8, parents=(-1, -1, 0, 0, 3)), KNOWN, "medusa")
+    assert num_levels(tree.drafted) == 3

@@ -482,7 +482,7 @@ def test_a_round_is_counted_for_the_request_and_for_all(
         assert (stats.num_rounds, stats.num_proposed, stats.num_committed) == (1, 2, len(tokens))
         assert (stats.num_bonus, stats.num_recovered) == (bonus, recovered)
         assert stats.acceptance_histogram == histogram
-    assert world.decoder.draft_length == 2.0, "the first round is no less than later ones"
+    assert world.decoder.gain.draft_length == 2.0, "the first round is no less than later ones"
 
 
 def test_a_target_that_cannot_rewind_has_nothing_drafted_and_is_counted() -> None:
@@ -579,13 +579,13 @@ def test_requests_choose_their_drafters_and_lengths() -> None:
 def test_the_pace_is_held_against_steps_without_drafts() -> None:
     world = World()
     decoder = world.decoder
-    assert decoder.speedup == 1.0
+    assert decoder.gain.speedup == 1.0
     decoder.observe_pace(2, 2, 0.1)
-    assert decoder.speedup == 1.0, "costs are unknown"
+    assert decoder.gain.speedup == 1.0, "costs are unknown"
     for _ in range(8):
         decoder.observe_pass(2, 2, 0, 0.1, 0.1)
     decoder.observe_pace(2, 6, 0.15)
-    assert decoder.speedup == pytest.approx(2.0), "three tokens each in the time of one and a half"
+    assert decoder.gain.speedup == pytest.approx(2.0), "three tokens each in the time of one and a half"
     decoder.observe_pass(2, 8, 6, 0.12, 0.15)
     assert decoder.stats.verify_s == 0.12
     assert decoder.costs.seconds(2, 8) == pytest.approx(0.15), "what drafts cost the host counts"

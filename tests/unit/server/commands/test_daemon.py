@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine import Engine, EngineDead, EngineError, EngineState, Overloaded, StartRefused
+from engine import Engine, EngineDead, EngineError, EngineState, FormulaTerms, Overloaded, StartRefused
 from server.commands import daemon as daemon_module
 from server.commands import serve
 from server.commands.daemon import FAULT, OK, Daemon
@@ -168,6 +168,20 @@ async def test_a_dead_engine_ends_the_process(caplog: pytest.LogCaptureFixture) 
         process.daemon.on_signal()
         assert await process.exit_code() == FAULT
     assert "the engine is dead" in caplog.text
+
+
+async def test_the_last_line_says_what_drafts_gained_and_what_they_should_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = LivingEngine(draft_gauges=(4.0, 0.75, 1.5), formula=FormulaTerms(0.8, 4.0, 0.2))
+    engine.metrics.busy_s = 1.0
+    async with running(engine) as process:
+        await process.until_ready()
+        process.daemon.on_signal()
+        assert await process.exit_code() == OK
+    (told,) = (vars(each) for each in caplog.records if each.message == "since the first request")
+    assert (told["draft_speedup"], told["draft_theoretical_speedup"]) == (1.5, 1.8676)
 
 
 async def test_a_refused_start_says_why() -> None:

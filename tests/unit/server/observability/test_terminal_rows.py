@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine import Activity, BatchMetrics, EngineInfo, Histogram
+from engine import Activity, BatchMetrics, EngineGauges, EngineInfo, FormulaTerms, Histogram
 from engine.plan.step_records import BatchDecision, ScheduledRequest
 from server.observability.terminal_rows import report_rows, request_row, spread, start_rows
 from server.plain_words import counted, duration
@@ -91,7 +91,8 @@ def activity(*, requests: int) -> Activity:
 
 def test_the_report_reads_well() -> None:
     metrics = BatchMetrics()
-    assert report_rows(activity(requests=1), metrics.speculation) == [
+    gauges = EngineGauges(0, 0, 0, 0, 0, 0, 0.0, 4.0, 0.75, 1.5, FormulaTerms(0.8, 4, 0.2))
+    assert report_rows(activity(requests=1), metrics.speculation, gauges) == [
         "1 request in 20 s",
         "tokens       40 generated, 0 of prompts read",
         "speed        2.0 tokens/s, 8.0 while busy",
@@ -99,8 +100,11 @@ def test_the_report_reads_well() -> None:
         "K/V in use   25% while busy",
     ]
     metrics.speculation.observe_round("ngram", 4, 3, 4)
-    head, *_, drafts = report_rows(activity(requests=1200), metrics.speculation)
-    assert (head, drafts) == ("1,200 requests in 20 s", "drafts       75% of 4 were right")
+    head, *_, drafts = report_rows(activity(requests=1200), metrics.speculation, gauges)
+    assert head == "1,200 requests in 20 s"
+    assert drafts == (
+        "drafts       75% of 4 were right; of late 1.50 times the speed without, 1.87 by formula"
+    )
 
 
 def test_the_start_says_what_is_served_on_what_and_where() -> None:
