@@ -1,4 +1,4 @@
-// All layers of a decoder of Llama's kind, in one go.
+// All layers of a decoder in one go. What families do differently is said in the records, not here.
 
 #pragma once
 
@@ -9,21 +9,30 @@
 extern "C" {
 
 struct DecoderLayer {  // records.py mirrors it
-  Norm attention_norm, query_norm, key_norm, mlp_norm;  // those of single heads may have no weight
-  Product qkv, output, gate_up, down;                   // gate before up
-  Index window;                                         // as in Attention, as are these
+  Norm attention_norm, attended_norm;  // before attention and behind it
+  Norm mlp_norm, transformed_norm;     // before the MLP and behind it
+  Norm query_norm, key_norm;           // as in Rotation
+  Product qkv, output, gate_up, down;  // gate before up
+  Index table;                         // of the step's angles; below 0 for none
+  Index window;                        // as in Attention, as are these
   float scale, softcap;
 };
 
-struct Decoder {  // what stays from step to step; records.py mirrors it
+struct Decoder {  // what stays from step to step, and is the same in all layers; records.py mirrors it
   const DecoderLayer* layers;
   Norm last_norm;
-  Index num_layers, hidden, heads, kv_heads, dim, width;  // width of the gate
+  Heads form;
+  Index num_layers, hidden;
+  Index width;                // of the gate
+  Index activation;           // an Activation
+  Index is_gated;
+  Index is_parallel;          // the MLP reads what attention read: then nothing is normed behind them, or multiplied
+  float residual_multiplier;  // of what is added to hidden
 };
 
 struct DecoderStep {  // records.py mirrors it
   Element* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
-  const Element *cos, *sin;         // [n, dim]
+  const float* const *cos, *const *sin;  // of each table, [n, rotary]
   const Index* slots;            // [n], as in Rotation
   void* const *keys, *const *values;  // each layer's pages
   const Attention* attention;    // what is the same in all layers; it gets its tensors here
@@ -38,19 +47,26 @@ struct DecoderStep {  // records.py mirrors it
 
 namespace {
 
-// act [n, width] = silu(gate) * up of x [n, k]. For every thread of a team, with a barrier behind it.
-void gated_product_in_team(Worker& me, const Product& gate_and_up, const Element* x, Element* act, Index n,
+// How a product's outputs become what the next one reads.
+struct Gate {
+  Index activation, is_gated;
+};
+
+// act [n, width] = activation(gate) * up of x [n, k], or activation of all. For every thread of a team, with a barrier
+// behind it.
+void gated_product_in_team(Worker& me, const Product& w, Gate gate, const Element* x, Element* act, Index n,
                            RowBlock* shared) {
-  const Index panels = gate_and_up.out / PANEL / 2, width = panels * PANEL;
-  Input input(me, gate_and_up, x, n, shared);
+  const Index panels = w.out / PANEL / (gate.is_gated ? 2 : 1), width = panels * PANEL;
+  Input input(me, w, x, n, shared);
   for_panels(me, n, panels, [&](Index first, Index stop, Index panel, Index last) {
-    alignas(64) Element gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
+    alignas(64) Element gates[ROW_BLOCK * PANEL], ups[ROW_BLOCK * PANEL];
     const Rows rows = input.rows(first, stop);
     for (; panel < last; panel++) {
-      times_panel(gate_and_up, panel, rows, stop - first, {gate, nullptr, PANEL});
-      times_panel(gate_and_up, panels + panel, rows, stop - first, {up, nullptr, PANEL});
+      times_panel(w, panel, rows, stop - first, {gates, nullptr, PANEL});
+      if (gate.is_gated) times_panel(w, panels + panel, rows, stop - first, {ups, nullptr, PANEL});
       for (Index i = 0; i < stop - first; i++)
-        apply_gate(gate + i * PANEL, up + i * PANEL, act + (first + i) * width + panel * PANEL, PANEL);
+        apply_gate(gate.activation, gates + i * PANEL, gate.is_gated ? ups + i * PANEL : nullptr,
+                   act + (first + i) * width + panel * PANEL, PANEL);
     }
   });
 }
@@ -61,8 +77,12 @@ struct Scratch {
   Element *normed, *qkv, *query, *attended, *act;
 
   Scratch(const Decoder& d, const DecoderStep& s)
-      : blocks(row_block_space<1>(most_row_blocks(d, s.n))), normed(s.scratch), qkv(normed + s.n * d.hidden), query(qkv + s.n * (d.heads + 2 * d.kv_heads) * d.dim),
-        attended(query + s.n * d.heads * d.dim), act(qkv) {}
+      : blocks(row_block_space<1>(most_row_blocks(d, s.n))),
+        normed(s.scratch),
+        qkv(normed + s.n * d.hidden),
+        query(qkv + s.n * (d.form.heads + 2 * d.form.kv_heads) * d.form.dim),
+        attended(query + s.n * d.form.heads * d.form.dim),
+        act(qkv) {}
 
   static Index most_row_blocks(const Decoder& d, Index n) {
     Index most = 0;
@@ -73,18 +93,46 @@ struct Scratch {
   }
 
   static Index width(const Decoder& d) {
-    return d.hidden + std::max((3 * d.heads + 2 * d.kv_heads) * d.dim, d.width);
+    return d.hidden + std::max((3 * d.form.heads + 2 * d.form.kv_heads) * d.form.dim, d.width);
   }
 };
 
-// hidden += attention(norm(hidden)). As all below, for every thread of a team.
+// What a half of a layer reads: hidden, normed where there is a norm. As all below, for every thread of a team.
+const Element* read_in_team(Worker& me, const Decoder& d, const DecoderStep& s, const Norm& norm, const Scratch& at) {
+  if (!norm.weight) return s.hidden;
+  normalize_in_team(me, s.hidden, norm, at.normed, s.n, d.hidden);
+  return at.normed;
+}
+
+// hidden [width] += added, rounded after it was multiplied.
+void add_scaled(const Element* added, float by, Element* hidden, Index width) {
+  for (Index j = 0; j < width; j += LANES)
+    store(hidden + j, rounded(load(added + j) * broadcast(by)) + load(hidden + j));
+}
+
+// hidden += x times the product's weights, by way of the norm behind it and the multiplier.
+void add_product_in_team(Worker& me, const Decoder& d, const DecoderStep& s, const Product& w, const Element* x,
+                         const Norm& norm, const Scratch& at) {
+  if (!norm.weight && d.residual_multiplier == 1)
+    return product_in_team(me, w, x, s.hidden, s.n, at.blocks, s.hidden);
+  product_in_team(me, w, x, at.normed, s.n, at.blocks);
+  me.each(s.n, [&](Index i) {
+    Element* row = at.normed + i * d.hidden;
+    if (norm.weight) normalize(row, norm, row, d.hidden);
+    add_scaled(row, d.residual_multiplier, s.hidden + i * d.hidden, d.hidden);
+  });
+}
+
+// hidden += attention(hidden).
 void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
-  normalize_in_team(me, s.hidden, layer.attention_norm, at.normed, s.n, d.hidden);
-  product_in_team(me, layer.qkv, at.normed, at.qkv, s.n, at.blocks);
+  const Element* read = read_in_team(me, d, s, layer.attention_norm, at);
+  product_in_team(me, layer.qkv, read, at.qkv, s.n, at.blocks);
   Attention attention = *s.attention;
-  rotate_and_write_in_team(me, {at.qkv, s.cos, s.sin, layer.query_norm, layer.key_norm, at.query, s.keys[index],
-                                s.values[index], s.slots, s.n, d.heads, d.kv_heads, d.dim, attention.block_size,
+  const bool is_rotated = layer.table >= 0;
+  rotate_and_write_in_team(me, {d.form, at.qkv, is_rotated ? s.cos[layer.table] : nullptr,
+                                is_rotated ? s.sin[layer.table] : nullptr, layer.query_norm, layer.key_norm, at.query,
+                                s.keys[index], s.values[index], s.slots, s.n, attention.block_size,
                                 attention.of_bytes});
   attention.query = at.query;
   attention.keys = s.keys[index];
@@ -94,7 +142,7 @@ void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index inde
   attention.scale = layer.scale;
   attention.softcap = layer.softcap;
   attend_in_team(me, attention);
-  product_in_team(me, layer.output, at.attended, s.hidden, s.n, at.blocks, s.hidden);
+  add_product_in_team(me, d, s, layer.output, at.attended, layer.attended_norm, at);
 }
 
 // Copies what enters a layer to where it is wanted.
@@ -106,12 +154,12 @@ void tap_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index) 
       });
 }
 
-// hidden += mlp(norm(hidden)).
+// hidden += mlp(hidden).
 void transform_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
   const DecoderLayer& layer = d.layers[index];
-  normalize_in_team(me, s.hidden, layer.mlp_norm, at.normed, s.n, d.hidden);
-  gated_product_in_team(me, layer.gate_up, at.normed, at.act, s.n, at.blocks);
-  product_in_team(me, layer.down, at.act, s.hidden, s.n, at.blocks, s.hidden);
+  const Element* read = d.is_parallel ? at.normed : read_in_team(me, d, s, layer.mlp_norm, at);
+  gated_product_in_team(me, layer.gate_up, {d.activation, d.is_gated}, read, at.act, s.n, at.blocks);
+  add_product_in_team(me, d, s, layer.down, at.act, layer.transformed_norm, at);
 }
 
 }  // namespace

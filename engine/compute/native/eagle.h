@@ -20,7 +20,7 @@ struct Eagle {  // what stays from round to round; records.py mirrors it
 struct EagleRound {  // records.py mirrors it. J sequences, those with most drafts first; N rows to read; D most drafts
   const Element* features;           // [N, fuse.k]
   const Element* embedded;           // [N, hidden] of the tokens behind the rows
-  const Element *cos, *sin;          // [rows of all passes, dim]: the first has N, each further one `drawing`
+  const float *cos, *sin;            // [rows of all passes, dim]: the first has N, each further one `drawing`
   const Index* slots;                // [rows of all passes]
   const int32_t *counts, *lengths;   // [D, J], or [1, J] without drafts, as Attention has them
   const Index* last;                 // [J] the last row of each sequence
@@ -78,13 +78,14 @@ void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpa
     if (e.norms_residual) memcpy(hidden + i * width, both + width, width * sizeof(Element));
   });
   product_in_team(me, e.qkv, at.both, at.qkv, n, at.blocks);
-  const Norm none{nullptr, 0};
-  rotate_and_write_in_team(me, {at.qkv, r.cos + row * e.dim, r.sin + row * e.dim, none, none, at.query, e.keys,
-                                e.values, r.slots + row, n, e.heads, e.kv_heads, e.dim, attention.block_size, 0});
+  const Heads form{e.heads, e.kv_heads, e.dim, e.dim};
+  const Norm none{};
+  rotate_and_write_in_team(me, {form, at.qkv, r.cos + row * e.dim, r.sin + row * e.dim, none, none, at.query, e.keys,
+                                e.values, r.slots + row, n, attention.block_size, 0});
   attend_in_team(me, attention);
   product_in_team(me, e.output, at.attended, hidden, n, at.blocks, hidden);
   normalize_in_team(me, hidden, e.mlp_norm, at.normed, n, width);
-  gated_product_in_team(me, e.gate_up, at.normed, at.act, n, at.blocks);
+  gated_product_in_team(me, e.gate_up, {SILU, true}, at.normed, at.act, n, at.blocks);
   product_in_team(me, e.down, at.act, hidden, n, at.blocks, hidden);
 }
 

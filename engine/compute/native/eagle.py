@@ -12,7 +12,7 @@ from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_round import EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.native import records
-from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, NativeKernels, norm_record
+from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, NativeKernels, NormWeights
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Draw
 from engine.compute.native.rotation_table import RotationTable
@@ -49,7 +49,7 @@ class NativeEagle:
         ]
         norms = (weights.hidden_norm, weights.input_norm, weights.mlp_norm, weights.last_norm)
         self._eagle = records.Eagle(
-            *(norm_record(norm, weights.eps) for norm in norms),
+            *(NormWeights(norm, weights.eps).record for norm in norms),
             *(product.record for product in self._products),
             *(tensor.data_ptr() for tensor in (self._embedding, kv.keys, kv.values)),
             *(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim),

@@ -7,19 +7,41 @@ installed transformers to what is said here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
-# Attention, gated MLP and norm are Llama's, with norms of single heads where Qwen3 has them.
-WHOLE = frozenset(
-    {"granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"},
-)
-# Their layers do nothing else than norm, attend, norm, transform, each half added to what it was given, and
-# nothing comes between them.
-PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Theirs are not, but their projections are plain modules that are only ever called.
+from engine.compute.native.records import NormKind
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the code of a family computes and its modules do not show; by default what Llama's does.
+
+    Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
+    of `layer_form`, each half added to what it was given, and nothing comes between layers.
+    """
+
+    norm: NormKind = NormKind.ROUNDED
+    is_plain: bool = True
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma2": Family(norm=NormKind.ONE_MORE),
+    "gemma3": Family(norm=NormKind.ONE_MORE),
+    "granite": Family(is_plain=False),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(is_plain=False),
+    "qwen2": Family(),
+    "qwen2_moe": Family(is_plain=False),
+    "qwen3": Family(),
+    "qwen3_moe": Family(is_plain=False),
+}
+# Of these, projections are plain modules that are only ever called.
 PROJECTIONS = frozenset(
     {
-        *("cohere", "cohere2", "gemma", "gemma2", "gemma3", "glm", "glm4", "gpt_neox", "granitemoe"),
+        *("cohere", "cohere2", "gemma", "glm", "glm4", "gpt_neox", "granitemoe"),
         *("olmo2", "olmo3", "phi", "phi3", "smollm3", "stablelm", "starcoder2"),
     }
 )
@@ -32,20 +54,27 @@ def is_known(model: nn.Module) -> bool:
 
 def is_known_class(model_class: type) -> bool:
     """The same of a model that is not there yet."""
-    return _family(model_class) in WHOLE | PROJECTIONS
+    name = _name_of(model_class)
+    return name in FAMILIES or name in PROJECTIONS
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """What is known of the code of an attention, MLP, norm, layer or model; None where it was not read."""
+    return FAMILIES.get(_name_of(type(module)) or "")
 
 
 def is_whole(module: nn.Module, kind: str) -> bool:
     """True for an `Attention`, `MLP` or `RMSNorm` (`kind`) that is one of those read."""
-    return _family(type(module)) in WHOLE and type(module).__name__.endswith(kind)
+    return family_of(module) is not None and type(module).__name__.endswith(kind)
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:
     """True for a `Model` or `DecoderLayer` (`kind`) that does nothing but what its parts do."""
-    return _family(type(module)) in PLAIN and type(module).__name__.endswith(kind)
+    family = family_of(module)
+    return family is not None and family.is_plain and type(module).__name__.endswith(kind)
 
 
-def _family(module_class: type) -> str | None:
+def _name_of(module_class: type) -> str | None:
     """The family whose file in transformers defines a module's class; None for all other classes."""
     family = module_class.__module__.rpartition(".modeling_")[2]
     is_theirs = module_class.__module__ == f"transformers.models.{family}.modeling_{family}"

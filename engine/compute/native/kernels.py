@@ -21,12 +21,15 @@ from engine.compute.native.records import (
     ELEMENTS,
     INDEX,
     POINTER,
+    Activation,
     Attention,
     Decoder,
     DecoderStep,
     Eagle,
     EagleRound,
+    Heads,
     Norm,
+    NormKind,
     Product,
     Rotation,
 )
@@ -40,12 +43,46 @@ MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [dim] of the norms of each query and key head, as Qwen3 has them."""
+class NormWeights:
+    """A norm of rows: `weight` and, of a centred one that has it, `bias` are [width]."""
 
-    query: torch.Tensor
-    key: torch.Tensor
+    weight: torch.Tensor
     eps: float
+    kind: NormKind = NormKind.ROUNDED
+    bias: torch.Tensor | None = None
+
+    @property
+    def record(self) -> Norm:
+        """The norm as the kernels take it, for as long as its tensors are there."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return Norm(self.weight.data_ptr(), self.eps, self.kind, bias)
+
+
+NO_NORM = Norm(None, 0.0, NormKind.ROUNDED, None)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """How queries and keys are normed and rotated; by default as Llama's.
+
+    Norms are of single heads, [dim], or with `norms_rows` of all of a token. `in_pairs` rotates neighbours
+    together and not the halves of a head. `at_once` rounds a rotated number once, not its products as well.
+    """
+
+    query_norm: NormWeights | None = None
+    key_norm: NormWeights | None = None
+    norms_rows: bool = False
+    in_pairs: bool = False
+    at_once: bool = False
+
+    def record(self, heads: int, kv_heads: int, dim: int, rotary: int) -> Heads:
+        """The same for heads of `dim`, of which the first `rotary` numbers are rotated."""
+        return Heads(heads, kv_heads, dim, rotary, self.in_pairs, self.at_once, self.norms_rows)
+
+    @property
+    def norm_records(self) -> tuple[Norm, Norm]:
+        """Those of queries and keys."""
+        return norm_record(self.query_norm), norm_record(self.key_norm)
 
 
 class NativeKernels:
@@ -72,8 +109,8 @@ class NativeKernels:
         self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
         self.has_formats = bool(self._panel_bytes(GGMLQuantizationType.Q8_0, MAX_HEAD_DIM))
         self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
-        self._rms_norm = function("slip_rms_norm", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
-        self._silu_mul = function("slip_silu_mul", POINTER, POINTER, INDEX, INDEX)
+        self._normalize = function("slip_normalize", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
+        self._activate = function("slip_activate", POINTER, POINTER, *[INDEX] * 4)
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = function("slip_attend", ctypes.POINTER(Attention))
         self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
@@ -152,46 +189,53 @@ class NativeKernels:
             self._linear(self.team.handle, weights.record, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Each row of x [n, width] over its root mean square, times `weight`; width a multiple of 16."""
+    def normalize(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
+        """Each row of x [n, width], normed; width a multiple of 16."""
         y = torch.empty_like(x)
-        self._rms_norm(self.team.handle, x.data_ptr(), norm_record(weight, eps), y.data_ptr(), *x.shape)
+        self._normalize(self.team.handle, x.data_ptr(), norm.record, y.data_ptr(), *x.shape)
         return y
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16."""
-        n, width = x.shape[0], x.shape[1] // 2
+    def activate(self, x: torch.Tensor, activation: Activation, *, is_gated: bool = True) -> torch.Tensor:
+        """activation(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16.
+
+        What is not gated is x [n, width], and the result its activation.
+        """
+        n, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
         y = x.new_empty(n, width)
-        self._silu_mul(self.team.handle, x.data_ptr(), y.data_ptr(), n, width)
+        self._activate(self.team.handle, x.data_ptr(), y.data_ptr(), n, width, activation, is_gated)
         return y
 
     def rotate_and_write(
         self,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        norms: HeadNorms | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        form: HeadForm,
         pages: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
 
-        `qkv` is [n, (heads + 2 * kv_heads) * dim], `rotation` cos and sin [n, dim], `pages` a layer's keys
-        and values as KvTensors has them, `slots` int64 [n]; dim a multiple of 32, at most MAX_HEAD_DIM.
+        `qkv` is [n, (heads + 2 * kv_heads) * dim]; its contents are lost. `rotation` is cos and sin [n,
+        rotary] of any type, those of the second half behind the first's: so many numbers of each head are
+        rotated, none where it is None. `pages` are a layer's keys and values as KvTensors has them, `slots`
+        int64 [n]; dim and rotary are multiples of 32, dim at most MAX_HEAD_DIM.
         """
         keys, values = pages
         _, kv_heads, block_size, _ = keys.shape
-        dim = rotation[0].shape[1]
+        dim = head_dim(keys)
         n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty(n, heads, dim)
+        angles = [part.float().contiguous() for part in rotation or ()]
+        rotary = angles[0].shape[1] if angles else 0
         self._rotate(
             self.team.handle,
             Rotation(
+                form.record(heads, kv_heads, dim, rotary),
                 qkv.data_ptr(),
-                rotation[0].data_ptr(),
-                rotation[1].data_ptr(),
-                *head_norm_records(norms),
+                *([part.data_ptr() for part in angles] or (None, None)),
+                *form.norm_records,
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
-                *(n, heads, kv_heads, dim, block_size, keys.dtype is torch.int8),
+                *(n, block_size, keys.dtype is torch.int8),
             ),
         )
         return query
@@ -226,8 +270,8 @@ class NativeKernels:
         of_bytes = pages.dtype is torch.int8
         if of_bytes and not self.has_formats:
             raise NativeUnavailable("the kernels do not attend to K/V in int8")
-        _, kv_heads, block_size, dim = pages.shape
-        dim -= SCALE_BYTES if of_bytes else 0
+        _, kv_heads, block_size, _ = pages.shape
+        dim = head_dim(pages)
         given = (rows.counts, rows.lengths, rows.tables, rows.trees, rows.gaps)
         record = Attention(
             *(None, None, None),
@@ -270,13 +314,11 @@ class NativeKernels:
         self._draft(self.team.handle, eagle, work)
 
 
-def norm_record(weight: torch.Tensor, eps: float) -> Norm:
-    """A norm as the kernels take it, for as long as `weight` is there."""
-    return Norm(weight.data_ptr(), eps)
+def norm_record(norm: NormWeights | None) -> Norm:
+    """A norm as the kernels take it; None for no norm."""
+    return NO_NORM if norm is None else norm.record
 
 
-def head_norm_records(norms: HeadNorms | None) -> tuple[Norm, Norm]:
-    """Those of query and key heads."""
-    if norms is None:
-        return Norm(None, 0.0), Norm(None, 0.0)
-    return norm_record(norms.query, norms.eps), norm_record(norms.key, norms.eps)
+def head_dim(pages: torch.Tensor) -> int:
+    """How many numbers a head has whose keys or values are in pages like these."""
+    return pages.shape[-1] - (SCALE_BYTES if pages.dtype is torch.int8 else 0)

@@ -13,9 +13,18 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.native.block_panels import BlockPanels, joined
-from engine.compute.native.families import is_whole
-from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, HeadNorms, NativeKernels
+from engine.compute.native.families import family_of, is_whole
+from engine.compute.native.kernels import (
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    PANEL,
+    VECTOR,
+    HeadForm,
+    NativeKernels,
+    NormWeights,
+)
 from engine.compute.native.packed_weights import PackedWeights
+from engine.compute.native.records import Activation
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -92,12 +101,13 @@ def _joined_weights(kernels: NativeKernels, linears: Sequence[nn.Linear | Native
 
 
 class NativeRmsNorm(nn.Module):
-    """A plain root-mean-square norm."""
+    """A norm of rows, as the original's family computes it."""
 
     def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
         super().__init__()
         self._kernels = kernels
-        self.weight, self.eps = _norm_parts(norm)
+        self.weights = _norm_weights(norm)
+        self.weight = self.weights.weight
 
     @staticmethod
     def fits(norm: nn.Module, dtype: torch.dtype) -> bool:
@@ -106,7 +116,7 @@ class NativeRmsNorm(nn.Module):
         return (
             is_whole(norm, "RMSNorm")
             and isinstance(weight, torch.Tensor)
-            and isinstance(getattr(norm, "variance_epsilon", None), float)
+            and isinstance(_eps(norm), float)
             and weight.dtype is dtype
             and weight.numel() % VECTOR == 0
         )
@@ -114,26 +124,34 @@ class NativeRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        return self._kernels.normalize(rows, self.weights).view(x.shape)
 
 
-_SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
+# By the classes of torch and transformers.
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+    "GELUActivation": Activation.GELU,
+}
 
 
 class NativeGatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
         super().__init__()
         self._kernels = kernels
         self.gate_up = NativeLinear(kernels, mlp.gate_proj, mlp.up_proj)
         self.down = NativeLinear(kernels, mlp.down_proj)
+        self.activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
 
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
         names = ("gate_proj", "up_proj", "down_proj")
-        if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
+        if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _ACTIVATIONS:
             return False
         linears = _linears(mlp, names, dtype)
         return len(linears) == len(names) and linears[0].out_features == linears[1].out_features
@@ -141,7 +159,7 @@ class NativeGatedMlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
         rows = x.reshape(-1, x.shape[-1])
-        down: torch.Tensor = self.down(self._kernels.silu_mul(self.gate_up(rows)))
+        down: torch.Tensor = self.down(self._kernels.activate(self.gate_up(rows), self.activation))
         return down.view(x.shape)
 
 
@@ -166,7 +184,7 @@ class NativeAttention(nn.Module):
         self._kernels = kernels
         self.qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
         self.output = NativeLinear(kernels, original.o_proj)
-        self.norms = _head_norms(original)
+        self.form = _head_form(original)
         self.head_dim = original.head_dim
         self.call = call
 
@@ -210,9 +228,9 @@ class NativeAttention(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         call = self.call
         pages = context.kv.keys[call.layer], context.kv.values[call.layer]
-        cos, sin = (part.reshape(-1, part.shape[-1]).contiguous() for part in position_embeddings)
+        cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
         qkv = self.qkv(hidden_states[0])
-        query = self._kernels.rotate_and_write(qkv, (cos, sin), self.norms, pages, context.slots)
+        query = self._kernels.rotate_and_write(qkv, (cos, sin), self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
 
@@ -238,12 +256,17 @@ def _joined_bias(linears: Sequence[nn.Linear | NativeLinear], dtype: torch.dtype
     return torch.cat(whole)
 
 
-def _norm_parts(norm: Any) -> tuple[torch.Tensor, float]:
-    return norm.weight.detach(), norm.variance_epsilon
+def _norm_weights(norm: Any) -> NormWeights:
+    family = family_of(norm)
+    assert family is not None, "only norms that fit are asked for"
+    return NormWeights(norm.weight.detach(), _eps(norm), family.norm)
 
 
-def _head_norms(original: Any) -> HeadNorms | None:
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _head_form(original: Any) -> HeadForm:
     if not hasattr(original, "q_norm"):
-        return None
-    (query, eps), (key, _) = _norm_parts(original.q_norm), _norm_parts(original.k_norm)
-    return HeadNorms(query, key, eps)
+        return HeadForm()
+    return HeadForm(_norm_weights(original.q_norm), _norm_weights(original.k_norm))

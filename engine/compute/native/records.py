@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 ELEMENTS, BLOCKS, MIXED = 0, 1, 2  # kinds of products, as products.h numbers them
+
+
+class NormKind(IntEnum):
+    """What is done to a number that was divided by its row's size, as rows.h numbers it.
+
+    It is rounded, then multiplied with its weight (Llama); multiplied before it is rounded (OLMo); multiplied
+    with one more than its weight (Gemma); or the row's mean is taken off first and a bias added (LayerNorm).
+    """
+
+    ROUNDED = 0
+    AT_ONCE = 1
+    ONE_MORE = 2
+    CENTRED = 3
+
+
+class Activation(IntEnum):
+    """What an MLP's gate goes through, as rows.h numbers it."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU = 2
 
 
 class Product(ctypes.Structure):
@@ -22,17 +44,26 @@ class Product(ctypes.Structure):
 class Norm(ctypes.Structure):
     """See rows.h. No weight where there is no norm."""
 
-    _fields_ = (("weight", POINTER), ("eps", FLOAT))
+    _fields_ = (("weight", POINTER), ("eps", FLOAT), ("kind", INDEX), ("bias", POINTER))
+
+
+class Heads(ctypes.Structure):
+    """See rows.h."""
+
+    _fields_ = tuple(
+        (name, INDEX) for name in ("heads", "kv_heads", "dim", "rotary", "in_pairs", "at_once", "norms_rows")
+    )
 
 
 class Rotation(ctypes.Structure):
     """See rows.h."""
 
     _fields_ = (
+        ("form", Heads),
         *((name, POINTER) for name in ("qkv", "cos", "sin")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, POINTER) for name in ("query", "keys", "values", "slots")),
-        *((name, INDEX) for name in ("n", "heads", "kv_heads", "dim", "block_size", "of_bytes")),
+        *((name, INDEX) for name in ("n", "block_size", "of_bytes")),
     )
 
 
@@ -56,11 +87,11 @@ class DecoderLayer(ctypes.Structure):
     """See decoder.h."""
 
     _fields_ = (
-        *((name, Norm) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, Norm) for name in ("attention_norm", "attended_norm", "mlp_norm", "transformed_norm")),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
-        ("window", INDEX),
-        ("scale", FLOAT),
-        ("softcap", FLOAT),
+        *((name, INDEX) for name in ("table", "window")),
+        *((name, FLOAT) for name in ("scale", "softcap")),
     )
 
 
@@ -70,7 +101,10 @@ class Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("last_norm", Norm),
-        *((name, INDEX) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim", "width")),
+        ("form", Heads),
+        *((name, INDEX) for name in ("num_layers", "hidden", "width", "activation")),
+        *((name, INDEX) for name in ("is_gated", "is_parallel")),
+        ("residual_multiplier", FLOAT),
     )
 
 
@@ -78,7 +112,9 @@ class DecoderStep(ctypes.Structure):
     """See decoder.h."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("hidden", "cos", "sin", "slots")),
+        ("hidden", POINTER),
+        *((name, ctypes.POINTER(POINTER)) for name in ("cos", "sin")),
+        ("slots", POINTER),
         *((name, ctypes.POINTER(POINTER)) for name in ("keys", "values")),
         ("attention", ctypes.POINTER(Attention)),
         ("scratch", POINTER),

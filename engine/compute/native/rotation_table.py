@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,15 +19,27 @@ class RotationTable:
     The module is asked each time where its angles are not known to depend on the position alone.
     """
 
-    def __init__(self, rotary: nn.Module, like: torch.Tensor) -> None:
-        """`like` is of the dtype and on the device that the angles are for."""
-        self._rotary: Any = rotary
+    def __init__(self, rotary: nn.Module, like: torch.Tensor, layer_type: str | None = None) -> None:
+        """`like` is of the dtype and on the device that the angles are for.
+
+        A module that has other angles for each kind of layer needs to be told which.
+        """
+        self._rotary: Any = rotary if layer_type is None else partial(rotary, layer_type=layer_type)
         self._like = like
-        self._is_static = getattr(rotary, "rope_type", None) in _STATIC
-        self._cos = self._sin = like.new_empty(0, 0)
+        kind = getattr(rotary, "rope_type", None)
+        self._is_static = (kind.get(layer_type) if isinstance(kind, dict) else kind) in _STATIC
+        self._cos = self._sin = torch.empty(0, 0)
+
+    @cached_property
+    def width(self) -> int:
+        """How many numbers of each head are rotated."""
+        return self._ask(torch.zeros(1, dtype=torch.int64))[0].shape[1]
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines at `positions`, int64 [n], contiguous: each [n, dim]."""
+        """Cosines and sines at `positions`, int64 [n], contiguous and in float32: each [n, rotary].
+
+        They are rounded as the module rounds them. Those of the second half are behind the first's.
+        """
         if not self._is_static:
             return self._ask(positions)
         needed = int(positions.max()) + 1
@@ -35,4 +49,15 @@ class RotationTable:
 
     def _ask(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(self._like, position_ids=positions[None])
-        return cos[0].contiguous(), sin[0].contiguous()
+        return cos[0].float().contiguous(), sin[0].float().contiguous()
+
+
+def rotation_tables(rotary: Any, like: torch.Tensor) -> dict[str | None, RotationTable]:
+    """The tables of a model's rotary module by kinds of layers; by None where all have one."""
+    kinds = rotary.rope_type if isinstance(getattr(rotary, "rope_type", None), dict) else (None,)
+    return {kind: RotationTable(rotary, like, kind) for kind in kinds}
+
+
+def kind_of_layer(base: Any, index: int, tables: Mapping[str | None, RotationTable]) -> str | None:
+    """Whose of these tables a layer of the model is given."""
+    return None if None in tables else base.config.layer_types[index]

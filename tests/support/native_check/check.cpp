@@ -152,7 +152,7 @@ void check_rows() {
   std::vector<Element> y(n * width);
   Team team(3);
   const Norm norm{weight.data(), 1e-5f};
-  slip_rms_norm(&team, x.data(), &norm, y.data(), n, width);
+  slip_normalize(&team, x.data(), &norm, y.data(), n, width);
   for (Index i = 0; i < n; i++) {
     double squares = 0;
     for (Index j = 0; j < width; j++) squares += (double)value(x[i * width + j]) * value(x[i * width + j]);
@@ -160,7 +160,7 @@ void check_rows() {
       check(is_near(value(y[i * width + j]),
                     value(x[i * width + j]) / std::sqrt(squares / width + 1e-5) * value(weight[j]), 0.1), "norm", i, j);
   }
-  slip_silu_mul(&team, x.data(), y.data(), n, width);
+  slip_activate(&team, x.data(), y.data(), n, width, SILU, true);
   for (Index i = 0; i < n; i++)
     for (Index j = 0; j < width; j++) {
       const double gate = value(x[i * 2 * width + j]), up = value(x[(i * 2 + 1) * width + j]);
@@ -210,11 +210,13 @@ void check_attention(Index dim, Index length, Index count, Index window, float s
 
 void check_rotation() {
   const Index n = 5, heads = 3, kv_heads = 1, dim = 32, block_size = 4;
-  const auto qkv = noise(n * (heads + 2 * kv_heads) * dim), cos = noise(n * dim), sin = noise(n * dim);
+  auto qkv = noise(n * (heads + 2 * kv_heads) * dim);
+  std::vector<float> cos(n * dim), sin(n * dim);
+  for (Index i = 0; i < n * dim; i++) cos[i] = std::cos(i), sin[i] = std::sin(i);
   std::vector<Element> query(n * heads * dim), keys(2 * block_size * dim), values(keys.size());
   const Index slots[n] = {7, 0, 3, 4, 6};
-  const Rotation r{qkv.data(), cos.data(), sin.data(), {nullptr, 0}, {nullptr, 0}, query.data(), keys.data(),
-                   values.data(), slots, n, heads, kv_heads, dim, block_size};
+  const Rotation r{{heads, kv_heads, dim, dim}, qkv.data(), cos.data(), sin.data(), {}, {}, query.data(), keys.data(),
+                   values.data(), slots, n, block_size};
   Team team(2);
   slip_rotate_and_write(&team, &r);
   for (Index i = 0; i < n; i++)
@@ -222,7 +224,7 @@ void check_rotation() {
       for (Index d = 0; d < dim; d++) {
         const Element* from = qkv.data() + (i * (heads + 2 * kv_heads) + head) * dim;
         const double other = d < dim / 2 ? -value(from[d + dim / 2]) : value(from[d - dim / 2]);
-        const double expected = (double)value(from[d]) * value(cos[i * dim + d]) + other * value(sin[i * dim + d]);
+        const double expected = (double)value(from[d]) * cos[i * dim + d] + other * sin[i * dim + d];
         const Element found = head < heads ? query[(i * heads + head) * dim + d] : keys[slots[i] * dim + d];
         check(is_near(value(found), expected, 1), "rotation", head, d);
       }

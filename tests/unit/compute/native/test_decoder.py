@@ -30,6 +30,8 @@ JOINED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2_window": {},
     "qwen3": {},
+    "gemma2": {},
+    "gemma3": {},
 }
 LLAMA3 = {
     "rope_type": "llama3",

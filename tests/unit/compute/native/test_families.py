@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.native.families import PLAIN, PROJECTIONS, WHOLE
+from engine.compute.native.families import FAMILIES, PROJECTIONS
+from engine.compute.native.layer_form import NORM_NAMES, NormNames
+from engine.compute.native.records import NormKind
+
+PLAIN = sorted(name for name, family in FAMILIES.items() if family.is_plain)
 
 
 @cache
@@ -26,11 +30,16 @@ def code_of(family: str) -> dict[str, str]:
                 function.name == "forward" or not isinstance(node, ast.ClassDef)
             ):
                 found[node.name if isinstance(node, ast.ClassDef) else function.name] = bare(function)
+            elif isinstance(function, ast.FunctionDef) and function.name == "_norm":
+                found["_norm"] = bare(function)
     return found
 
 
 def bare(function: ast.FunctionDef) -> str:
-    """Its statements without types and docstrings, and without the window, which is seen when it runs."""
+    """Its statements without types, docstrings and dropout.
+
+    Windows and soft caps are left out too: they are seen when it runs.
+    """
     statements = [
         line
         for line in function.body
@@ -38,6 +47,10 @@ def bare(function: ast.FunctionDef) -> str:
     ]
     text = "\n".join(map(ast.unparse, statements))
     text = re.sub(r"attention_interface: Callable =", "attention_interface =", text)
+    text = re.sub(r"\n\w+ = nn\.functional\.dropout\(.*\)", "", text)
+    text = re.sub(r"self\.resid_\w+_dropout\((\w+)\)", r"\1", text)
+    text = re.sub(r"dropout=[^,]*", "dropout=0.0", text)
+    text = re.sub(r", softcap=[\w.]+", "", text)
     return re.sub(r", sliding_window=(getattr\([^)]*\)|[\w.]+)", "", text)
 
 
@@ -46,22 +59,108 @@ def only(code: dict[str, str], ending: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("family", sorted(WHOLE))
-def test_a_family_is_llama_or_qwen3_in_all_but_name(family: str) -> None:
-    code, llama, qwen3 = code_of(family), code_of("llama"), code_of("qwen3")
-    assert only(code, "Attention") in (only(llama, "Attention"), only(qwen3, "Attention"))
-    assert only(code, "RMSNorm") == only(llama, "RMSNorm")
-    for name in ("apply_rotary_pos_emb", "rotate_half"):
-        assert code[name] == llama[name]
-    if family != "mixtral":  # whose experts are computed together
-        assert only(code, "MLP") == only(llama, "MLP")
-
-
-@pytest.mark.parametrize("family", sorted(PLAIN))
-def test_nothing_comes_between_the_parts_of_a_plain_family(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_parts_are_what_was_read(family: str) -> None:
+    """Should these fail: read the new code, then the kernels, then write it down here."""
     code = code_of(family)
-    assert only(code, "DecoderLayer") == only(code_of("llama"), "DecoderLayer")
-    lines = code[f"{family.capitalize()}Model"].splitlines()
+    assert only(code, "Attention").splitlines() in ATTENTIONS
+    assert only(code, "RMSNorm").splitlines() == NORMS[FAMILIES[family].norm]
+    assert code["rotate_half"].splitlines() == HALVES
+    assert code["apply_rotary_pos_emb"].splitlines()[2:] == ROTATED
+    if FAMILIES[family].norm is NormKind.ONE_MORE:
+        assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
+    if family != "mixtral":  # whose experts are computed together
+        assert only(code, "MLP").splitlines() in MLPS
+
+
+HALVES = [
+    "x1 = x[..., :x.shape[-1] // 2]",
+    "x2 = x[..., x.shape[-1] // 2:]",
+    "return torch.cat((-x2, x1), dim=-1)",
+]
+ROTATED = [
+    "q_embed = q * cos + rotate_half(q) * sin",
+    "k_embed = k * cos + rotate_half(k) * sin",
+    "return (q_embed, k_embed)",
+]
+NORMS = {
+    NormKind.ROUNDED: [
+        "input_dtype = hidden_states.dtype",
+        "hidden_states = hidden_states.to(torch.float32)",
+        "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
+        "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
+        "return self.weight * hidden_states.to(input_dtype)",
+    ],
+    NormKind.ONE_MORE: [
+        "output = self._norm(x.float())",
+        "output = output * (1.0 + self.weight.float())",
+        "return output.type_as(x)",
+    ],
+}
+MLPS = [
+    [
+        "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+        "return down_proj",
+    ],
+]
+_SHAPES = ["input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"]
+_PLAIN = [
+    "query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+    "key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+    "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+]
+_NORMED_AT_ONCE = [
+    "query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
+    "key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
+    "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+]
+_NORMED = [*_PLAIN, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"]
+_ANGLES = ["cos, sin = position_embeddings"]
+_ROTATES = ["query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"]
+_ATTENDS = [
+    "if past_key_values is not None:",
+    "    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)",
+    "attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface("
+    "self.config._attn_implementation, eager_attention_forward)",
+    "attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, "
+    "attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)",
+    "attn_output = attn_output.reshape(*input_shape, -1).contiguous()",
+    "attn_output = self.o_proj(attn_output)",
+    "return (attn_output, attn_weights)",
+]
+ATTENTIONS = [
+    [*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS] for projected in (_PLAIN, _NORMED_AT_ONCE, _NORMED)
+]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_layers_norm_where_the_names_of_their_norms_say(family: str) -> None:
+    text = only(code_of(family), "DecoderLayer")
+    text = re.sub(r"self_attn\(.*\)", "self_attn()", text)
+    assert text.splitlines() in [layer_code(names) for names in NORM_NAMES]
+
+
+def layer_code(names: NormNames) -> list[str]:
+    """What a layer does whose norms are called so."""
+    lines = []
+    halves = (
+        (names.before_attention, "hidden_states, _ = self.self_attn()", names.after_attention),
+        (names.before_mlp, "hidden_states = self.mlp(hidden_states)", names.after_mlp),
+    )
+    for before, half, after in halves:
+        lines.append("residual = hidden_states")
+        lines += [f"hidden_states = self.{before}(hidden_states)"] if before else []
+        lines.append(half)
+        lines += [f"hidden_states = self.{after}(hidden_states)"] if after else []
+        lines.append("hidden_states = residual + hidden_states")
+    return [*lines, "return hidden_states"]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_nothing_comes_between_the_layers_of_a_plain_family(family: str) -> None:
+    code = code_of(family)
+    (name,) = {name for name in code if re.fullmatch(r"[A-Z]\w*Model", name)} - {"Gemma3Model"}
+    lines = code[name].splitlines()
     begin = lines.index("hidden_states = inputs_embeds")
     loop, end = lines.index("hidden_states = self.norm(hidden_states)"), len(lines)
     assert re.match(r" *inputs_embeds(: torch.Tensor)? = self.embed_tokens\(input_ids\)$", lines[3])
@@ -69,49 +168,23 @@ def test_nothing_comes_between_the_parts_of_a_plain_family(family: str) -> None:
         "return BaseModelOutputWithPast(last_hidden_state=hidden_states,"
     )
     assert re.fullmatch(
-        r"position_embeddings = self.rotary_emb\(hidden_states, (position_ids=)?position_ids\)\n"
+        rf"({ONE_TABLE}|{TABLES})"
         r"for .*decoder_layer in (enumerate\()?self.layers\[:self.config.num_hidden_layers\]\)?:\n"
-        r"    hidden_states = decoder_layer\(hidden_states, attention_mask=.*\)",
+        r"    hidden_states = decoder_layer\(hidden_states, attention_mask=.*"
+        r"position_embeddings=position_embeddings(?(table)\[self.config.layer_types\[i\]\])[,)].*",
         "\n".join(lines[begin + 1 : loop]),
     )
 
 
-def test_a_plain_layer_is_what_was_read() -> None:
-    text = re.sub(r"self_attn\(.*\)", "self_attn()", only(code_of("llama"), "DecoderLayer"))
-    assert text.splitlines() == [
-        "residual = hidden_states",
-        "hidden_states = self.input_layernorm(hidden_states)",
-        "hidden_states, _ = self.self_attn()",
-        "hidden_states = residual + hidden_states",
-        "residual = hidden_states",
-        "hidden_states = self.post_attention_layernorm(hidden_states)",
-        "hidden_states = self.mlp(hidden_states)",
-        "hidden_states = residual + hidden_states",
-        "return hidden_states",
-    ]
+ONE_TABLE = r"position_embeddings = self.rotary_emb\(hidden_states, (position_ids=)?position_ids\)\n"
+TABLES = (
+    r"position_embeddings = {}\nfor layer_type in set\(self.config.layer_types\):\n"
+    r"    position_embeddings\[layer_type\] = "
+    r"self.rotary_emb\(hidden_states, position_ids, (?P<table>layer_type)\)\n"
+)
 
 
-def test_llama_and_qwen3_are_what_was_read() -> None:
-    """Should these fail: read the new code, then the kernels, then write it down here."""
-    llama, qwen3 = code_of("llama"), code_of("qwen3")
-    plain = only(llama, "Attention")
-    for name in ("q", "k"):
-        plain = plain.replace(
-            f"self.{name}_proj(hidden_states).view(hidden_shape)",
-            f"self.{name}_norm(self.{name}_proj(hidden_states).view(hidden_shape))",
-        )
-    assert plain == only(qwen3, "Attention")
-    assert only(llama, "MLP").splitlines() == [
-        "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
-        "return down_proj",
-    ]
-    assert llama["apply_rotary_pos_emb"].splitlines()[2:4] == [
-        "q_embed = q * cos + rotate_half(q) * sin",
-        "k_embed = k * cos + rotate_half(k) * sin",
-    ]
-
-
-@pytest.mark.parametrize("family", sorted(WHOLE | PROJECTIONS))
+@pytest.mark.parametrize("family", sorted(PROJECTIONS.union(FAMILIES)))
 def test_no_familys_code_reads_a_projections_weights(family: str) -> None:
     """Only calls of a replaced module give what the original's give: its weights are gone."""
     spec = find_spec(f"transformers.models.{family}.modeling_{family}")

@@ -17,8 +17,9 @@ from engine.compute.native import install
 from engine.compute.native.block_panels import joined
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choose_build, forms_of
-from engine.compute.native.kernels import HeadNorms, NativeKernels
+from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
 from engine.compute.native.quantization import Q4_1, Q8_0
+from engine.compute.native.records import Activation
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
@@ -134,12 +135,12 @@ def test_rows(side: Side) -> None:
     x, weight = 3 * side.noise(41, 96), side.noise(96, seed=1)
     wide = x.double()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
-    side.assert_close(side.kernels.rms_norm(x, weight, 1e-5), normed * weight.double(), slack=6)
+    side.assert_close(side.kernels.normalize(x, NormWeights(weight, 1e-5)), normed * weight.double(), slack=6)
     gate, up = (4 * side.noise(41, 192, seed=2)).chunk(2, dim=-1)
     gate[0, :4] = torch.tensor([0.0, -0.0, 300.0, -300.0])
-    found = side.kernels.silu_mul(torch.cat((gate, up), dim=-1))
+    found = side.kernels.activate(torch.cat((gate, up), dim=-1), Activation.SILU)
     side.assert_close(found, torch.nn.functional.silu(gate.double()) * up.double(), slack=8)
-    assert side.kernels.silu_mul(torch.full((1, 64), torch.nan).to(side.dtype)).isnan().all()
+    assert side.kernels.activate(torch.full((1, 64), torch.nan).to(side.dtype), Activation.SILU).isnan().all()
 
 
 @pytest.mark.parametrize("dim", [32, 96])
@@ -148,12 +149,13 @@ def test_rotation(side: Side, dim: int) -> None:
     qkv = side.noise(n, (heads + 2 * kv_heads) * dim)
     angles = 3 * torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(4)).repeat(1, 2)
     cos, sin = angles.cos().to(side.dtype), angles.sin().to(side.dtype)
-    norms = HeadNorms(side.noise(dim, seed=1), side.noise(dim, seed=2), 1e-6)
+    weights = side.noise(dim, seed=1), side.noise(dim, seed=2)
+    form = HeadForm(NormWeights(weights[0], 1e-6), NormWeights(weights[1], 1e-6))
     pages = tuple(torch.zeros(4, kv_heads, 3, dim, dtype=side.dtype) for _ in range(2))
     slots = torch.tensor([11, 0, 4, 7, 8])
-    found = side.kernels.rotate_and_write(qkv, (cos, sin), norms, (pages[0], pages[1]), slots)
+    found = side.kernels.rotate_and_write(qkv, (cos, sin), form, (pages[0], pages[1]), slots)
     rows = qkv.view(n, -1, dim).double()
-    turned, weights = rows[:, : heads + kv_heads], (norms.query, norms.key)
+    turned = rows[:, : heads + kv_heads]
     scales = torch.stack([weights[head >= heads].double() for head in range(heads + kv_heads)])
     expected = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + 1e-6) * scales
     left, right = expected.chunk(2, dim=-1)
@@ -203,7 +205,7 @@ def test_rotation_writes_integers_as_tensor_operations_do(side_with_formats: Sid
     rotation = (torch.ones(5, dim, dtype=side.dtype), torch.zeros(5, dim, dtype=side.dtype))
     slots = torch.tensor([11, 0, 4, 7, 8])
     ours, expected = (KvTensors((LayerKv(2, dim, dim),), 4, 3, side.dtype, CPU, torch.int8) for _ in range(2))
-    side.kernels.rotate_and_write(qkv, rotation, None, (ours.keys[0], ours.values[0]), slots)
+    side.kernels.rotate_and_write(qkv, rotation, HeadForm(), (ours.keys[0], ours.values[0]), slots)
     key, value = qkv.view(5, -1, dim)[:, 4:6], qkv.view(5, -1, dim)[:, 6:]
     expected.write(0, expected.rows_of(slots, 2), key, value)
     pairs = zip(ours.read(0, torch.arange(4)), expected.read(0, torch.arange(4)), strict=True)
@@ -245,7 +247,7 @@ def test_attention_is_the_same_bits_in_any_company(side: Side, kept: torch.dtype
         assert torch.equal(attended(1099, 1100), whole[1099:])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_window", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_window", "qwen3", "gemma3"])
 def test_a_model(side: Side, family: str) -> None:
     """As its modules in the same dtype, up to rounding; all layers in one call have the bits of each."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.compute.native.forms import NativeUnavailable
-from engine.compute.native.kernels import HeadNorms, NativeKernels
+from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
+from engine.compute.native.records import Activation, NormKind
 from tests.support.native import compiled_kernels
 
 # Half a unit in the last place of bfloat16, and as much for what is rounded on the way.
@@ -57,28 +59,54 @@ def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
     assert torch.equal(kernels.pack(sideways).packed, kernels.pack(weight).packed)
 
 
+@pytest.mark.parametrize("kind", NormKind)
 @pytest.mark.parametrize("n", [0, 1, 5, 130])
 @pytest.mark.parametrize("width", [16, 48, 576])
-def test_rms_norm(kernels: NativeKernels, n: int, width: int) -> None:
-    x, weight = 3 * noise(n, width), noise(width, seed=1)
-    expected = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
-    assert_close(kernels.rms_norm(x, weight, 1e-5), expected, slack=2)
+def test_normalize(kernels: NativeKernels, n: int, width: int, kind: NormKind) -> None:
+    x, weight, bias = 3 * noise(n, width) + 1, noise(width, seed=1), noise(width, seed=2)
+    norm = NormWeights(weight, 1e-5, kind, bias if kind is NormKind.CENTRED else None)
+    rows = x.float() - (x.float().mean(-1, keepdim=True) if kind is NormKind.CENTRED else 0)
+    expected = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
+    expected = expected * (weight.float() + (kind is NormKind.ONE_MORE))
+    if kind is NormKind.CENTRED:
+        expected += bias.float()
+    assert_close(kernels.normalize(x, norm), expected, slack=2)
     nothing = torch.zeros(1, width, dtype=torch.bfloat16)
-    assert torch.equal(kernels.rms_norm(nothing, weight, 1e-5), nothing)
+    moved = bias[None] if kind is NormKind.CENTRED else nothing
+    assert torch.equal(kernels.normalize(nothing, norm), moved)
 
 
+def test_a_centred_norm_without_a_bias(kernels: NativeKernels) -> None:
+    x, weight = noise(5, 64), noise(64, seed=1)
+    found = kernels.normalize(x, NormWeights(weight, 1e-5, NormKind.CENTRED))
+    assert_close(found, torch.nn.functional.layer_norm(x.float(), (64,), weight.float(), eps=1e-5), slack=2)
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """In float64."""
+    if activation is Activation.SILU:
+        return torch.nn.functional.silu(x.double())
+    return torch.nn.functional.gelu(
+        x.double(), approximate="tanh" if activation is Activation.GELU_TANH else "none"
+    )
+
+
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("n", [0, 1, 7, 40])
 @pytest.mark.parametrize("width", [16, 96, 1536])
-def test_silu_mul(kernels: NativeKernels, n: int, width: int) -> None:
+def test_activate(kernels: NativeKernels, n: int, width: int, activation: Activation) -> None:
     x = 4 * noise(n, 2 * width)
-    gate, up = x.float().chunk(2, dim=-1)
-    assert_close(kernels.silu_mul(x), torch.nn.functional.silu(gate) * up, slack=2)
+    gate, up = x.chunk(2, dim=-1)
+    assert_close(kernels.activate(x, activation), activated(gate, activation) * up, slack=2)
+    alone = kernels.activate(gate.contiguous(), activation, is_gated=False)
+    assert_close(alone, activated(gate, activation))
 
 
-def test_silu_mul_far_out(kernels: NativeKernels) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_activate_far_out(kernels: NativeKernels, activation: Activation) -> None:
     gate = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 80.0, -80.0, 300.0, -300.0] * 2).bfloat16()
-    found = kernels.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])
-    assert_close(found[0], torch.nn.functional.silu(gate.float()))
+    found = kernels.activate(gate[None], activation, is_gated=False)
+    assert_close(found[0], activated(gate, activation))
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256, 512])
@@ -91,17 +119,18 @@ def test_rotate_and_write(
     qkv = noise(n, (heads + 2 * kv_heads) * dim)
     angles = 3 * noise(n, dim // 2, seed=4).float().repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    norms = HeadNorms(noise(dim, seed=1), noise(dim, seed=2), 1e-6) if with_norms else None
+    weights = [noise(dim, seed=seed) for seed in (1, 2)]
+    form = head_form(*weights) if with_norms else HeadForm()
     pages = (noise(blocks, kv_heads, block_size, dim), noise(blocks, kv_heads, block_size, dim, seed=3))
     before = tuple(page.clone() for page in pages)
     slots = torch.tensor([11, 0, 4, 7, 8])
-    found = kernels.rotate_and_write(qkv, (cos, sin), norms, pages, slots)
+    found = kernels.rotate_and_write(qkv, (cos, sin), form, pages, slots)
 
     heads_of = qkv.view(n, -1, dim)
     query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
     value = heads_of[:, heads + kv_heads :]
-    if norms is not None:
-        query, key = normed(query, norms.query), normed(key, norms.key)
+    if with_norms:
+        query, key = normed(query, weights[0]), normed(key, weights[1])
     assert_same_vectors(found, rotated(query, cos, sin), exact=not with_norms)
     written = torch.zeros(blocks * block_size, dtype=torch.bool)
     written[slots] = True
@@ -110,6 +139,48 @@ def test_rotate_and_write(
     assert torch.equal(by_slot[1][slots], value)
     for page, old in zip(by_slot[:2], by_slot[2:], strict=True):
         assert torch.equal(page[~written], old[~written])
+
+
+@pytest.mark.parametrize("form", [HeadForm(), HeadForm(at_once=True), HeadForm(in_pairs=True)])
+@pytest.mark.parametrize("rotary", [0, 32, 64, 96])
+def test_part_of_a_head_is_rotated(kernels: NativeKernels, rotary: int, form: HeadForm) -> None:
+    n, heads, dim = 3, 2, 96
+    qkv = noise(n, 3 * heads * dim)
+    angles = 3 * noise(n, rotary // 2, seed=4).float().repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    query = qkv.view(n, -1, dim)[:, :heads].float()
+    turned = query[..., :rotary]
+    if form.in_pairs:  # neighbours brought half a head apart, and back
+        turned = turned.view(n, heads, -1, 2).transpose(-1, -2).flatten(-2)
+    turned = rotated(turned, cos, sin)
+    if form.in_pairs:
+        turned = turned.view(n, heads, 2, -1).transpose(-1, -2).flatten(-2)
+    pages = noise(1, heads, n, dim), noise(1, heads, n, dim)
+    rotation = (cos, sin) if rotary else None
+    found = kernels.rotate_and_write(qkv, rotation, form, pages, torch.arange(n))
+    assert torch.equal(found[..., rotary:].float(), query[..., rotary:])
+    assert_same_vectors(found, torch.cat((turned, query[..., rotary:]), dim=-1), exact=False)
+    if form.at_once:
+        assert torch.equal(found[..., :rotary], turned.bfloat16())
+
+
+def test_norms_of_all_heads_together(kernels: NativeKernels) -> None:
+    n, heads, kv_heads, dim = 3, 4, 2, 32
+    qkv = noise(n, (heads + 2 * kv_heads) * dim)
+    weights = noise(heads * dim, seed=1), noise(kv_heads * dim, seed=2)
+    form = replace(head_form(*weights), norms_rows=True)
+    query, key, value = torch.tensor_split(qkv.clone(), [heads * dim, (heads + kv_heads) * dim], dim=-1)
+    pages = noise(1, kv_heads, n, dim), noise(1, kv_heads, n, dim)
+    found = kernels.rotate_and_write(qkv, None, form, pages, torch.arange(n))
+    assert_same_vectors(found, normed(query, weights[0]).view(n, heads, dim), exact=False)
+    assert_same_vectors(
+        pages[0][0].transpose(0, 1), normed(key, weights[1]).view(n, kv_heads, dim), exact=False
+    )
+    assert torch.equal(pages[1][0].transpose(0, 1), value.view(n, kv_heads, dim))
+
+
+def head_form(query: torch.Tensor, key: torch.Tensor) -> HeadForm:
+    return HeadForm(NormWeights(query, 1e-6), NormWeights(key, 1e-6))
 
 
 def normed(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -135,8 +206,8 @@ def assert_same_vectors(found: torch.Tensor, expected: torch.Tensor, exact: bool
 
 def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
     broken = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
-    assert kernels.silu_mul(broken).isnan().all()
-    assert kernels.rms_norm(broken, noise(64), 1e-5).isnan().all()
+    assert kernels.activate(broken, Activation.SILU).isnan().all()
+    assert kernels.normalize(broken, NormWeights(noise(64), 1e-5)).isnan().all()
     assert kernels.linear(broken, kernels.pack(noise(32, 64))).isnan().all()
 
 
@@ -154,8 +225,11 @@ def check_company(kernels: NativeKernels) -> None:
             alone = kernels.linear(x[first : first + n].contiguous(), weights)
             assert torch.equal(alone, together[first : first + n])
     weight = noise(576, seed=3)
-    assert torch.equal(kernels.rms_norm(x, weight, 1e-5)[7:8], kernels.rms_norm(x[7:8], weight, 1e-5))
-    assert torch.equal(kernels.silu_mul(x)[9:10], kernels.silu_mul(x[9:10]))
+    assert torch.equal(
+        kernels.normalize(x, NormWeights(weight, 1e-5))[7:8],
+        kernels.normalize(x[7:8], NormWeights(weight, 1e-5)),
+    )
+    assert torch.equal(kernels.activate(x, Activation.SILU)[9:10], kernels.activate(x[9:10], Activation.SILU))
 
 
 def test_what_is_no_library_is_told(tmp_path: Path) -> None:
