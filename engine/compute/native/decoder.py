@@ -45,6 +45,7 @@ class NativeDecoder(nn.Module):
         self.tapped_layers: tuple[int, ...] = ()
         self.tapped: torch.Tensor | None = None
         self.embed_tokens = plain.embed_tokens  # where transformers looks for it
+        self._multiplier: float | None = getattr(plain, "embedding_multiplier", None)
         self._kernels = kernels
         form = common_form(plain.layers)
         assert form is not None, "only what fits is asked for"
@@ -57,7 +58,7 @@ class NativeDecoder(nn.Module):
                 for layer, kind in zip(plain.layers, kinds, strict=True)
             )
         )
-        self._decoder = decoder_record(plain, self._layers, self._rotations[0].width)
+        self._decoder = decoder_record(plain, form, self._layers, self._rotations[0].width)
         self._scratch = torch.empty(0, dtype=plain.norm.weight.dtype)
 
     @staticmethod
@@ -81,6 +82,8 @@ class NativeDecoder(nn.Module):
         if rows is None:
             return self._compute_plainly(input_ids=input_ids, position_ids=position_ids, **options)
         hidden = self.embed_tokens(input_ids)  # [1, N, hidden]
+        if self._multiplier is not None:
+            hidden = hidden * self._multiplier
         self._decode(hidden[0], position_ids[0], context, rows)
         return DecoderOutput(hidden)
 

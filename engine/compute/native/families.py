@@ -19,7 +19,9 @@ class Family:
     """What the code of a family computes and its modules do not show; by default what Llama's does.
 
     Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
-    of `layer_form`, each half added to what it was given, and nothing comes between layers.
+    of `layer_form`, each half added to what it was given, and nothing comes between layers. What is
+    added is multiplied with a layer's `residual_multiplier`, what is embedded with a model's
+    `embedding_multiplier`, where there is one.
     """
 
     norm: NormKind = NormKind.ROUNDED
@@ -29,7 +31,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(norm=NormKind.ONE_MORE),
     "gemma3": Family(norm=NormKind.ONE_MORE),
-    "granite": Family(is_plain=False),
+    "granite": Family(),
     "llama": Family(),
     "mistral": Family(),
     "mixtral": Family(is_plain=False),

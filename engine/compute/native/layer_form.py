@@ -49,6 +49,7 @@ class LayerForm:
     sizes: tuple[int, ...]  # of all projections
     head_dim: int
     activation: int
+    residual_multiplier: float
 
     @classmethod
     def of(cls, layer: Any) -> LayerForm | None:
@@ -61,7 +62,8 @@ class LayerForm:
             return None
         linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         sizes = tuple(size for linear in linears for size in (linear.in_features, linear.out_features))
-        return cls(names, sizes, attention.head_dim, mlp.activation)
+        multiplier = getattr(layer, "residual_multiplier", 1.0)
+        return cls(names, sizes, attention.head_dim, mlp.activation, multiplier)
 
 
 def common_form(layers: Iterable[Any]) -> LayerForm | None:
@@ -92,17 +94,17 @@ def layer_record(layer: Any, form: LayerForm, table: int) -> DecoderLayer:
     )
 
 
-def decoder_record(base: Any, layers: ctypes.Array[DecoderLayer], rotary: int) -> Decoder:
-    """A base model, whose layers are all of one form, as the kernels take it."""
-    first, attention, mlp = layers[0], base.layers[0].self_attn, base.layers[0].mlp
-    dim: int = attention.head_dim
+def decoder_record(base: Any, form: LayerForm, layers: ctypes.Array[DecoderLayer], rotary: int) -> Decoder:
+    """A base model whose layers are of this form as the kernels take it."""
+    first, attention, dim = layers[0], base.layers[0].self_attn, form.head_dim
     heads = first.output.k // dim
     kv_heads = (first.qkv.out // dim - heads) // 2
     return Decoder(
         layers,
         base.norm.weights.record,
         attention.form.record(heads, kv_heads, dim, rotary),
-        *(len(layers), first.qkv.k, first.down.k, mlp.activation, True, False, 1.0),
+        *(len(layers), first.qkv.k, first.down.k, form.activation, True, False),
+        form.residual_multiplier,
     )
 
 

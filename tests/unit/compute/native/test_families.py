@@ -137,11 +137,13 @@ ATTENTIONS = [
 def test_layers_norm_where_the_names_of_their_norms_say(family: str) -> None:
     text = only(code_of(family), "DecoderLayer")
     text = re.sub(r"self_attn\(.*\)", "self_attn()", text)
+    assert text.count("hidden_states * self.residual_multiplier\n") in (0, 2)
+    text = text.replace(" * self.residual_multiplier", "")
     assert text.splitlines() in [layer_code(names) for names in NORM_NAMES]
 
 
 def layer_code(names: NormNames) -> list[str]:
-    """What a layer does whose norms are called so."""
+    """What a layer does whose norms are called so, where nothing is multiplied."""
     lines = []
     halves = (
         (names.before_attention, "hidden_states, _ = self.self_attn()", names.after_attention),
@@ -163,7 +165,9 @@ def test_nothing_comes_between_the_layers_of_a_plain_family(family: str) -> None
     lines = code[name].splitlines()
     begin = lines.index("hidden_states = inputs_embeds")
     loop, end = lines.index("hidden_states = self.norm(hidden_states)"), len(lines)
-    assert re.match(r" *inputs_embeds(: torch.Tensor)? = self.embed_tokens\(input_ids\)$", lines[3])
+    embeds = [line for line in lines if re.match(r" *inputs_embeds\b.*=", line)]
+    assert re.match(r" *inputs_embeds(: torch.Tensor)? = self.embed_tokens\(input_ids\)$", embeds[0])
+    assert embeds[1:] in ([], ["inputs_embeds = inputs_embeds * self.embedding_multiplier"])
     assert loop + 2 == end and lines[-1].startswith(
         "return BaseModelOutputWithPast(last_hidden_state=hidden_states,"
     )
