@@ -42,6 +42,7 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "mistral": ({}, (2, 2, 5)),
     "granite": ({}, (2, 2, 5)),
     "mixtral": ({}, (2, 0, 5)),
+    "phi3": ({"head_dim": 64}, (2, 2, 5)),
     "gemma2": ({}, (2, 2, 9)),
     "gemma3": ({}, (4, 4, 17)),
 }
@@ -100,7 +101,7 @@ def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: Nativ
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("phi3", {}),
+        ("phi3", {}),  # half of a head is too little
         ("olmo2", {}),
         ("gpt_neox", {}),
         ("llama", {"head_dim": 16}),

@@ -35,6 +35,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
     "mixtral": Family(is_plain=False),
+    "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(is_plain=False),
     "qwen3": Family(),
@@ -44,7 +45,7 @@ FAMILIES: dict[str, Family] = {
 PROJECTIONS = frozenset(
     {
         *("cohere", "cohere2", "gemma", "glm", "glm4", "gpt_neox", "granitemoe"),
-        *("olmo2", "olmo3", "phi", "phi3", "smollm3", "stablelm", "starcoder2"),
+        *("olmo2", "olmo3", "phi", "smollm3", "stablelm", "starcoder2"),
     }
 )
 

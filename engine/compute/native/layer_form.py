@@ -73,8 +73,11 @@ def common_form(layers: Iterable[Any]) -> LayerForm | None:
 
 
 def _norm_names(layer: nn.Module) -> NormNames | None:
-    """The names of a layer's norms where these, an attention and an MLP are all it has, and all are ours."""
-    parts = {name: type(part) for name, part in layer.named_children()}
+    """The names of a layer's norms where these, an attention and an MLP are all it has, and all are ours.
+
+    Dropout does nothing where nobody trains.
+    """
+    parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
     for names in NORM_NAMES:
         if parts == {"self_attn": NativeAttention, "mlp": NativeGatedMlp} | dict.fromkeys(
             names, NativeRmsNorm

@@ -6,7 +6,7 @@ They keep packed weights in place of the original's. Any leading shape is taken 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -138,23 +138,30 @@ _ACTIVATIONS = {
 
 
 class NativeGatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); gate and up may be one projection, gate first."""
 
     def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
         super().__init__()
+        names = _mlp_names(mlp)
+        assert names is not None, "only MLPs that fit are asked for"
         self._kernels = kernels
-        self.gate_up = NativeLinear(kernels, mlp.gate_proj, mlp.up_proj)
-        self.down = NativeLinear(kernels, mlp.down_proj)
-        self.activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
+        self.gate_up = NativeLinear(kernels, *(getattr(mlp, name) for name in names.first))
+        self.down = NativeLinear(kernels, getattr(mlp, names.last))
+        self.activation = _ACTIVATIONS[type(getattr(mlp, names.activation)).__name__]
 
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
-        names = ("gate_proj", "up_proj", "down_proj")
-        if not is_whole(mlp, "MLP") or type(getattr(mlp, "act_fn", None)).__name__ not in _ACTIVATIONS:
+        names = _mlp_names(mlp)
+        if names is None or not is_whole(mlp, "MLP"):
             return False
-        linears = _linears(mlp, names, dtype)
-        return len(linears) == len(names) and linears[0].out_features == linears[1].out_features
+        if type(getattr(mlp, names.activation)).__name__ not in _ACTIVATIONS:
+            return False
+        linears = _linears(mlp, (*names.first, names.last), dtype)
+        if not linears:
+            return False
+        sizes = {linear.out_features for linear in linears[:-1]}
+        return len(sizes) == 1 and sum(linear.out_features for linear in linears[:-1]) % (2 * PANEL) == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
@@ -163,14 +170,27 @@ class NativeGatedMlp(nn.Module):
         return down.view(x.shape)
 
 
-class _SelfAttention(Protocol):
-    """What an attention module of the usual kind has."""
+class _MlpNames(NamedTuple):
+    """What an MLP calls its projections and its activation."""
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    head_dim: int
+    first: tuple[str, ...]
+    last: str
+    activation: str
+
+
+_MLP_NAMES = (
+    _MlpNames(("gate_proj", "up_proj"), "down_proj", "act_fn"),
+    _MlpNames(("gate_up_proj",), "down_proj", "activation_fn"),
+)
+
+
+def _mlp_names(mlp: Any) -> _MlpNames | None:
+    """Those that it has, if it has no other parts."""
+    parts = {name for name, _ in mlp.named_children()}
+    return next((each for each in _MLP_NAMES if parts == {*each.first, each.last, each.activation}), None)
+
+
+_JOINED, _APART = ("qkv_proj",), ("q_proj", "k_proj", "v_proj")
 
 
 class NativeAttention(nn.Module):
@@ -179,13 +199,13 @@ class NativeAttention(nn.Module):
     `call` is what the original asks of the attention function: scale, window and soft cap.
     """
 
-    def __init__(self, kernels: NativeKernels, original: _SelfAttention, call: LayerCall) -> None:
+    def __init__(self, kernels: NativeKernels, original: Any, call: LayerCall) -> None:
         super().__init__()
         self._kernels = kernels
-        self.qkv = NativeLinear(kernels, original.q_proj, original.k_proj, original.v_proj)
+        self.qkv = NativeLinear(kernels, *(getattr(original, name) for name in _qkv_names(original)))
         self.output = NativeLinear(kernels, original.o_proj)
         self.form = _head_form(original)
-        self.head_dim = original.head_dim
+        self.head_dim: int = original.head_dim
         self.call = call
 
     @staticmethod
@@ -193,17 +213,13 @@ class NativeAttention(nn.Module):
         """True for one that can be computed; its output is still to be compared."""
         if not is_whole(original, "Attention"):
             return False
-        linears = _linears(original, [f"{name}_proj" for name in "qkvo"], dtype)
+        names = (*_qkv_names(original), "o_proj")
+        norms = {name for name, _ in original.named_children()} - set(names)
         dim = getattr(original, "head_dim", 0)
-        if len(linears) < 4:
+        if not isinstance(dim, int) or not 0 < dim <= MAX_HEAD_DIM or dim % PANEL:
             return False
-        norms = {name for name, _ in original.named_children()} - {f"{name}_proj" for name in "qkvo"}
         return (
-            isinstance(dim, int)
-            and 0 < dim <= MAX_HEAD_DIM
-            and dim % PANEL == 0
-            and linears[0].out_features <= MAX_GROUP * linears[1].out_features
-            and linears[1].out_features == linears[2].out_features
+            _has_heads(_linears(original, names, dtype), dim)
             and norms in (set(), {"q_norm", "k_norm"})
             and all(
                 NativeRmsNorm.fits(norm, dtype) and norm.weight.numel() == dim
@@ -213,10 +229,11 @@ class NativeAttention(nn.Module):
         )
 
     @staticmethod
-    def rotates(original: _SelfAttention, rotation: Any, dtype: torch.dtype) -> bool:
-        """True for angles that our kernel takes: whole heads, in the model's own number format."""
+    def rotates(original: Any, rotation: Any) -> bool:
+        """True for angles that our kernel takes: of whole heads, or of a multiple of 32 in front."""
         return isinstance(rotation, tuple) and all(
-            part.dtype is dtype and part.shape[-1] == original.head_dim for part in rotation
+            0 < part.shape[-1] <= original.head_dim and part.shape[-1] % (2 * VECTOR) == 0
+            for part in rotation
         )
 
     def forward(
@@ -233,6 +250,23 @@ class NativeAttention(nn.Module):
         query = self._kernels.rotate_and_write(qkv, (cos, sin), self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
+
+
+def _qkv_names(original: nn.Module) -> tuple[str, ...]:
+    return _JOINED if hasattr(original, _JOINED[0]) else _APART
+
+
+def _has_heads(linears: Sequence[nn.Linear | NativeLinear], dim: int) -> bool:
+    """True where a first few projections give queries, keys and values that the last one can be of."""
+    if not linears:
+        return False
+    *firsts, last = linears
+    heads, odd = divmod(last.in_features, dim)
+    both, odd_too = divmod(sum(linear.out_features for linear in firsts) - last.in_features, 2 * dim)
+    if odd or odd_too or not 0 < both <= heads <= MAX_GROUP * both:
+        return False
+    sizes = [linear.out_features for linear in firsts]
+    return len(sizes) == 1 or sizes == [heads * dim, both * dim, both * dim]
 
 
 _LINEARS = (nn.Linear, NativeLinear)

@@ -52,7 +52,7 @@ def _equal_attention(
     """As `make_equal`; the keys and values it leaves behind must be equal too."""
     call = observation.calls.get(original.layer_idx)
     rotation = seen.options.get("position_embeddings")
-    if call is None or not NativeAttention.rotates(original, rotation, kernels.dtype):
+    if call is None or not NativeAttention.rotates(original, rotation):
         return None
     made = NativeAttention(kernels, original, call)
     output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))

@@ -49,6 +49,7 @@ def bare(function: ast.FunctionDef) -> str:
     text = re.sub(r"attention_interface: Callable =", "attention_interface =", text)
     text = re.sub(r"\n\w+ = nn\.functional\.dropout\(.*\)", "", text)
     text = re.sub(r"self\.resid_\w+_dropout\((\w+)\)", r"\1", text)
+    text = text.replace("hidden_states, self_attn_weights = ", "hidden_states, _ = ")
     text = re.sub(r"dropout=[^,]*", "dropout=0.0", text)
     text = re.sub(r", softcap=[\w.]+", "", text)
     return re.sub(r", sliding_window=(getattr\([^)]*\)|[\w.]+)", "", text)
@@ -66,7 +67,7 @@ def test_parts_are_what_was_read(family: str) -> None:
     assert only(code, "Attention").splitlines() in ATTENTIONS
     assert only(code, "RMSNorm").splitlines() == NORMS[FAMILIES[family].norm]
     assert code["rotate_half"].splitlines() == HALVES
-    assert code["apply_rotary_pos_emb"].splitlines()[2:] == ROTATED
+    assert code["apply_rotary_pos_emb"].splitlines()[2:] in (ROTATED, PARTLY_ROTATED)
     if FAMILIES[family].norm is NormKind.ONE_MORE:
         assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
     if family != "mixtral":  # whose experts are computed together
@@ -81,6 +82,14 @@ HALVES = [
 ROTATED = [
     "q_embed = q * cos + rotate_half(q) * sin",
     "k_embed = k * cos + rotate_half(k) * sin",
+    "return (q_embed, k_embed)",
+]
+PARTLY_ROTATED = [
+    "rotary_dim = cos.shape[-1]",
+    "q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])",
+    "k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])",
+    "q_embed = torch.cat([q_rot * cos + rotate_half(q_rot) * sin, q_pass], dim=-1)",
+    "k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)",
     "return (q_embed, k_embed)",
 ]
 NORMS = {
@@ -102,6 +111,12 @@ MLPS = [
         "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
         "return down_proj",
     ],
+    [
+        "up_states = self.gate_up_proj(hidden_states)",
+        "gate, up_states = up_states.chunk(2, dim=-1)",
+        "up_states = up_states * self.activation_fn(gate)",
+        "return self.down_proj(up_states)",
+    ],
 ]
 _SHAPES = ["input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"]
 _PLAIN = [
@@ -115,6 +130,16 @@ _NORMED_AT_ONCE = [
     "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
 ]
 _NORMED = [*_PLAIN, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"]
+_FUSED = [
+    "qkv = self.qkv_proj(hidden_states)",
+    "query_pos = self.config.num_attention_heads * self.head_dim",
+    "query_states = qkv[..., :query_pos]",
+    "key_states = qkv[..., query_pos:query_pos + self.num_key_value_heads * self.head_dim]",
+    "value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim:]",
+    "query_states = query_states.view(hidden_shape).transpose(1, 2)",
+    "key_states = key_states.view(hidden_shape).transpose(1, 2)",
+    "value_states = value_states.view(hidden_shape).transpose(1, 2)",
+]
 _ANGLES = ["cos, sin = position_embeddings"]
 _ROTATES = ["query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"]
 _ATTENDS = [
@@ -129,7 +154,8 @@ _ATTENDS = [
     "return (attn_output, attn_weights)",
 ]
 ATTENTIONS = [
-    [*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS] for projected in (_PLAIN, _NORMED_AT_ONCE, _NORMED)
+    [*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS]
+    for projected in (_PLAIN, _NORMED_AT_ONCE, _NORMED, _FUSED)
 ]
 
 
