@@ -43,8 +43,12 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "granite": ({}, (2, 2, 5)),
     "mixtral": ({}, (2, 0, 5)),
     "phi3": ({"head_dim": 64}, (2, 2, 5)),
+    "exaone4": ({}, (2, 2, 5)),
     "gemma2": ({}, (2, 2, 9)),
     "gemma3": ({}, (4, 4, 17)),
+    "ministral": ({}, (2, 2, 5)),
+    "seed_oss": ({}, (2, 2, 5)),
+    "smollm3": ({}, (2, 2, 5)),
 }
 
 

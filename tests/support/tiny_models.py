@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -34,6 +35,7 @@ from transformers import (
     LlamaForSequenceClassification,
     Mamba2Config,
     MambaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -44,6 +46,8 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 512
@@ -111,6 +115,18 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: Olmo2Config(**_GROUPED),
     "mixtral": lambda: MixtralConfig(**_GROUPED_16, num_local_experts=4, num_experts_per_tok=2),
     "granite": lambda: GraniteConfig(**_GROUPED, **_SCALED),
+}
+
+_EVERY_OTHER: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# More that attend in all layers, each in a way that the compiled kernels know apart.
+_FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
+    "exaone4": lambda: Exaone4Config(**_GROUPED_16, **_EVERY_OTHER, sliding_window_pattern=2),
+    "ministral": lambda: MinistralConfig(**_GROUPED_16, **_EVERY_OTHER),
+    "seed_oss": lambda: SeedOssConfig(**_GROUPED_16, attention_out_bias=True),
+    "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
 }
 
 _OF_BOTH_KINDS = ["sliding_attention", "full_attention"] * 2
@@ -196,6 +212,7 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
+FURTHER_FAMILIES: tuple[str, ...] = tuple(_FURTHER_CONFIGS)  # so they do here
 PECULIAR_FAMILIES: tuple[str, ...] = tuple(_PECULIAR_CONFIGS)  # so do these
 RECURRENT_FAMILIES: tuple[str, ...] = tuple(_RECURRENT_CONFIGS)  # some or all carry a state instead
 
@@ -205,7 +222,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
     `changes` are set in it afterwards.
     """
-    config = (_CONFIGS | _PECULIAR_CONFIGS | _RECURRENT_CONFIGS)[family]()
+    config = (_CONFIGS | _FURTHER_CONFIGS | _PECULIAR_CONFIGS | _RECURRENT_CONFIGS)[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     return config

@@ -7,32 +7,41 @@ installed transformers to what is said here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from engine.compute.native.records import NormKind
 
 
+def _always(_attention: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What the code of a family computes and its modules do not show; by default what Llama's does.
 
-    Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
-    of `layer_form`, each half added to what it was given, and nothing comes between layers. What is
-    added is multiplied with a layer's `residual_multiplier`, what is embedded with a model's
-    `embedding_multiplier`, where there is one.
+    `rotates` is true for an attention that rotates heads by their positions at all. Where it `is_plain`, a
+    layer does nothing else than norm, attend, norm and transform, in one of the orders of `layer_form`, each
+    half added to what it was given, and nothing comes between layers. What is added is multiplied with a
+    layer's `residual_multiplier`, what is embedded with a model's `embedding_multiplier`, where there is one.
     """
 
     norm: NormKind = NormKind.ROUNDED
+    rotates: Callable[[Any], bool] = _always
     is_plain: bool = True
 
 
 FAMILIES: dict[str, Family] = {
+    "exaone4": Family(rotates=lambda attention: attention.sliding_window is None or attention.is_sliding),
     "gemma2": Family(norm=NormKind.ONE_MORE),
     "gemma3": Family(norm=NormKind.ONE_MORE),
     "granite": Family(),
     "llama": Family(),
+    "ministral": Family(),
     "mistral": Family(),
     "mixtral": Family(is_plain=False),
     "phi3": Family(),
@@ -40,12 +49,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(is_plain=False),
     "qwen3": Family(),
     "qwen3_moe": Family(is_plain=False),
+    "seed_oss": Family(),
+    "smollm3": Family(rotates=lambda attention: bool(attention.use_rope)),
 }
 # Of these, projections are plain modules that are only ever called.
 PROJECTIONS = frozenset(
     {
         *("cohere", "cohere2", "gemma", "glm", "glm4", "gpt_neox", "granitemoe"),
-        *("olmo2", "olmo3", "phi", "smollm3", "stablelm", "starcoder2"),
+        *("olmo2", "olmo3", "phi", "stablelm", "starcoder2"),
     }
 )
 

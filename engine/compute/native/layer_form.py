@@ -38,7 +38,11 @@ NORM_NAMES = (
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
 )
+
+
+_NO_TABLE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,9 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
 
 
 def layer_record(layer: Any, form: LayerForm, table: int) -> DecoderLayer:
-    """A layer of this form as the kernels take it; `table` is that of its angles."""
+    """A layer of this form as the kernels take it; `table` is that of its angles, where it has any."""
     attention, mlp, call = layer.self_attn, layer.mlp, layer.self_attn.call
+    table = table if attention.is_rotated else _NO_TABLE
     return DecoderLayer(
         *(_norm_record(layer, name) for name in astuple(form.norm_names)),
         *attention.form.norm_records,

@@ -206,6 +206,7 @@ class NativeAttention(nn.Module):
         self.output = NativeLinear(kernels, original.o_proj)
         self.form = _head_form(original)
         self.head_dim: int = original.head_dim
+        self.is_rotated = _is_rotated(original)
         self.call = call
 
     @staticmethod
@@ -246,10 +247,16 @@ class NativeAttention(nn.Module):
         call = self.call
         pages = context.kv.keys[call.layer], context.kv.values[call.layer]
         cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
+        rotation = (cos, sin) if self.is_rotated else None
         qkv = self.qkv(hidden_states[0])
-        query = self._kernels.rotate_and_write(qkv, (cos, sin), self.form, pages, context.slots)
+        query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
+
+
+def _is_rotated(original: nn.Module) -> bool:
+    family = family_of(original)
+    return family is None or family.rotates(original)
 
 
 def _qkv_names(original: nn.Module) -> tuple[str, ...]:

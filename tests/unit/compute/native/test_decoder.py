@@ -20,7 +20,7 @@ from engine.compute.runner.packed_forward import PackedForward
 from tests.support.native import compiled_kernels
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.speculated import single_threaded
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import FURTHER_FAMILIES, tiny_model
 
 JOINED: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -34,6 +34,7 @@ JOINED: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "granite": {},
     "phi3": {"head_dim": 64},  # of which half is rotated
+    **{family: {} for family in FURTHER_FAMILIES},
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -52,7 +52,7 @@ def bare(function: ast.FunctionDef) -> str:
     text = text.replace("hidden_states, self_attn_weights = ", "hidden_states, _ = ")
     text = re.sub(r"dropout=[^,]*", "dropout=0.0", text)
     text = re.sub(r", softcap=[\w.]+", "", text)
-    return re.sub(r", sliding_window=(getattr\([^)]*\)|[\w.]+)", "", text)
+    return re.sub(r", sliding_window=(getattr\([^)]*\)|[\w.]+)( if self.is_sliding else None)?", "", text)
 
 
 def only(code: dict[str, str], ending: str) -> str:
@@ -64,7 +64,7 @@ def only(code: dict[str, str], ending: str) -> str:
 def test_parts_are_what_was_read(family: str) -> None:
     """Should these fail: read the new code, then the kernels, then write it down here."""
     code = code_of(family)
-    assert only(code, "Attention").splitlines() in ATTENTIONS
+    assert only(code, "Attention").splitlines() in attentions(family)
     assert only(code, "RMSNorm").splitlines() == NORMS[FAMILIES[family].norm]
     assert code["rotate_half"].splitlines() == HALVES
     assert code["apply_rotary_pos_emb"].splitlines()[2:] in (ROTATED, PARTLY_ROTATED)
@@ -153,10 +153,25 @@ _ATTENDS = [
     "attn_output = self.o_proj(attn_output)",
     "return (attn_output, attn_weights)",
 ]
-ATTENTIONS = [
-    [*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS]
-    for projected in (_PLAIN, _NORMED_AT_ONCE, _NORMED, _FUSED)
-]
+PROJECTED = (_PLAIN, _NORMED_AT_ONCE, _NORMED, _FUSED)
+# What a family's `rotates` says too.
+ROTATED_WHERE = {
+    "exaone4": "self.sliding_window is None or self.is_sliding",
+    "smollm3": "self.use_rope",
+}
+
+
+def attentions(family: str) -> list[list[str]]:
+    """What an attention of the family may do."""
+    if family not in ROTATED_WHERE:
+        return [[*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS] for projected in PROJECTED]
+    condition = [f"if {ROTATED_WHERE[family]}:"]
+    before = [*_ANGLES, *condition, *indented(_ROTATES)], [*condition, *indented(_ANGLES + _ROTATES)]
+    return [[*_SHAPES, *projected, *rotates, *_ATTENDS] for projected in PROJECTED for rotates in before]
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -199,7 +214,8 @@ def test_nothing_comes_between_the_layers_of_a_plain_family(family: str) -> None
     )
     assert re.fullmatch(
         rf"({ONE_TABLE}|{TABLES})"
-        r"for .*decoder_layer in (enumerate\()?self.layers\[:self.config.num_hidden_layers\]\)?:\n"
+        r"for .*decoder_layer in (enumerate\()?self.layers(\[:self.config.num_hidden_layers\])?\)?:\n"
+        r"(    layer_type = self.config.layer_types\[i\]\n)?"  # for the mask
         r"    hidden_states = decoder_layer\(hidden_states, attention_mask=.*"
         r"position_embeddings=position_embeddings(?(table)\[self.config.layer_types\[i\]\])[,)].*",
         "\n".join(lines[begin + 1 : loop]),
