@@ -17,6 +17,7 @@ from tests.bench.batches import run_batches
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
 from tests.bench.embeddings import run_embeddings
+from tests.bench.families import run_families
 from tests.bench.gguf import run_gguf
 from tests.bench.host import run_host
 from tests.bench.hybrid import run_hybrid
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode": run_decode,
     "attention": run_attention,
     "kernels": run_kernels,
+    "families": run_families,
     "kv": run_kv,
     "quantization": run_quantization,
     "scale": run_scale,

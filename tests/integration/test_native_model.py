@@ -47,6 +47,8 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gemma2": ({}, (2, 2, 9)),
     "gemma3": ({}, (4, 4, 17)),
     "ministral": ({}, (2, 2, 5)),
+    "olmo2": ({}, (2, 2, 5)),
+    "olmo3": ({}, (2, 2, 5)),
     "seed_oss": ({}, (2, 2, 5)),
     "smollm3": ({}, (2, 2, 5)),
 }
@@ -106,7 +108,6 @@ def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: Nativ
     ("family", "changes"),
     [
         ("phi3", {}),  # half of a head is too little
-        ("olmo2", {}),
         ("gpt_neox", {}),
         ("llama", {"head_dim": 16}),
         ("qwen3", {"head_dim": 80}),

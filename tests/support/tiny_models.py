@@ -39,6 +39,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -125,6 +126,7 @@ _EVERY_OTHER: dict[str, Any] = {
 _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: Exaone4Config(**_GROUPED_16, **_EVERY_OTHER, sliding_window_pattern=2),
     "ministral": lambda: MinistralConfig(**_GROUPED_16, **_EVERY_OTHER),
+    "olmo3": lambda: Olmo3Config(**_GROUPED, **_EVERY_OTHER),
     "seed_oss": lambda: SeedOssConfig(**_GROUPED_16, attention_out_bias=True),
     "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
 }

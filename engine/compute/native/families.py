@@ -24,13 +24,17 @@ def _always(_attention: Any) -> bool:
 class Family:
     """What the code of a family computes and its modules do not show; by default what Llama's does.
 
-    `rotates` is true for an attention that rotates heads by their positions at all. Where it `is_plain`, a
-    layer does nothing else than norm, attend, norm and transform, in one of the orders of `layer_form`, each
-    half added to what it was given, and nothing comes between layers. What is added is multiplied with a
-    layer's `residual_multiplier`, what is embedded with a model's `embedding_multiplier`, where there is one.
+    With `rotates_at_once` a rotated number is rounded once; `rotates` is true for an attention that rotates
+    heads by their positions at all.
+
+    Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
+    of `layer_form`, each half added to what it was given, and nothing comes between layers. What is added is
+    multiplied with a layer's `residual_multiplier`, what is embedded with a model's `embedding_multiplier`,
+    where there is one.
     """
 
     norm: NormKind = NormKind.ROUNDED
+    rotates_at_once: bool = False
     rotates: Callable[[Any], bool] = _always
     is_plain: bool = True
 
@@ -44,6 +48,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(),
     "mistral": Family(),
     "mixtral": Family(is_plain=False),
+    "olmo2": Family(norm=NormKind.AT_ONCE, rotates_at_once=True),
+    "olmo3": Family(norm=NormKind.AT_ONCE, rotates_at_once=True),
     "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(is_plain=False),
@@ -56,7 +62,7 @@ FAMILIES: dict[str, Family] = {
 PROJECTIONS = frozenset(
     {
         *("cohere", "cohere2", "gemma", "glm", "glm4", "gpt_neox", "granitemoe"),
-        *("olmo2", "olmo3", "phi", "stablelm", "starcoder2"),
+        *("phi", "stablelm", "starcoder2"),
     }
 )
 

@@ -6,6 +6,7 @@ They keep packed weights in place of the original's. Any leading shape is taken 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -221,11 +222,7 @@ class NativeAttention(nn.Module):
             return False
         return (
             _has_heads(_linears(original, names, dtype), dim)
-            and norms in (set(), {"q_norm", "k_norm"})
-            and all(
-                NativeRmsNorm.fits(norm, dtype) and norm.weight.numel() == dim
-                for norm in (getattr(original, name) for name in norms)
-            )
+            and (not norms or (norms == {"q_norm", "k_norm"} and _has_norms(original, dtype)))
             and isinstance(getattr(original, "layer_idx", None), int)
         )
 
@@ -252,6 +249,15 @@ class NativeAttention(nn.Module):
         query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
+
+
+def _has_norms(original: Any, dtype: torch.dtype) -> bool:
+    """True where norms of queries and keys are of single heads, or of all heads of a token."""
+    norms = original.q_norm, original.k_norm
+    if not all(NativeRmsNorm.fits(norm, dtype) for norm in norms):
+        return False
+    whole = tuple(linear.out_features for linear in (original.q_proj, original.k_proj))
+    return tuple(norm.weight.numel() for norm in norms) in ((original.head_dim,) * 2, whole)
 
 
 def _is_rotated(original: nn.Module) -> bool:
@@ -308,6 +314,11 @@ def _eps(norm: Any) -> Any:
 
 
 def _head_form(original: Any) -> HeadForm:
+    family = family_of(original)
+    assert family is not None, "only attentions that fit are asked for"
+    form = HeadForm(at_once=family.rotates_at_once)
     if not hasattr(original, "q_norm"):
-        return HeadForm()
-    return HeadForm(_norm_weights(original.q_norm), _norm_weights(original.k_norm))
+        return form
+    norms = _norm_weights(original.q_norm), _norm_weights(original.k_norm)
+    norms_rows = norms[0].weight.numel() != original.head_dim
+    return replace(form, query_norm=norms[0], key_norm=norms[1], norms_rows=norms_rows)

@@ -33,6 +33,7 @@ JOINED: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3": {},
     "granite": {},
+    "olmo2": {},
     "phi3": {"head_dim": 64},  # of which half is rotated
     **{family: {} for family in FURTHER_FAMILIES},
 }

@@ -67,7 +67,8 @@ def test_parts_are_what_was_read(family: str) -> None:
     assert only(code, "Attention").splitlines() in attentions(family)
     assert only(code, "RMSNorm").splitlines() == NORMS[FAMILIES[family].norm]
     assert code["rotate_half"].splitlines() == HALVES
-    assert code["apply_rotary_pos_emb"].splitlines()[2:] in (ROTATED, PARTLY_ROTATED)
+    rotated = [AT_ONCE] if FAMILIES[family].rotates_at_once else [ROTATED, PARTLY_ROTATED]
+    assert [line for line in code["apply_rotary_pos_emb"].splitlines() if "unsqueeze" not in line] in rotated
     if FAMILIES[family].norm is NormKind.ONE_MORE:
         assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
     if family != "mixtral":  # whose experts are computed together
@@ -84,6 +85,12 @@ ROTATED = [
     "k_embed = k * cos + rotate_half(k) * sin",
     "return (q_embed, k_embed)",
 ]
+# The angles are in float32.
+AT_ONCE = [
+    "q_type, k_type = (q.dtype, k.dtype)",
+    *ROTATED[:2],
+    "return (q_embed.to(q_type), k_embed.to(k_type))",
+]
 PARTLY_ROTATED = [
     "rotary_dim = cos.shape[-1]",
     "q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])",
@@ -99,6 +106,13 @@ NORMS = {
         "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
         "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
         "return self.weight * hidden_states.to(input_dtype)",
+    ],
+    NormKind.AT_ONCE: [
+        "input_dtype = hidden_states.dtype",
+        "hidden_states = hidden_states.to(torch.float32)",
+        "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
+        "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
+        "return (self.weight * hidden_states).to(input_dtype)",
     ],
     NormKind.ONE_MORE: [
         "output = self._norm(x.float())",
@@ -130,6 +144,14 @@ _NORMED_AT_ONCE = [
     "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
 ]
 _NORMED = [*_PLAIN, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"]
+_NORMED_IN_ROWS = [
+    "query_states = self.q_norm(self.q_proj(hidden_states))",
+    "key_states = self.k_norm(self.k_proj(hidden_states))",
+    "value_states = self.v_proj(hidden_states)",
+    "query_states = query_states.view(hidden_shape).transpose(1, 2)",
+    "key_states = key_states.view(hidden_shape).transpose(1, 2)",
+    "value_states = value_states.view(hidden_shape).transpose(1, 2)",
+]
 _FUSED = [
     "qkv = self.qkv_proj(hidden_states)",
     "query_pos = self.config.num_attention_heads * self.head_dim",
@@ -153,7 +175,7 @@ _ATTENDS = [
     "attn_output = self.o_proj(attn_output)",
     "return (attn_output, attn_weights)",
 ]
-PROJECTED = (_PLAIN, _NORMED_AT_ONCE, _NORMED, _FUSED)
+PROJECTED = (_PLAIN, _NORMED_AT_ONCE, _NORMED, _NORMED_IN_ROWS, _FUSED)
 # What a family's `rotates` says too.
 ROTATED_WHERE = {
     "exaone4": "self.sliding_window is None or self.is_sliding",
