@@ -16,6 +16,7 @@ from tests.bench.attention import run_attention
 from tests.bench.batches import run_batches
 from tests.bench.context import BenchContext
 from tests.bench.decode import run_decode
+from tests.bench.delayed import run_delayed
 from tests.bench.embeddings import run_embeddings
 from tests.bench.families import run_families
 from tests.bench.gguf import run_gguf
@@ -64,6 +65,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scrape": run_scrape,
     "speculation": run_speculation,
     "hybrid": run_hybrid,
+    "delayed": run_delayed,
     "repetitive": run_repetitive,
     "batches": run_batches,
     "embeddings": run_embeddings,
