@@ -44,6 +44,7 @@ from engine.plan.request import (
     SamplingParams,
     SpeculationOptions,
 )
+from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.recent_gain import FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
@@ -192,6 +193,8 @@ __all__ = [
     "Diagnosis",
     "DraftFacts",
     "DrafterPlan",
+    "DrafterState",
+    "DraftingState",
     "EmbedderInfo",
     "EmbeddingFacts",
     "EmbeddingMetrics",
@@ -221,6 +224,7 @@ __all__ = [
     "ReasoningText",
     "ReplyFormat",
     "ReplyReader",
+    "RequestDrafting",
     "RequestExplanation",
     "RequestFailed",
     "RequestRejected",

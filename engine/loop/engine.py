@@ -24,6 +24,7 @@ from engine.plan.admission import Admission, check_choice_of_tokens, check_promp
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request, RequestStatus
+from engine.plan.speculation.drafting_state import DraftingState
 from engine.plan.step_records import RequestExplanation
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
@@ -225,6 +226,10 @@ class Engine:
             formula=decoder.gain.terms,
         )
 
+    def drafting(self) -> DraftingState | None:
+        """Who drafts at this instant, when, and why not; None where nothing generates, or not yet."""
+        return None if self._loop is None else self._loop.drafting()
+
     @property
     def is_idle(self) -> bool:
         """True while nothing runs or waits."""
@@ -423,8 +428,10 @@ class Engine:
         found = self._loaded.batcher.explain(request_id) if request_id in self._requests else None
         if found is None:
             return None
-        now = self._clock()
-        return replace(found, preemptions=tuple((now - at, mode) for at, mode in found.preemptions))
+        now, state = self._clock(), self.drafting()
+        preemptions = tuple((now - at, mode) for at, mode in found.preemptions)
+        drafting = found.drafting if state is None else found.drafting.within(state)
+        return replace(found, preemptions=preemptions, drafting=drafting)
 
     def tenant_shares(self) -> dict[str, float]:
         """Each tenant's share of recent tokens; a bounded number of tenants by name."""

@@ -24,6 +24,7 @@ from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.scheduling.service_rates import DrainRate
+from engine.plan.speculation.drafting_state import DraftingState
 from engine.plan.step_records import BatchDecision, SampledRows, StepResult
 
 log = logging.getLogger("slipstream.engine")
@@ -86,6 +87,10 @@ class EngineLoop:
             "decode_tokens": decision.num_decode_tokens,
             "draft_tokens": decision.num_draft_tokens,
         }
+
+    def drafting(self) -> DraftingState:
+        """Who drafts at this instant, when, and why not."""
+        return self._run_ahead.state()
 
     def retry_after_s(self, num_requests: int) -> int:
         """Whole seconds, at least 1, until that many requests will have ended at the measured rate."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.speculation.drafter import Drafter, DraftJob, DraftResult, read_answers
 from engine.plan.speculation.drafter_link import CircuitBreaker, DrafterLink
+from engine.plan.speculation.drafting_state import DrafterState, DraftingState
 from engine.plan.speculation.schedule_choice import ScheduleChooser
-from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 
 log = logging.getLogger("slipstream.speculation")
 
@@ -70,7 +71,7 @@ class RunAhead:
         self._metrics = metrics
         self._clock = clock
         config = decoder.config
-        lanes = [_Lane(link, CircuitBreaker(clock)) for link in decoder.links]
+        lanes = self._lanes = [_Lane(link, CircuitBreaker(clock)) for link in decoder.links]
         never_inline = config.schedule == "async"
         self._remote = [lane for lane in lanes if never_inline or not lane.link.drafter.is_cheap]
         self._inline = [lane for lane in lanes if lane not in self._remote]
@@ -154,6 +155,37 @@ class RunAhead:
         for lane in self._inline:
             self._close_inline(lane)
         self._close_remote()
+
+    def state(self) -> DraftingState:
+        """Who drafts at this instant, when, and why not."""
+        decoder = self._decoder
+        drafters = tuple(map(self._state_of, self._lanes, decoder.sources))
+        why_off = decoder.why_off
+        if why_off is None and not any(drafter.is_on for drafter in drafters):
+            why_off = drafters[0].why_off
+        return DraftingState(decoder.config.schedule, drafters, why_off)
+
+    def _state_of(self, lane: _Lane, source: DraftSource) -> DrafterState:
+        schedule = self._schedule_of(lane)
+        why_off = self._decoder.why_off or self._why_off(lane, schedule)
+        schedule = schedule if why_off is None else "off"
+        return DrafterState(source.drafter.method, source.max_tokens, schedule, why_off)
+
+    def _schedule_of(self, lane: _Lane) -> str:
+        """What holds for it, trials aside."""
+        if lane in self._inline:
+            return "inline"
+        arm = self._arm if self._chooser is None else self._chooser.chosen or "auto"
+        return "sync" if arm == "async" and lane in self._readers else arm
+
+    def _why_off(self, lane: _Lane, schedule: str) -> str | None:
+        if lane.breaker.is_open:
+            return "It has failed several times in a row and is left alone for a while."
+        if lane in self._remote and self._task is not None and self._task.is_hanging:
+            return "A drafter has not answered for long and keeps the thread."
+        if schedule == "off":
+            return "Steps without it are faster, as measured; it is tried now and then."
+        return None
 
     def stop(self) -> None:
         """Submit no more micro-steps; the one that is out is not waited for."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.grammar import MaskOf
+from engine.plan.speculation.drafting_state import RequestDrafting
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -234,3 +235,4 @@ class RequestExplanation:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_blocks: int  # on the device
+    drafting: RequestDrafting

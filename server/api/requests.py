@@ -15,7 +15,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import RequestExplanation
+from engine import RequestDrafting, RequestExplanation
 from server.api.body import read_body
 from server.api.live_replies import LiveReply
 from server.api.openai.protocol import RequestPatch
@@ -159,6 +159,19 @@ def explanation_object(index: int, found: RequestExplanation) -> dict[str, objec
         "accepted_draft_tokens": found.num_accepted_tokens,
         "draft_acceptance_rate": _rate(found.num_accepted_tokens, found.num_draft_tokens),
         "kv_blocks": found.num_blocks,
+        "speculation": _drafting(found.drafting),
+    }
+
+
+def _drafting(found: RequestDrafting) -> dict[str, object]:
+    """Whether the choice is drafted for, by whom, when, how many tokens a step, and why not."""
+    return {
+        "on": found.why_off is None,
+        "drafter": found.drafter,
+        "methods": list(found.methods),
+        "schedule": found.schedule or None,
+        "num_tokens": found.num_tokens,
+        "why_off": found.why_off,
     }
 
 

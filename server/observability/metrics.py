@@ -14,7 +14,7 @@ from prometheus_client import ProcessCollector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import BatchMetrics, EmbeddingMetrics, EngineGauges, FinishReason, SpecStats
+from engine import BatchMetrics, DraftingState, EmbeddingMetrics, EngineGauges, FinishReason, SpecStats
 from server.http.context import ServerContext
 from server.observability.exposition import (
     OPENMETRICS,
@@ -141,6 +141,8 @@ class MetricsPage:
         engine, http = self._context.engine, self._context.http
         metrics = engine.metrics
         _write_gauges(page, engine.gauges())
+        text = "1 while a drafter is asked for drafts, 0 while it is off or was not loaded."
+        page.add("speculation_enabled", "gauge", text, _by("drafter", _enabled(engine.drafting())))
         shares = engine.tenant_shares()
         page.add("tenant_share_ratio", "gauge", "Share of the last minute's tokens.", _by("tenant", shares))
         for name, text, field in _COUNTERS:
@@ -287,6 +289,11 @@ def _add_facts(page: Exposition, name: str, text: str, facts: Mapping[str, str])
 
 def _by(label: str, counts: Mapping[str, float]) -> Iterable[tuple[Labels, float]]:
     return [(((label, name),), count) for name, count in counts.items()]
+
+
+def _enabled(state: DraftingState | None) -> dict[str, int]:
+    drafters = () if state is None else state.drafters
+    return _with_zeros({each.method: int(each.is_on) for each in drafters}, _METHODS)
 
 
 def _with_zeros(counts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:

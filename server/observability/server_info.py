@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine import Engine
 from server.http.context import context_of
 from server.http.json_reply import json_response
 from server.observability.health import server_version
@@ -51,7 +52,7 @@ def _usage(used: int, others: int) -> float:
 
 @router.get("/server_info")
 async def show_server_info(request: Request) -> Response:
-    """The model as it was loaded (null before that) and the settings that shape its work."""
+    """The model as it was loaded and how it is drafted for, both null before that; settings of its work."""
     context = context_of(request)
     info = context.info
     return json_response(
@@ -61,6 +62,33 @@ async def show_server_info(request: Request) -> Response:
             "started": context.created,
             "served_model_names": list(context.served_names),
             "model": None if info is None else asdict(info),
+            "speculation": drafting_object(context.engine),
             "settings": context.settings.model_dump(mode="json", include=_SHOWN_SETTINGS),
         }
     )
+
+
+def drafting_object(engine: Engine) -> dict[str, object] | None:
+    """Whether drafts are made, by whom, when and why not, and what they gain; None before the load."""
+    state = engine.drafting()
+    if state is None:
+        return None
+    gauges = engine.gauges()
+    return {
+        "on": state.is_on,
+        "why_off": state.why_off,
+        "schedule": state.schedule,
+        "drafters": [
+            {
+                "method": each.method,
+                "on": each.is_on,
+                "schedule": each.schedule,
+                "num_tokens": each.max_tokens,
+                "why_off": each.why_off,
+            }
+            for each in state.drafters
+        ],
+        "speedup": round(gauges.speculation_speedup, 4),
+        "theoretical_speedup": round(gauges.formula.speedup, 4),
+        "formula": {name: round(value, 4) for name, value in asdict(gauges.formula).items()},
+    }

@@ -56,10 +56,11 @@ def _seconds(text: str) -> float:
 
 def _facts(context: ServerContext) -> dict[str, object]:
     """`bounds` are the histograms', without the infinite one, which JSON cannot say."""
-    metrics = context.engine.metrics
+    metrics, drafting = context.engine.metrics, context.engine.drafting()
     return {
         "model": context.served_names[0],
         "version": server_version(),
         "started": context.created,
+        "no_drafts_because": None if drafting is None else drafting.why_off,
         "bounds": {"ttft": metrics.time_to_first_token.bounds, "itl": metrics.inter_token_latency.bounds},
     }

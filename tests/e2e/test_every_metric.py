@@ -30,7 +30,7 @@ EXCEPTIONS = (
     (r"prefix_cache_disk|stage=disk", "there is no disk behind the cache: test_disk_link.py has one"),
     (r"next_turn_tokens", "replies end beside others here: test_next_turn.py has one that does not"),
     (r"stage=grammar", "no fault can be planned in there"),
-    (r"method=(medusa|heads)", "heads take long to train"),
+    (r"(method|drafter)=(medusa|heads)", "heads take long to train"),
     (r"n1_fallbacks", "drafts can be taken back from either model: test_speculative_decoder.py has another"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),
     (r"batch_lines_(running|waiting)", "the one batch has ended by then: test_batches.py has them"),

@@ -74,6 +74,10 @@ async def test_a_live_request_says_where_it_stands() -> None:
         assert (found["known_tokens"], found["computed_tokens"], found["kv_blocks"]) == (7, 6, 2)
         assert (found["generated_tokens"], found["draft_tokens"], found["accepted_draft_tokens"]) == (2, 0, 0)
         assert found["draft_acceptance_rate"] is None
+        assert found["speculation"] == {
+            **{"on": False, "drafter": None, "methods": [], "schedule": None, "num_tokens": 0},
+            "why_off": "No drafter is loaded: --speculative-method is none.",
+        }
         queued = await wait_for_queue(url, "second")
         assert [each["status"] for each in queued["choices"]] == ["waiting"] * 2
         assert queued["choices"][0]["waits_because"].endswith(".")
@@ -122,10 +126,22 @@ async def test_a_live_request_says_what_became_of_its_drafts() -> None:
         found = (await ask(url, "GET", "/v1/requests/drafted")).json()["choices"][0]
         hold.go()
         metrics = (await running).json()["metrics"]["speculative_decoding"]
+        server = (await ask(url, "GET", "/server_info")).json()["speculation"]
     assert 0 < found["accepted_draft_tokens"] <= found["draft_tokens"] < metrics["num_draft_tokens"]
     rate = found["accepted_draft_tokens"] / found["draft_tokens"]
     assert found["draft_acceptance_rate"] == round(rate, 4)
     assert found["generated_tokens"] > found["accepted_draft_tokens"]
+    assert found["speculation"] == {
+        **{"on": True, "drafter": "draft_model", "methods": ["draft_model"]},
+        **{"schedule": "sync", "num_tokens": 4, "why_off": None},
+    }
+    assert (server["on"], server["why_off"], server["schedule"]) == (True, None, "sync")
+    (drafter,) = server["drafters"]
+    assert drafter == {
+        **{"method": "draft_model", "on": True, "schedule": "sync", "num_tokens": 4},
+        "why_off": None,
+    }
+    assert 0 < server["formula"]["alpha"] < 1
 
 
 async def test_cancel_ends_every_choice_and_works_once() -> None:

@@ -313,6 +313,16 @@ async def test_metrics_show_what_was_drafted() -> None:
     assert found["verify_duration_seconds_sum"] == {"": 0.03}
 
 
+async def test_metrics_show_who_drafts() -> None:
+    engine = FakeEngine(draft_methods=("ngram", "heads"))
+    async with server_url(engine) as url:
+        _, on = await scrape(url)
+        engine.no_drafts_because = "It has failed."
+        _, off = await scrape(url)
+    assert on["speculation_enabled"] == {**dict.fromkeys(METHODS, 0), "ngram": 1, "heads": 1}
+    assert off["speculation_enabled"] == dict.fromkeys(METHODS, 0)
+
+
 async def test_a_draft_deeper_than_any_is_no_new_series() -> None:
     engine = FakeEngine()
     engine.metrics.speculation.observe_round("medusa", 40, 40, 41)

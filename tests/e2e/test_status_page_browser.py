@@ -104,6 +104,16 @@ async def test_the_cards_show_what_the_engine_counts(tab: Tab) -> None:
         assert tab.complaints == []
 
 
+async def test_the_speed_card_says_why_nothing_is_drafted(tab: Tab) -> None:
+    engine = roomy(no_drafts_because="No drafter is loaded: --speculative-method is none.")
+    async with server_url(engine) as url:
+        await open_page(tab, url)
+        await tab.until("document.getElementById('speedup-note').textContent.startsWith('No drafter')")
+        engine.no_drafts_because = None
+        await tab.until("document.getElementById('speedup-note').textContent.startsWith('no step')")
+        assert tab.complaints == []
+
+
 async def test_a_reply_streams_with_each_token_in_its_shade(tab: Tab) -> None:
     engine = roomy(merge=3, speculation=speculated(8, 6))
     async with server_url(engine) as url:

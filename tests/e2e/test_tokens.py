@@ -132,6 +132,11 @@ async def test_the_server_tells_about_itself(real_url: str, url: str) -> None:
     assert info["served_model_names"] == [MODEL, "org/alias"]
     assert (info["model"]["max_model_len"], info["model"]["dtype"]) == (256, "float32")
     assert set(info["settings"]) == {"cache", "model", "scheduler", "speculation"}
+    assert info["speculation"] == {
+        **{"on": False, "why_off": "No drafter is loaded: --speculative-method is none."},
+        **{"schedule": "auto", "drafters": [], "speedup": 1.0, "theoretical_speedup": 1.0},
+        "formula": {"alpha": 0.0, "gamma": 0.0, "cost_ratio": 0.0},
+    }
 
 
 async def test_nothing_about_keys_is_told() -> None:

@@ -17,6 +17,8 @@ from engine import (
     BatchMetrics,
     CompiledGrammar,
     ContextLengthExceeded,
+    DrafterState,
+    DraftingState,
     EngineDead,
     EngineError,
     EngineGauges,
@@ -30,6 +32,7 @@ from engine import (
     InvalidRequest,
     OutputDelta,
     Overloaded,
+    RequestDrafting,
     RequestExplanation,
     RequestTiming,
     SpecStats,
@@ -118,6 +121,7 @@ class FakeEngine:
     max_draft_tokens: int = 8
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     speculation: SpecStats | None = None
+    no_drafts_because: str | None = None
     draft_gauges: tuple[float, float, float] = (0.0, 0.0, 1.0)
     formula: FormulaTerms = NO_DRAFTS
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -172,6 +176,15 @@ class FakeEngine:
         return EngineGauges(
             self.num_open, 0, 0, self.num_open, 0, 64 - self.num_open, 0.0, *self.draft_gauges, self.formula
         )
+
+    def drafting(self) -> DraftingState | None:
+        if self.state is EngineState.LOADING:
+            return None
+        drafters = tuple(
+            DrafterState(method, self.max_draft_tokens, "inline", self.no_drafts_because)
+            for method in self.draft_methods
+        )
+        return DraftingState("auto", drafters, self.no_drafts_because)
 
     is_idle = False  # nothing is read ahead
 
@@ -404,6 +417,7 @@ class FakeStream:
             num_draft_tokens=2 * self.num_drafts,
             num_accepted_tokens=self.num_drafts,
             num_blocks=1,
+            drafting=RequestDrafting(("ngram",), "ngram" if self.num_drafts else None, 4, None, "inline"),
         )
 
     def close(self) -> None:

@@ -179,7 +179,10 @@ class ContinuousBatcher:
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How a request stands and why it waits; None if it has ended. O(waiting)."""
         request = self._find(request_id)
-        return None if request is None else explain(request, self.queue, self.running, self._policy.name)
+        if request is None:
+            return None
+        drafting = self.decoder.drafting_of(request)
+        return explain(request, self.queue, self.running, self._policy.name, drafting)
 
     def _find(self, request_id: str) -> Request | None:
         return self.queue.get(request_id) or self.running.get(request_id)

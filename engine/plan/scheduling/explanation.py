@@ -6,13 +6,18 @@ from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
+from engine.plan.speculation.drafting_state import RequestDrafting
 from engine.plan.step_records import RequestExplanation
 
 
 def explain(
-    request: Request, queue: RequestQueue, running: RunningSet, policy_name: str
+    request: Request,
+    queue: RequestQueue,
+    running: RunningSet,
+    policy_name: str,
+    drafting: RequestDrafting,
 ) -> RequestExplanation:
-    """How a request stands that has not ended. O(waiting)."""
+    """How a request stands that has not ended, and is drafted for. O(waiting)."""
     position, reason = None, None
     if request.status is not RequestStatus.RUNNING:
         position = len(queue.ahead_of(request)) + 1
@@ -44,6 +49,7 @@ def explain(
         num_draft_tokens=0 if stats is None else stats.proposed.total(),
         num_accepted_tokens=0 if stats is None else stats.accepted.total(),
         num_blocks=kv.num_blocks_held(request.request_id) if request.request_id in kv else 0,
+        drafting=drafting,
     )
 
 

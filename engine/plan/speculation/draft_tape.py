@@ -215,6 +215,7 @@ class DraftedSequence:
     features: NewFeatures
     num_in_flight: int = 0  # first drafts of the tape that are being verified
     author: DraftView | None = None  # whose drafts the tape holds, or held last
+    is_given_up: bool = False  # it is not to be drafted for again
 
     @property
     def num_known(self) -> int:

@@ -67,6 +67,11 @@ class _Contest:
         self._rate_then = 0.0
         self._left = _WINDOW  # steps of the window, or until the next trial
 
+    @property
+    def has_chosen(self) -> bool:
+        """True once the arm in use has been compared with another."""
+        return self._rate_then > 0
+
     def step(self) -> None:
         """Count the step that comes next, and change the running arm if a window is over."""
         self._left -= 1
@@ -155,6 +160,12 @@ class ScheduleChooser:
         self._num_unchanged = self._num_unchanged + 1 if contest.running == self._running else 0
         self._running = contest.running
         return self._arms[contest.running]
+
+    @property
+    def chosen(self) -> str | None:
+        """The best arm at the present size of batch; None before the first comparison there."""
+        contest = self._contests.get(self._size)
+        return self._arms[contest.in_use] if contest is not None and contest.has_chosen else None
 
     def observe(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """The result of the step that `arm` was last called for; do not call it for steps with prefill."""

@@ -23,9 +23,11 @@ from engine.plan.speculation.draft_tape import (
 )
 from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
+from engine.plan.speculation.drafting_state import RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.recent_gain import RecentGain
+from engine.plan.speculation.request_drafting import request_drafting
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.step_records import FeatureRows, ScheduledRequest
@@ -77,7 +79,7 @@ class SpeculativeDecoder:
         reader = next((link for link in self.links if link.drafter.reads_features), None)
         for link in self.links:
             link.rival = None if link.drafter.reads_features else reader
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
         self._feature_window = max((source.feature_window for source in sources), default=1)
         self._policy = policy
         self._can_rewind = can_rewind
@@ -94,17 +96,36 @@ class SpeculativeDecoder:
     @property
     def tokens_a_step(self) -> float:
         """Tokens that a request gets a step, as rounds went; with half of all drafts while few are known."""
-        if not (self._sources and self._can_rewind):
+        if not (self.sources and self._can_rewind):
             return 1.0
         if self.stats.num_rounds < _KNOWN_ROUNDS:
             return 1.0 + self.config.max_draft_tokens / 2
         return max(1.0, self.stats.num_committed / self.stats.num_rounds)
 
+    @property
+    def why_off(self) -> str | None:
+        """Why nothing is drafted for anyone, in a sentence; None where something may be."""
+        if not self.sources:
+            return "No drafter is loaded: --speculative-method is none."
+        if not self._can_rewind:
+            return "The model's state cannot go back behind a wrong draft."
+        return None
+
+    def drafting_of(self, request: Request) -> RequestDrafting:
+        """How a live request is drafted for, as far as it is not up to the schedule."""
+        if self.why_off is not None:
+            return RequestDrafting((), None, 0, self.why_off)
+        sequence = self._sequences.get(request.request_id)
+        indices = () if sequence is None else sequence.views
+        methods = tuple(self.sources[index].drafter.method for index in indices)
+        is_active = request.request_id in self._active
+        return request_drafting(request, sequence, methods, is_active=is_active)
+
     # Requests come and go.
 
     def open(self, request: Request) -> None:
         """A request runs, for the first time or again after `pause`."""
-        if not (self._sources and request.speculation.enabled):
+        if not (self.sources and request.speculation.enabled):
             return
         request_id = request.request_id
         sequence = self._sequences.get(request_id)
@@ -119,7 +140,7 @@ class SpeculativeDecoder:
         options = request.speculation
         method = None if options.method == "auto" else options.method
         views: dict[int, DraftView] = {}
-        for index, source in enumerate(self._sources):
+        for index, source in enumerate(self.sources):
             is_meant = source.unasked if method is None else method == source.drafter.method
             if is_meant and self._can_rewind:
                 acceptance = Acceptance(self.links[index].prior)
@@ -152,7 +173,7 @@ class SpeculativeDecoder:
         self.pause(request_id)
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            sequence.views = {}
+            sequence.views, sequence.is_given_up = {}, True
 
     def close(self, request_id: str) -> None:
         """A request has ended; unknown ones are passed over."""

@@ -10,10 +10,11 @@ const SPAN_WORDS = sayDuration(HISTORY_S);
 
 // A sample of the server's with its histograms as [bound, observations at or below it], rising. `facts` are
 // those that the reply gives once for all its samples.
-function readSnapshot(sample, { started, bounds }) {
+function readSnapshot(sample, { started, bounds, no_drafts_because: whyOff = null }) {
   const histogram = (name) => sample[name].map((total, i) => [bounds[name][i] ?? Infinity, total]);
   const [used, cached, free] = sample.kv;
-  return { ...sample, started, ttft: histogram("ttft"), itl: histogram("itl"), kv: { used, cached, free } };
+  const histograms = { ttft: histogram("ttft"), itl: histogram("itl") };
+  return { ...sample, started, whyOff, ...histograms, kv: { used, cached, free } };
 }
 
 // What the charts draw for the latest snapshot; null where nothing is known.
@@ -96,7 +97,7 @@ class Figures {
     setText("itl-note", sayCount(within((each) => each.itl), "interval", "in the last minute"));
   }
 
-  showDrafts() {
+  showDrafts({ whyOff }) {
     const grown = (pick) => this.timeline.growth(pick, HISTORY_S) ?? 0;
     const drafted = grown((each) => each.drafted);
     const accepted = grown((each) => each.accepted);
@@ -108,7 +109,7 @@ class Figures {
     );
     setText("speedup", rounds > 0 ? sayTimes(this.timeline.latest.speedup) : "–");
     const perRound = `${(1 + accepted / rounds).toFixed(1)} tokens a step with drafts`;
-    setText("speedup-note", rounds > 0 ? perRound : `no step verified drafts in ${SPAN_WORDS}`);
+    setText("speedup-note", whyOff ?? (rounds > 0 ? perRound : `no step verified drafts in ${SPAN_WORDS}`));
   }
 
   showCache({ kv, charted }) {

@@ -259,6 +259,7 @@ async def test_while_loading_nothing_is_faster_or_slower_than_without_drafts() -
     def load() -> EngineParts | None:
         raise NotImplementedError
 
+    assert Engine(load).drafting() is None
     gauges = Engine(load).gauges()
     assert gauges.speculation_speedup == 1.0
     assert (gauges.num_requests_running, gauges.kv_blocks_free, gauges.speculation_draft_length) == (

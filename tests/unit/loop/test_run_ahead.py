@@ -651,3 +651,56 @@ async def test_a_micro_step_that_is_out_when_the_arm_becomes_sync_is_waited_for(
         stage.run_ahead._arm = "sync"
         assert await stage.step(a) == LONGEST
         assert drafter.num_calls == LONGEST
+
+
+# What is said of it.
+
+
+def schedules(stage: Stage) -> list[tuple[str, str]]:
+    return [(each.method, each.schedule) for each in stage.run_ahead.state().drafters]
+
+
+def test_who_drafts_and_when() -> None:
+    drafters = [
+        perfect(method="ngram", is_cheap=True),
+        perfect(),
+        perfect(method="heads", reads_features=True),
+    ]
+    for schedule, expected in (
+        ("sync", ["inline", "sync", "sync"]),
+        ("async", ["async", "async", "sync"]),
+        ("auto", ["inline", "auto", "auto"]),
+    ):
+        stage = Stage(cast(Schedule, schedule), *drafters)
+        state = stage.run_ahead.state()
+        assert schedules(stage) == list(zip(("ngram", "draft_model", "heads"), expected, strict=True))
+        assert (state.is_on, state.why_off, state.schedule) == (True, None, schedule)
+        assert {each.max_tokens for each in state.drafters} == {LONGEST}
+
+
+async def test_a_schedule_that_was_measured_to_be_worse_is_the_reason() -> None:
+    stage = Stage("auto", perfect())
+    chooser = stage.run_ahead._chooser
+    assert chooser is not None
+    for _ in range(400):
+        chooser.observe(1, 1, 0.01 if chooser.arm(1) == "off" else 0.05)
+    state = stage.run_ahead.state()
+    assert schedules(stage) == [("draft_model", "off")]
+    assert not state.is_on
+    assert state.why_off == "Steps without it are faster, as measured; it is tried now and then."
+
+
+async def test_a_drafter_that_fails_is_off_and_another_is_on() -> None:
+    stage = Stage("sync", perfect(before=raising(ValueError("no"))), perfect(method="heads"))
+    a = stage.open()
+    for _ in range(5):
+        await stage.step(a)
+    failing, other = stage.run_ahead.state().drafters
+    assert (failing.schedule, other.schedule, stage.run_ahead.state().is_on) == ("off", "sync", True)
+    assert "failed several times" in str(failing.why_off)
+
+
+def test_without_drafters_the_state_says_so() -> None:
+    decoder = SpeculativeDecoder.without_drafters()
+    state = RunAhead(decoder, InlineExecutor(), BatchMetrics(), ManualClock()).state()
+    assert (state.drafters, state.why_off) == ((), decoder.why_off)

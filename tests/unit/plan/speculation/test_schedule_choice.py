@@ -127,3 +127,18 @@ def test_one_arm_is_no_choice() -> None:
     for _ in range(1000):
         assert chooser.arm(2) == "sync"
         chooser.observe(2, 4, 0.01)
+
+
+def test_what_is_chosen_is_known_once_it_was_compared_and_no_trial_changes_it() -> None:
+    chooser = ScheduleChooser(ARMS)
+    assert chooser.chosen is None
+    seen = []
+    for _ in range(1200):
+        arm = chooser.arm(1)
+        seen.append((chooser.chosen, arm))
+        chooser.observe(1, 3 if arm == "sync" else 1, 0.02)
+    first = next(place for place, (chosen, _) in enumerate(seen) if chosen is not None)
+    assert 0 < first < 200
+    assert {chosen for chosen, _ in seen[first:]} <= {"off", "sync"}
+    assert {chosen for chosen, _ in seen[200:]} == {"sync"}
+    assert {arm for _, arm in seen[200:]} > {"sync"}, "others were on trial"

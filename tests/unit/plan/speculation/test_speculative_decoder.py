@@ -10,6 +10,7 @@ import pytest
 from engine.plan.request import Request, SpeculationOptions
 from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
@@ -600,3 +601,79 @@ def test_what_a_step_brings_is_half_of_all_drafts_at_first_and_then_the_mean_of_
         world.decoder.stats.observe_round("ngram", 3, 3, 4)
     assert world.decoder.tokens_a_step == pytest.approx(70 / 40)
     assert SpeculativeDecoder.without_drafters().tokens_a_step == 1
+
+
+# What is said of it.
+
+
+def test_why_nothing_is_drafted_for_anyone() -> None:
+    nobody = SpeculativeDecoder.without_drafters()
+    assert nobody.why_off == "No drafter is loaded: --speculative-method is none."
+    assert nobody.drafting_of(make_request("a", 3)).why_off == nobody.why_off
+    stuck = World(can_rewind=False)
+    assert stuck.decoder.drafting_of(stuck.open()).why_off == (
+        "The model's state cannot go back behind a wrong draft."
+    )
+    assert World().decoder.why_off is None
+
+
+def test_how_a_request_is_drafted_for() -> None:
+    world = World("ngram", "draft_model")
+    a = world.open()
+    assert world.decoder.drafting_of(a) == RequestDrafting(("ngram", "draft_model"), None, 4, None)
+    world.answer(world.job(index=1), 7, 8, index=1)
+    assert world.decoder.drafting_of(a).drafter == "draft_model"
+    world.commit(a, 7, drafted=world.verify(a))
+    assert world.decoder.drafting_of(a).drafter == "draft_model", "the newest drafts were its own"
+    only = world.open("b", method="ngram", num_tokens=2)
+    assert world.decoder.drafting_of(only) == RequestDrafting(("ngram",), None, 2, None)
+
+
+def test_why_nothing_is_drafted_for_a_request() -> None:
+    world = World()
+    decoder = world.decoder
+
+    def why(request: Request) -> str:
+        found = decoder.drafting_of(request)
+        assert found.num_tokens == 0
+        return str(found.why_off)
+
+    assert why(make_request("new", 3)) == "It does not run."
+    assert why(world.open("none", enabled=False)) == "The request asks for no drafts."
+    assert why(world.open("odd", method="magic")) == "No drafter here makes drafts of the method magic."
+    a = world.open()
+    decoder.pause("a")
+    assert why(a) == "It does not run."
+    decoder.open(a)
+    (view,) = decoder._sequences["a"].views.values()
+    view.limit = 0
+    assert why(a).startswith("Drafts would cost it more time than they save")
+    view.acceptance.pacing.is_off = True
+    assert why(a).startswith("Too few of its drafts were right")
+    decoder.give_up("a")
+    assert "not finite" in why(a)
+
+
+def test_a_dear_grammar_is_a_reason() -> None:
+    class Dear:
+        is_dear = True
+
+    world = World()
+    a = world.open()
+    a.grammar = Dear()  # type: ignore[assignment]
+    assert "grammar" in str(world.decoder.drafting_of(a).why_off)
+
+
+def test_a_request_is_off_where_all_of_its_drafters_are() -> None:
+    off = DrafterState("ngram", 4, "off", "It fails.")
+    on = DrafterState("heads", 4, "sync", None)
+    state = DraftingState("auto", (off, on), None)
+    assert state.is_on
+    drafting = RequestDrafting(("ngram", "heads"), "ngram", 3, None)
+    assert drafting.within(state) == RequestDrafting(("ngram", "heads"), "ngram", 3, None, "sync")
+    alone = RequestDrafting(("ngram",), "ngram", 3, None)
+    assert alone.within(state) == RequestDrafting(("ngram",), "ngram", 0, "It fails.", "off")
+    paused = RequestDrafting(("ngram",), None, 0, "It does not run.")
+    assert paused.within(state).why_off == "It does not run.", "the nearer reason"
+    nobody = RequestDrafting((), None, 0, "No drafter.")
+    assert nobody.within(state) == nobody

@@ -22,7 +22,7 @@ _CONTRACT = {
         num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_ratio kv_cache_blocks
         engine_heartbeat_age_seconds speculation_draft_length speculation_acceptance_ratio
         speculation_speedup_ratio speculation_theoretical_speedup_ratio
-        num_embedding_requests_waiting tenant_share_ratio build_info
+        speculation_enabled num_embedding_requests_waiting tenant_share_ratio build_info
         cache_config_info batch_lines_running batch_lines_waiting weight_bytes""",
     "counter": """
         requests requests_rejected request_aborts preemptions prompt_tokens prompt_tokens_cached
