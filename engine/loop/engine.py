@@ -24,6 +24,7 @@ from engine.plan.admission import Admission, check_choice_of_tokens, check_promp
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request, RequestStatus
+from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.drafting_state import DraftingState
 from engine.plan.step_records import RequestExplanation
 from engine.text.grammar_compiler import GrammarCompiler
@@ -422,6 +423,13 @@ class Engine:
         self._loaded.batcher.reprioritize(request_id, priority=priority, deadline=deadline)
         self._time_limits.watch(request)
         return True
+
+    def retune(self, request_id: str, change: DraftingChange) -> bool:
+        """Draft for an open request in another way, from the next step on; False when there is no such one.
+
+        It changes the speed only: no token is another for it.
+        """
+        return request_id in self._requests and self._loaded.batcher.retune(request_id, change)
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How an open request stands, its preemptions dated in seconds ago; None when there is none."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from engine.plan.grammar import CompiledGrammar, Grammar
+from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.speculation.speculation_config import LengthPolicyName
 
 MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 
@@ -80,6 +82,17 @@ class SpeculationOptions:
     method: str | None = None
     num_tokens: int | None = None
     prediction: tuple[int, ...] = ()  # the caller's guess of the output
+    length_policy: LengthPolicyName | None = None
+
+    def changed(self, change: DraftingChange) -> SpeculationOptions:
+        """These options with the new values."""
+        return replace(
+            self,
+            enabled=self.enabled if change.enabled is None else change.enabled,
+            method=change.method or self.method,
+            num_tokens=change.num_tokens or self.num_tokens,
+            length_policy=change.length_policy or self.length_policy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +331,10 @@ class Request:
         """Set a new priority or deadline; None leaves the old one."""
         self.priority = self.priority if priority is None else priority
         self.deadline = self.deadline if deadline is None else deadline
+
+    def retune(self, change: DraftingChange) -> None:
+        """Set what it wants of drafting anew."""
+        self.speculation = self.speculation.changed(change)
 
     def finish(self, reason: FinishReason) -> None:
         """It has ended."""

@@ -7,21 +7,24 @@ touch it. A reply of several choices is one: what is asked for happens to all th
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Path
+from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import RequestDrafting, RequestExplanation
+from engine import DraftingChange, Engine, RequestDrafting, RequestExplanation
 from server.api.body import read_body
 from server.api.live_replies import LiveReply
 from server.api.openai.protocol import RequestPatch
 from server.api.openapi import json_body
+from server.api.speculation import speculation_change
 from server.api.time_limit import allowed_s
-from server.http.context import cache_owner, context_of, exchange_of
+from server.http.context import ServerContext, cache_owner, context_of, exchange_of
 from server.http.errors import invalid, request_not_found, shown
 from server.http.json_reply import json_response
 from server.http.site_guard import refuse_simple
@@ -75,22 +78,47 @@ async def cancel_request(request: Request, request_id: RequestName) -> Response:
 
 @router.patch("/v1/requests/{request_id:live}", openapi_extra=json_body(RequestPatch, {"priority": -5}))
 async def change_request(request: Request, request_id: RequestName) -> Response:
-    """Give it another priority or deadline, from the next step on; then as GET."""
+    """Give it another priority or deadline, or draft for it otherwise, from the next step on; then as GET."""
     patch = await read_body(request, lambda data, _: RequestPatch.model_validate(data))
-    if patch.priority is None and patch.deadline_ms is None:
-        raise invalid("Nothing to change: give 'priority', 'deadline_ms' or both.")
+    if not _has_values(patch):
+        raise invalid("Nothing to change: give 'priority', 'deadline_ms' or 'speculation'.")
     reply, context = find_reply(request, request_id), context_of(request)
-    deadline_s = None
-    if patch.deadline_ms is not None:
-        deadline_s = allowed_s(patch.deadline_ms, context.settings.server.request_timeout)
-    engine = context.engine
-    changed = [
-        engine.reprioritize(each, priority=patch.priority, deadline_s=deadline_s)
-        for each in reply.request_ids
-    ]
-    if not any(changed):
+    change, engine = _read_change(context, patch), context.engine
+    if not any([_change(engine, each, change) for each in reply.request_ids]):
         raise request_not_found(request_id)
     return json_response(request_object(request, reply))
+
+
+def _has_values(patch: BaseModel) -> bool:
+    """True if anything in it, or in a part of it, is given and not null."""
+    values = (getattr(patch, name) for name in type(patch).model_fields)
+    return any(_has_values(each) if isinstance(each, BaseModel) else each is not None for each in values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is to change, checked; None leaves it as it is."""
+
+    priority: int | None
+    deadline_s: float | None
+    drafting: DraftingChange | None
+
+
+def _read_change(context: ServerContext, patch: RequestPatch) -> _Change:
+    """All of it is checked before anything changes. Raises ApiError."""
+    deadline_s = drafting = None
+    if patch.deadline_ms is not None:
+        deadline_s = allowed_s(patch.deadline_ms, context.settings.server.request_timeout)
+    if patch.speculation is not None:
+        drafting = speculation_change(patch.speculation, context.engine.info)
+    return _Change(patch.priority, deadline_s, drafting)
+
+
+def _change(engine: Engine, request_id: str, change: _Change) -> bool:
+    """False when there is no such request any more."""
+    if change.drafting is not None:
+        engine.retune(request_id, change.drafting)
+    return engine.reprioritize(request_id, priority=change.priority, deadline_s=change.deadline_s)
 
 
 @router.get("/v1/requests/{request_id:live}")
@@ -164,13 +192,15 @@ def explanation_object(index: int, found: RequestExplanation) -> dict[str, objec
 
 
 def _drafting(found: RequestDrafting) -> dict[str, object]:
-    """Whether the choice is drafted for, by whom, when, how many tokens a step, and why not."""
+    """Whether the choice is drafted for, by whom, when, how long drafts may be and are, and why not."""
     return {
         "on": found.why_off is None,
         "drafter": found.drafter,
         "methods": list(found.methods),
         "schedule": found.schedule or None,
         "num_tokens": found.num_tokens,
+        "length": found.length,
+        "length_policy": found.length_policy,
         "why_off": found.why_off,
     }
 

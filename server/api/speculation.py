@@ -1,9 +1,9 @@
-"""From a request's `speculation` and `prediction` to SpeculationOptions, within what this server has."""
+"""From a request's `speculation` and `prediction` to what the engine is asked, within what there is here."""
 
 from __future__ import annotations
 
-from engine import ContextLengthExceeded, Engine, EngineInfo, SpeculationOptions
-from server.api.openai.protocol import GenerationBody
+from engine import ContextLengthExceeded, DraftingChange, Engine, EngineInfo, SpeculationOptions
+from server.api.openai.protocol import GenerationBody, Speculation
 from server.http.errors import INVALID, ApiError, ErrorReply, invalid, shown
 
 
@@ -12,20 +12,46 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
     asked = body.speculation
     if asked is None:
         return SpeculationOptions()
-    method = None if asked.method in (None, "auto", "none") else asked.method.replace("-", "_")
-    if method is not None and method not in info.draft_methods:
+    method = _method(asked, info)
+    _check_num_tokens(asked.num_tokens, info)
+    return SpeculationOptions(
+        enabled=asked.enabled is not False and asked.method != "none",
+        method=None if method == "auto" else method,
+        num_tokens=asked.num_tokens,
+        length_policy=asked.length_policy,
+    )
+
+
+def speculation_change(asked: Speculation, info: EngineInfo) -> DraftingChange:
+    """What is to change of a live request's drafting; to name a method turns it on. Raises ApiError."""
+    method = _method(asked, info)
+    _check_num_tokens(asked.num_tokens, info)
+    enabled = asked.enabled
+    if enabled is not False and asked.method is not None:
+        enabled = asked.method != "none"
+    return DraftingChange(enabled, asked.num_tokens, asked.length_policy, method)
+
+
+def _method(asked: Speculation, info: EngineInfo) -> str | None:
+    """The engine's name of a method, "auto" for any of them, None where none is named."""
+    if asked.method in (None, "none"):
+        return None
+    method = asked.method.replace("-", "_")
+    if method != "auto" and method not in info.draft_methods:
         there_is = ", ".join(("auto", "none", *info.draft_methods))
         raise invalid(
             f"'speculation.method' is '{shown(method)}'; this server has {there_is}.",
             "speculation.method",
         )
-    if asked.num_tokens is not None and asked.num_tokens > info.max_draft_tokens:
+    return method
+
+
+def _check_num_tokens(num_tokens: int | None, info: EngineInfo) -> None:
+    if num_tokens is not None and num_tokens > info.max_draft_tokens:
         raise invalid(
-            f"'speculation.num_tokens' is {asked.num_tokens}; the limit is {info.max_draft_tokens}.",
+            f"'speculation.num_tokens' is {num_tokens}; the limit is {info.max_draft_tokens}.",
             "speculation.num_tokens",
         )
-    is_enabled = asked.enabled is not False and asked.method != "none"
-    return SpeculationOptions(enabled=is_enabled, method=method, num_tokens=asked.num_tokens)
 
 
 async def read_prediction(body: GenerationBody, engine: Engine, tenant: str | None = None) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ async def test_a_live_request_says_where_it_stands() -> None:
         assert found["draft_acceptance_rate"] is None
         assert found["speculation"] == {
             **{"on": False, "drafter": None, "methods": [], "schedule": None, "num_tokens": 0},
+            **{"length": 0, "length_policy": "goodput"},
             "why_off": "No drafter is loaded: --speculative-method is none.",
         }
         queued = await wait_for_queue(url, "second")
@@ -134,6 +135,7 @@ async def test_a_live_request_says_what_became_of_its_drafts() -> None:
     assert found["speculation"] == {
         **{"on": True, "drafter": "draft_model", "methods": ["draft_model"]},
         **{"schedule": "sync", "num_tokens": 4, "why_off": None},
+        **{"length": 4, "length_policy": "fixed"},
     }
     assert (server["on"], server["why_off"], server["schedule"]) == (True, None, "sync")
     (drafter,) = server["drafters"]
@@ -208,6 +210,42 @@ async def test_a_waiting_request_given_a_better_priority_overtakes() -> None:
     assert order == [tasks[1], tasks[0]]
 
 
+async def test_drafting_of_a_live_request_changes_from_the_next_step_on_and_no_token_does() -> None:
+    shape = EngineShape(schedule="sync", max_draft_tokens=6)
+    drafters = [FakeDrafter(method="ngram"), FakeDrafter()]
+    hold = Hold(4)
+    async with (
+        running_engine(shape, before=hold, drafters=drafters) as harness,
+        server_url(harness.engine) as url,
+    ):
+        running = generate(url, "x", 60)
+        await hold.begun()
+
+        async def patch(**change: Any) -> dict[str, Any]:
+            reply = await ask(url, "PATCH", "/v1/requests/x", {"speculation": change})
+            assert reply.status == 200, reply.body
+            return reply.json()["choices"][0]["speculation"]  # type: ignore[no-any-return]
+
+        assert (await patch(num_tokens=2, length_policy="threshold"))["num_tokens"] == 2
+        off = await patch(enabled=False)
+        assert (off["on"], off["why_off"]) == (False, "The request asks for no drafts.")
+        assert (off["num_tokens"], off["length_policy"]) == (0, "threshold")
+        on = await patch(method="draft-model")
+        assert (on["num_tokens"], on["length_policy"]) == (2, "threshold")
+        for wrong, param in (({"method": "magic"}, "method"), ({"num_tokens": 7}, "num_tokens")):
+            change = {"priority": 3, "speculation": {"enabled": False, **wrong}}
+            reply = await ask(url, "PATCH", "/v1/requests/x", change)
+            assert (reply.status, reply.json()["error"]["param"]) == (400, f"speculation.{param}")
+        kept = (await ask(url, "GET", "/v1/requests/x")).json()["choices"][0]
+        assert (kept["priority"], kept["speculation"]) == (0, on), "a wrong change changes nothing"
+        hold.go()
+        changed = (await running).json()
+        plain = (await generate(url, "y", 60, speculation={"enabled": False})).json()
+    assert changed["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert changed["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert drafters[1].num_drafted > 20 > drafters[0].num_drafted
+
+
 async def test_a_new_deadline_counts_from_arrival() -> None:
     hold = Hold(2)
     async with running_engine(before=hold) as harness, server_url(harness.engine) as url:
@@ -230,6 +268,12 @@ async def test_a_new_deadline_counts_from_arrival() -> None:
         ({"priority": -1001}, "priority"),
         ({"deadline_ms": 0}, "deadline_ms"),
         ({"prioritty": 1}, "prioritty"),
+        ({"speculation": {}}, None),
+        ({"speculation": {"enabled": None}}, None),
+        ({"speculation": {"enabled": "yes"}}, "speculation.enabled"),
+        ({"speculation": {"num_tokens": 0}}, "speculation.num_tokens"),
+        ({"speculation": {"length": 2}}, "speculation.length"),
+        ({"speculation": {"length_policy": "best"}}, "speculation.length_policy"),
         ([], None),
     ],
 )

@@ -65,6 +65,7 @@ async def refusal_of(path: str, engine: FakeEngine | None = None, **fields: Any)
         ({"method": "auto"}, SpeculationOptions()),
         ({"method": "suffix"}, SpeculationOptions(method="suffix")),
         ({"num_tokens": 1}, SpeculationOptions(num_tokens=1)),
+        ({"length_policy": "fixed"}, SpeculationOptions(length_policy="fixed")),
         ({"num_tokens": 8, "method": "ngram"}, SpeculationOptions(method="ngram", num_tokens=8)),
     ],
 )
@@ -95,6 +96,7 @@ async def test_a_draft_model_is_named_either_way(name: str) -> None:
         ({"num_tokens": 4.0}, "speculation.num_tokens"),
         ({"enabled": 1}, "speculation.enabled"),
         ({"enabled": "false"}, "speculation.enabled"),
+        ({"length_policy": "best"}, "speculation.length_policy"),
         ({"method": 5}, "speculation.method"),
         ({"method": ""}, "speculation.method"),
         ({"method": "medusa"}, "speculation.method"),
@@ -335,5 +337,6 @@ async def test_the_openapi_document_shows_both_fields() -> None:
     async with server_url(FakeEngine()) as url:
         document = (await ask(url, "GET", "/openapi.json")).json()
     schemas = document["components"]["schemas"]
-    assert {"method", "num_tokens", "enabled"} == schemas["Speculation"]["properties"].keys()
+    assert {"method", "num_tokens", "enabled", "length_policy"} == schemas["Speculation"]["properties"].keys()
+    assert schemas["SpeculationPatch"]["properties"].keys() == schemas["Speculation"]["properties"].keys()
     assert schemas["Prediction"]["required"] == ["type", "content"]

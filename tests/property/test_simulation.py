@@ -26,6 +26,7 @@ EVENTS = {
     "changed: cancel": 100,
     "changed: priority": 100,
     "changed: deadline": 100,
+    "changed: drafts": 100,
     "preempted by recompute": 50,
     "preempted by swap": 50,
     "blocks swapped in": 50,

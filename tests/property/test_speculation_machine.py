@@ -20,10 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.plan.request import Request, SpeculationOptions
+from engine.plan.request import Request, RequestStatus, SpeculationOptions
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, read_answers
+from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
@@ -57,6 +58,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         self.ended: set[str] = set()
         self.flying: dict[str, tuple[DraftedToken, ...]] | None = None
         self.epochs: dict[str, int] = {}
+        self.changed: set[str] = set()  # that may want no drafts
         self.num_opened = 0
 
     @initialize(longest=st.sampled_from([1, 2, 5]), policy=st.sampled_from(["fixed", "threshold", "goodput"]))
@@ -81,6 +83,7 @@ class SpeculationMachine(RuleBasedStateMachine):
             request.stop_token_ids = frozenset(expected_output(request.token_ids, 4)[3:])
         request.speculation = SpeculationOptions(method=method)
         self.num_opened += 1
+        request.status = RequestStatus.RUNNING
         self.decoder.open(request)
         self.seated[name] = request
 
@@ -90,6 +93,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         request = self.pick(self.seated, choice)
         self.decoder.pause(request.request_id)
         del self.seated[request.request_id]
+        request.status = RequestStatus.PREEMPTED
         self.paused[request.request_id] = request
         if self.flying is not None:
             self.flying.pop(request.request_id, None)
@@ -100,6 +104,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         request = self.pick(self.paused, choice)
         del self.paused[request.request_id]
         request.num_computed_tokens = 0
+        request.status = RequestStatus.RUNNING
         self.decoder.open(request)
         self.seated[request.request_id] = request
 
@@ -110,9 +115,35 @@ class SpeculationMachine(RuleBasedStateMachine):
         if gives_up:
             self.decoder.give_up(request.request_id)
             self.drop_seat(request)
+            request.status = RequestStatus.PREEMPTED
             self.paused[request.request_id] = request
         else:
             self.close(request)
+
+    @precondition(lambda self: self.seated or self.paused)
+    @rule(
+        choice=st.integers(0, 99),
+        change=st.builds(
+            DraftingChange,
+            st.sampled_from([None, True, True, False]),
+            st.sampled_from([None, 1, 3, 5]),
+            st.sampled_from([None, "fixed", "threshold", "goodput"]),
+            st.sampled_from([None, None, "auto", *METHODS]),
+        ),
+    )
+    def retune(self, choice: int, change: DraftingChange) -> None:
+        """From outside, at any time."""
+        request = self.pick(self.seated | self.paused, choice)
+        request.retune(change)
+        self.decoder.retune(request)
+        self.changed.add(request.request_id)
+
+    @precondition(lambda self: self.flying is None)
+    @rule()
+    def begin(self) -> None:
+        self.decoder.begin_step(())
+        for name, request in self.seated.items():
+            assert (name in self.decoder._active) is request.speculation.enabled
 
     def pick(self, among: dict[str, Request], choice: int) -> Request:
         return list(among.values())[choice % len(among)]
@@ -296,7 +327,7 @@ class SpeculationMachine(RuleBasedStateMachine):
     def tapes_continue_what_is_known(self) -> None:
         if not hasattr(self, "decoder"):
             return
-        assert self.decoder._active.keys() == self.seated.keys()
+        assert self.seated.keys() - self.changed <= self.decoder._active.keys() <= self.seated.keys()
         assert self.decoder._sequences.keys() >= self.seated.keys()
         assert self.decoder._sequences.keys() == self.seated.keys() | self.paused.keys()
         for name, sequence in self.decoder._sequences.items():
@@ -306,6 +337,8 @@ class SpeculationMachine(RuleBasedStateMachine):
             if self.flying is not None and name in self.flying:
                 drafted = self.flying[name]
                 assert tuple(tape.drafted[: len(drafted)]) == drafted, "what flies stays where it is"
+            if name not in self.decoder._active:
+                assert not tape.drafted
             for view in sequence.views.values():
                 assert 0 <= view.num_synced <= sequence.num_known
                 assert name in self.seated or view.num_synced == 0

@@ -126,6 +126,8 @@ def make_parts(
         kv_block_size=shape.block_size,
         kv_bytes=0,
         has_chat_template=True,
+        draft_methods=tuple(drafter.method for drafter in drafters),
+        max_draft_tokens=shape.max_draft_tokens if drafters else 0,
     )
     decoder = make_decoder(shape, drafters) if drafters else None
     batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), clock, decoder)

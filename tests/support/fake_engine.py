@@ -417,8 +417,14 @@ class FakeStream:
             num_draft_tokens=2 * self.num_drafts,
             num_accepted_tokens=self.num_drafts,
             num_blocks=1,
-            drafting=RequestDrafting(("ngram",), "ngram" if self.num_drafts else None, 4, None, "inline"),
+            drafting=self._drafting(),
         )
+
+    def _drafting(self) -> RequestDrafting:
+        drafter, options = "ngram" if self.num_drafts else None, self.request.speculation
+        most = options.num_tokens or self.engine.max_draft_tokens
+        policy = options.length_policy or "goodput"
+        return RequestDrafting(("ngram",), drafter, most, most, policy, None, "inline")
 
     def close(self) -> None:
         if not self.over.is_set():

@@ -19,6 +19,8 @@ from engine.errors import EngineError, OutOfDeviceMemory, Overloaded
 from engine.loop.stream import RequestStream
 from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.drafting_rules import DraftingChange
+from engine.plan.speculation.speculation_config import LengthPolicyName
 from engine.plan.step_records import StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import Collected, EngineShape, Harness, collect, running_engine
@@ -143,7 +145,11 @@ class Draw(random.Random):
         prompt = self.choice(shared)[: self.choice((0, length // 2, length))]
         prompt = prompt + self.tokens(length - len(prompt))
         changes = [
-            (self.uniform(0, 0.05), self.choice(("cancel", "priority", "deadline")), self.randint(-30, 30))
+            (
+                self.uniform(0, 0.05),
+                self.choice(("cancel", "priority", "deadline", "drafts")),
+                self.randint(-30, 30),
+            )
             for _ in range(self.choice((0, 0, 0, 1, 3)))
         ]
         return Job(
@@ -161,6 +167,17 @@ class Draw(random.Random):
             reads=self.choice((None, None, None, None, self.randrange(4))),
             changes=tuple(sorted(changes)),
         )
+
+
+def _change_of(value: int) -> DraftingChange:
+    """One that a value between -30 and 30 stands for."""
+    policies: tuple[LengthPolicyName, ...] = ("fixed", "threshold", "goodput")
+    return DraftingChange(
+        enabled=(None, True, False)[value % 3],
+        num_tokens=(None, 1, 3, 8)[value % 4],
+        length_policy=(None, *policies)[value % 4],
+        method=(None, None, "auto", "ngram", "medusa")[value % 5],
+    )
 
 
 @dataclass
@@ -308,6 +325,8 @@ class Run:
                 done = engine.cancel(name)
             elif what == "priority":
                 done = engine.reprioritize(name, priority=value)
+            elif what == "drafts":
+                done = engine.retune(name, _change_of(value))
             else:
                 done = engine.reprioritize(name, deadline_s=max(0, value) / 100)
             assert done is (explanation is not None), name

@@ -37,7 +37,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "BatchMetrics": frozenset(field.name for field in fields(BatchMetrics)),
     "DraftTape": frozenset(DraftTape.__slots__),
     "DraftedSequence": frozenset(field.name for field in fields(DraftedSequence)),
-    "DraftView": frozenset({"limit"}),
+    "DraftView": frozenset({"limit", "max_tokens"}),
     "DrafterLink": frozenset({"is_awaited"}),
     "SpeculativeDecoder": frozenset({"waited_s"}),
     "SpecStats": frozenset(field.name for field in fields(SpecStats)),

@@ -24,6 +24,7 @@ from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ServiceRates
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
+from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
 
@@ -133,6 +134,15 @@ class ContinuousBatcher:
         request.reprioritize(priority, deadline)
         if request_id in self.queue:
             self.queue.reprioritize(request_id)
+        return True
+
+    def retune(self, request_id: str, change: DraftingChange) -> bool:
+        """Draft for a request in another way, from the next step on; False if it has ended."""
+        request = self._find(request_id)
+        if request is None:
+            return False
+        request.retune(change)
+        self.decoder.retune(request)
         return True
 
     def can_meet(self, request: Request, before: Sequence[Request] = ()) -> bool:

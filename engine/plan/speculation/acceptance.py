@@ -12,6 +12,7 @@ from operator import neg
 
 from engine.plan.speculation.isotonic import never_decreasing
 from engine.plan.speculation.spec_stats import RecentRatio
+from engine.plan.speculation.speculation_config import LengthPolicyName
 
 _KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
 _METHOD_KEEP = 0.5 ** (1 / 1024)
@@ -97,6 +98,7 @@ class Pacing:
     probe_length: int = 1
     is_off: bool = False
     most_taken: int | None = None  # how many drafts were worth verifying when there were more
+    policy: LengthPolicyName | None = None  # the request's own; None is the server's
 
 
 class Acceptance:

@@ -177,17 +177,22 @@ class GoodputPolicy(LengthPolicy):
                 count = min(count + 1, limit)
         return count
 
-    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+    def served(
+        self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
+    ) -> list[int]:
         """See LengthPolicy. It must bring tokens faster than steps do anyway, or be a probe for all."""
         if not self._rate:
-            return len(gains)
-        worth = np.cumsum(np.array(gains) - self._price) - self._rate * np.array(seconds)
+            return super().served(acceptances, gains, seconds)
+        order = np.argsort(-np.array(gains), kind="stable")
+        worth = np.cumsum(np.array(gains)[order] - self._price) - self._rate * np.array(seconds)
         best = int(np.argmax(worth))
         is_worth_it = worth[best] > 0
         if not is_worth_it and self._probe_s < seconds[-1]:
-            return 0
+            return []
         self._probe_s = 0.0
-        return best + 1 if is_worth_it else len(gains)
+        return (
+            sorted(order[: best + 1].tolist()) if is_worth_it else super().served(acceptances, gains, seconds)
+        )
 
 
 def _num_priced(load: StepLoad) -> int:

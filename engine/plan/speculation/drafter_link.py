@@ -118,10 +118,9 @@ class DrafterLink:
             num_drafted = len(sequence.tape)
             num_more = 1 if is_chain else count  # a tree comes at once
             gains.append(sum(view.acceptance.survival(num_drafted + num_more)[num_drafted:]))
-        order = sorted(range(len(wishes)), key=lambda place: -gains[place])
+        acceptances = [view.acceptance for _, view, _ in wishes]
         seconds = [self._waits.seconds(count, count) or 0.0 for count in range(1, len(wishes) + 1)]
-        served = order[: self._policy.num_served([gains[place] for place in order], seconds)]
-        return [wishes[place] for place in sorted(served)]
+        return [wishes[place] for place in self._policy.served(acceptances, gains, seconds)]
 
     # What comes back.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class RequestDrafting:
 
     methods: tuple[str, ...]  # that may draft for it
     drafter: str | None  # who made its newest drafts
-    num_tokens: int  # drafts that are worth having next
+    num_tokens: int  # the longest draft that it may have
+    length: int  # drafts that are worth having next
+    length_policy: str
     why_off: str | None  # None while drafts are wanted
     schedule: str = ""  # of its drafter, or of the first that may draft for it; empty without any
 
@@ -56,6 +58,6 @@ class RequestDrafting:
         if not drafters:
             return self
         first = next((each for each in drafters if each.is_on), drafters[0])
-        why_off = first.why_off if self.why_off is None else self.why_off
-        num_tokens = self.num_tokens if why_off is None else 0
-        return RequestDrafting(self.methods, self.drafter, num_tokens, why_off, first.schedule)
+        why_off = self.why_off or first.why_off
+        length = self.length if why_off is None else 0
+        return replace(self, length=length, why_off=why_off, schedule=first.schedule)

@@ -66,13 +66,15 @@ class LengthPolicy(ABC):
         where drafting costs nothing or runs beside the target.
         """
 
-    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
-        """For how many of the first requests to run a micro-step that the target waits for; 0: for none.
+    def served(
+        self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
+    ) -> list[int]:
+        """The places, rising, of the requests to run a micro-step for that the target waits for.
 
-        `gains` are the tokens that it would bring each, never increasing; `seconds` the time that it takes
-        for one, two, ... of them. Many requests share the wait, so it may pay for many and not for one.
+        `gains` are the tokens that it would bring each; `seconds` the time that it takes for one, two, ... of
+        them. Many requests share the wait, so it may pay for many and not for one.
         """
-        return len(gains)
+        return list(range(len(gains)))
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """A chain was verified: the acceptance learns from it first, then the policy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.plan.request import Request
+from engine.plan.request import Request, RequestStatus, SpeculationOptions
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.draft_tape import (
@@ -26,8 +26,9 @@ from engine.plan.speculation.drafter_link import DrafterLink
 from engine.plan.speculation.drafting_state import RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
+from engine.plan.speculation.policy_choice import PolicyChoice
 from engine.plan.speculation.recent_gain import RecentGain
-from engine.plan.speculation.request_drafting import request_drafting
+from engine.plan.speculation.request_drafting import why_not_drafted
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.step_records import FeatureRows, ScheduledRequest
@@ -75,16 +76,17 @@ class SpeculativeDecoder:
         self.stats = SpecStats()
         self.gain = RecentGain()
         self.waited_s = 0.0
-        self.links = tuple(DrafterLink(source.drafter, policy, self.stats) for source in sources)
+        self._policy = PolicyChoice(config, policy, costs)
+        self.links = tuple(DrafterLink(source.drafter, self._policy, self.stats) for source in sources)
         reader = next((link for link in self.links if link.drafter.reads_features), None)
         for link in self.links:
             link.rival = None if link.drafter.reads_features else reader
         self.sources = tuple(sources)
         self._feature_window = max((source.feature_window for source in sources), default=1)
-        self._policy = policy
         self._can_rewind = can_rewind
         self._sequences: dict[str, DraftedSequence] = {}  # those that have not ended
         self._active: dict[str, DraftedSequence] = {}  # those that are running
+        self._changed: dict[str, Request] = {}  # that are to be drafted for in another way
 
     @classmethod
     def without_drafters(cls) -> SpeculativeDecoder:
@@ -113,13 +115,18 @@ class SpeculativeDecoder:
 
     def drafting_of(self, request: Request) -> RequestDrafting:
         """How a live request is drafted for, as far as it is not up to the schedule."""
-        if self.why_off is not None:
-            return RequestDrafting((), None, 0, self.why_off)
         sequence = self._sequences.get(request.request_id)
-        indices = () if sequence is None else sequence.views
-        methods = tuple(self.sources[index].drafter.method for index in indices)
         is_active = request.request_id in self._active
-        return request_drafting(request, sequence, methods, is_active=is_active)
+        why_off = self.why_off or why_not_drafted(request, sequence, is_active=is_active)
+        views = {} if sequence is None else sequence.views
+        return RequestDrafting(
+            methods=tuple(self.sources[index].drafter.method for index in views),
+            drafter=None if sequence is None else sequence.tape.method or None,
+            num_tokens=max(self._meant(request.speculation).values(), default=0),
+            length=0 if why_off else max((view.limit for view in views.values()), default=0),
+            length_policy=request.speculation.length_policy or self._policy.name,
+            why_off=why_off,
+        )
 
     # Requests come and go.
 
@@ -131,22 +138,13 @@ class SpeculativeDecoder:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             sequence = self._sequences[request_id] = self._make(request)
-            request.spec_stats = SpecStats()
+            request.spec_stats = request.spec_stats or SpecStats()
         self._active[request_id] = sequence
         for index, view in sequence.views.items():
             self.links[index].add(sequence, view)
 
     def _make(self, request: Request) -> DraftedSequence:
         options = request.speculation
-        method = None if options.method == "auto" else options.method
-        views: dict[int, DraftView] = {}
-        for index, source in enumerate(self.sources):
-            is_meant = source.unasked if method is None else method == source.drafter.method
-            if is_meant and self._can_rewind:
-                acceptance = Acceptance(self.links[index].prior)
-                max_tokens = min(source.max_tokens, options.num_tokens or source.max_tokens)
-                limit = self._policy.wanted(acceptance, max_tokens)
-                views[index] = DraftView(acceptance, max_tokens, limit)
         about = DraftRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -154,7 +152,54 @@ class SpeculativeDecoder:
             stop_token_ids=request.stop_token_ids,
             prediction=options.prediction,
         )
-        return DraftedSequence(request, about, DraftTape(), views, NewFeatures(self._feature_window))
+        features = NewFeatures(self._feature_window)
+        return DraftedSequence(request, about, DraftTape(), self._make_views(options), features)
+
+    def _make_views(self, options: SpeculationOptions) -> dict[int, DraftView]:
+        views: dict[int, DraftView] = {}
+        for index, max_tokens in self._meant(options).items():
+            acceptance = Acceptance(self.links[index].prior)
+            self._policy.choose(acceptance, options.length_policy)
+            views[index] = DraftView(acceptance, max_tokens, self._policy.wanted(acceptance, max_tokens))
+        return views
+
+    def _meant(self, options: SpeculationOptions) -> dict[int, int]:
+        """The sources that may draft where this is asked for, by their places, and the longest drafts."""
+        if not (self._can_rewind and options.enabled):
+            return {}
+        method = None if options.method == "auto" else options.method
+        return {
+            index: min(source.max_tokens, options.num_tokens or source.max_tokens)
+            for index, source in enumerate(self.sources)
+            if (source.unasked if method is None else method == source.drafter.method)
+        }
+
+    def retune(self, request: Request) -> None:
+        """What a request wants of drafting has changed, which holds from the next `begin_step` on."""
+        self._changed[request.request_id] = request
+
+    def _apply_changes(self) -> None:
+        """No drafts are being verified now, so that none can be dropped that is judged later."""
+        changed, self._changed = self._changed, {}
+        for request in changed.values():
+            sequence = self._sequences.get(request.request_id)
+            if sequence is not None and not sequence.is_given_up:
+                self._apply(sequence)
+            if request.status is RequestStatus.RUNNING and request.request_id not in self._active:
+                self.open(request)
+
+    def _apply(self, sequence: DraftedSequence) -> None:
+        """Keep what was learnt of the request where the same drafters go on."""
+        options = sequence.request.speculation
+        meant = self._meant(options)
+        if meant.keys() != sequence.views.keys():
+            self.pause(sequence.request.request_id)
+            sequence.views = self._make_views(options)
+            return
+        for index, view in sequence.views.items():
+            view.max_tokens = meant[index]
+            self._policy.choose(view.acceptance, options.length_policy)
+        self._set_limits(sequence)
 
     def pause(self, request_id: str) -> None:
         """A request runs no more: its drafts, and what drafters hold of it, are dropped."""
@@ -179,6 +224,7 @@ class SpeculativeDecoder:
         """A request has ended; unknown ones are passed over."""
         self.pause(request_id)
         self._sequences.pop(request_id, None)
+        self._changed.pop(request_id, None)
 
     # Before a step.
 
@@ -186,6 +232,7 @@ class SpeculativeDecoder:
         """A step is to be prepared that waits for these drafters."""
         self.waited_s = 0.0
         self.gain.begin_step()
+        self._apply_changes()
         for link in self.links:
             link.begin_step(is_awaited=link in awaited)
 
@@ -250,6 +297,9 @@ class SpeculativeDecoder:
             if drafted:
                 self._judge(sequence, drafted, tokens)
             self._commit_tape(sequence, tokens)
+        self._set_limits(sequence)
+
+    def _set_limits(self, sequence: DraftedSequence) -> None:
         for index, view in sequence.views.items():
             link = self.links[index]
             if link.is_due(view):

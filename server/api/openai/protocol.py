@@ -67,6 +67,8 @@ class Speculation(BodyPart):
     """Most tokens to draft for a step, up to the server's limit. Left out: as many as pay."""
     enabled: bool | None = None
     """False decodes without drafts. The text is the same, only slower."""
+    length_policy: Literal["fixed", "threshold", "goodput"] | None = None
+    """How the length of drafts is chosen. Left out: as the server does it."""
 
 
 class Prediction(BodyPart):
@@ -222,6 +224,12 @@ class GenerationBody(BodyPart):
         return self.prompt_logprobs
 
 
+class SpeculationPatch(Speculation):
+    """How a live request is drafted for from its next step on; what is left out stays as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class RequestPatch(BodyPart):
     """PATCH /v1/requests/{id}: what may change while a request lives; None leaves it as it is."""
 
@@ -231,6 +239,8 @@ class RequestPatch(BodyPart):
     """The new priority; lower runs first. Left out: as it is."""
     deadline_ms: Milliseconds | None = None
     """The new deadline in milliseconds from the request's arrival. Left out: as it is."""
+    speculation: SpeculationPatch | None = None
+    """How it is drafted for from the next step on; no token changes. Left out: as it is."""
 
 
 class CompletionRequest(GenerationBody):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.plan.request import Request, SpeculationOptions
+from engine.plan.request import Request, RequestStatus, SpeculationOptions
+from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
 from engine.plan.speculation.drafter import Draft, DraftJob
+from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
@@ -40,9 +43,11 @@ class NotingPolicy(FixedPolicy):
         self.waits_s.append(draft_s)
         return super().wanted(acceptance, limit, draft_s)
 
-    def num_served(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+    def served(
+        self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
+    ) -> list[int]:
         self.shared.append(list(seconds))
-        return super().num_served(gains, seconds)
+        return super().served(acceptances, gains, seconds)
 
 
 class World:
@@ -603,6 +608,125 @@ def test_what_a_step_brings_is_half_of_all_drafts_at_first_and_then_the_mean_of_
     assert SpeculativeDecoder.without_drafters().tokens_a_step == 1
 
 
+# Changes while a request lives.
+
+
+def retune(world: World, request: Request, **change: Any) -> None:
+    """As a caller asks between two steps."""
+    request.retune(DraftingChange(**change))
+    world.decoder.retune(request)
+
+
+def test_a_shorter_draft_holds_from_the_next_step_on() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8, 9)
+    retune(world, a, num_tokens=2)
+    drafted = world.verify(a)
+    assert ids(drafted) == [7, 8, 9], "the step is being prepared"
+    world.commit(a, 7, 8, 9, 5, drafted=drafted)
+    world.decoder.begin_step(())
+    assert world.job().num_wanted == 2
+    world.answer(world.job(), 1, 2)
+    assert ids(world.verify(a)) == [1, 2]
+    retune(world, a, num_tokens=4)
+    world.decoder.begin_step(())
+    assert world.decoder.drafting_of(a).num_tokens == 4
+    assert world.job().num_wanted == 2, "two are there"
+
+
+def test_what_is_drafted_already_is_cut_to_the_new_length() -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8, 9)
+    retune(world, a, num_tokens=1)
+    world.decoder.begin_step(())
+    assert ids(world.verify(a)) == [7]
+
+
+def test_drafting_may_end_and_begin_again_and_is_counted_on() -> None:
+    world = World()
+    a = world.open()
+    a.status = RequestStatus.RUNNING
+    world.answer(world.job(), 7, 8)
+    drafted = world.verify(a)
+    retune(world, a, enabled=False)
+    assert world.decoder.drafting_of(a).why_off == "The request asks for no drafts."
+    world.commit(a, 7, 5, drafted=drafted)
+    assert a.spec_stats is not None and a.spec_stats.num_rounds == 1, "a round under way is judged"
+    world.decoder.begin_step(())
+    assert world.decoder.links[0].jobs(ahead=True) == []
+    assert world.decoder.links[0].take_closed() == ["a"]
+    retune(world, a, enabled=True)
+    world.decoder.begin_step(())
+    job = world.job()
+    assert synced(job)[:2] == (0, (0, 1, 2, 7, 5)), "it is told all of it anew"
+    assert a.spec_stats.num_rounds == 1
+
+
+def test_an_answer_from_before_the_drafters_changed_is_stale() -> None:
+    world = World("ngram", "draft_model")
+    a = world.open()
+    a.status = RequestStatus.RUNNING
+    job = world.job()
+    retune(world, a, method="draft_model")
+    world.decoder.begin_step(())
+    world.answer(job, 7, 8)
+    assert world.verify(a) == ()
+    assert world.decoder.links[0].jobs(ahead=True) == []
+    retune(world, a, method="auto")
+    world.decoder.begin_step(())
+    world.answer(job, 7, 8)
+    assert world.verify(a) == (), "nor is it when it comes back"
+
+
+def test_a_change_keeps_what_was_learnt_where_the_drafters_stay() -> None:
+    world = World()
+    a = world.open()
+    for _ in range(5):
+        world.answer(world.job(), 7)
+        world.commit(a, 7, 5, drafted=world.verify(a))
+    (view,) = world.decoder._sequences["a"].views.values()
+    retune(world, a, length_policy="threshold", num_tokens=2)
+    world.decoder.begin_step(())
+    (same,) = world.decoder._sequences["a"].views.values()
+    assert same is view
+    assert (view.acceptance.num_rounds, view.acceptance.pacing.policy) == (5, "threshold")
+    assert world.decoder.drafting_of(a).length_policy == "threshold"
+
+
+def test_who_waits_is_drafted_for_as_was_asked_when_it_runs() -> None:
+    world = World()
+    request = make_request("late", 3, max_tokens=20)
+    retune(world, request, enabled=False)
+    world.decoder.begin_step(())
+    assert world.decoder._sequences == {}
+    retune(world, request, enabled=True, num_tokens=3)
+    world.decoder.begin_step(())
+    world.decoder.open(request)
+    assert world.decoder.drafting_of(request).num_tokens == 3
+
+
+def test_what_was_given_up_is_not_taken_up_again() -> None:
+    world = World()
+    a = world.open()
+    a.status = RequestStatus.RUNNING
+    world.decoder.give_up("a")
+    retune(world, a, enabled=True, num_tokens=2)
+    world.decoder.begin_step(())
+    assert world.decoder.links[0].jobs(ahead=True) == []
+    assert "not finite" in str(world.decoder.drafting_of(a).why_off)
+
+
+def test_a_change_of_what_has_ended_is_forgotten() -> None:
+    world = World()
+    a = world.open()
+    retune(world, a, num_tokens=2)
+    world.decoder.close("a")
+    world.decoder.begin_step(())
+    assert world.decoder._sequences == {}
+
+
 # What is said of it.
 
 
@@ -620,13 +744,14 @@ def test_why_nothing_is_drafted_for_anyone() -> None:
 def test_how_a_request_is_drafted_for() -> None:
     world = World("ngram", "draft_model")
     a = world.open()
-    assert world.decoder.drafting_of(a) == RequestDrafting(("ngram", "draft_model"), None, 4, None)
+    methods = ("ngram", "draft_model")
+    assert world.decoder.drafting_of(a) == RequestDrafting(methods, None, 4, 4, "fixed", None)
     world.answer(world.job(index=1), 7, 8, index=1)
     assert world.decoder.drafting_of(a).drafter == "draft_model"
     world.commit(a, 7, drafted=world.verify(a))
     assert world.decoder.drafting_of(a).drafter == "draft_model", "the newest drafts were its own"
-    only = world.open("b", method="ngram", num_tokens=2)
-    assert world.decoder.drafting_of(only) == RequestDrafting(("ngram",), None, 2, None)
+    only = world.open("b", method="ngram", num_tokens=2, length_policy="goodput")
+    assert world.decoder.drafting_of(only) == RequestDrafting(("ngram",), None, 2, 2, "goodput", None)
 
 
 def test_why_nothing_is_drafted_for_a_request() -> None:
@@ -635,7 +760,7 @@ def test_why_nothing_is_drafted_for_a_request() -> None:
 
     def why(request: Request) -> str:
         found = decoder.drafting_of(request)
-        assert found.num_tokens == 0
+        assert found.length == 0
         return str(found.why_off)
 
     assert why(make_request("new", 3)) == "It does not run."
@@ -669,11 +794,11 @@ def test_a_request_is_off_where_all_of_its_drafters_are() -> None:
     on = DrafterState("heads", 4, "sync", None)
     state = DraftingState("auto", (off, on), None)
     assert state.is_on
-    drafting = RequestDrafting(("ngram", "heads"), "ngram", 3, None)
-    assert drafting.within(state) == RequestDrafting(("ngram", "heads"), "ngram", 3, None, "sync")
-    alone = RequestDrafting(("ngram",), "ngram", 3, None)
-    assert alone.within(state) == RequestDrafting(("ngram",), "ngram", 0, "It fails.", "off")
-    paused = RequestDrafting(("ngram",), None, 0, "It does not run.")
+    both = RequestDrafting(("ngram", "heads"), "ngram", 4, 3, "goodput", None)
+    assert both.within(state) == replace(both, schedule="sync")
+    alone = replace(both, methods=("ngram",))
+    assert alone.within(state) == replace(alone, length=0, why_off="It fails.", schedule="off")
+    paused = replace(alone, length=0, why_off="It does not run.")
     assert paused.within(state).why_off == "It does not run.", "the nearer reason"
-    nobody = RequestDrafting((), None, 0, "No drafter.")
+    nobody = replace(paused, methods=())
     assert nobody.within(state) == nobody
