@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -27,6 +29,7 @@ from transformers import (
     PreTrainedConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from engine.compute.native.decoder import NativeDecoder
@@ -84,7 +87,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo3 1B": lambda: Olmo3Config(**Shape(2048, 8192, 16, 16, 128).options()),
     "ministral 1B": lambda: MinistralConfig(**_1B, sliding_window=4096),
     "seed-oss 1B": lambda: SeedOssConfig(**_1B),
-    "exaone4 1.2B": lambda: Exaone4Config(**Shape(2048, 4096, 32, 8, 64).options(), sliding_window=None),
+    "exaone4 1.2B": lambda: Exaone4Config(**Shape(2048, 4096, 32, 8, 64).options()),
+    "glm4 1B": lambda: Glm4Config(**_1B, partial_rotary_factor=0.5),
+    "cohere2 1B": lambda: Cohere2Config(**_1B),
+    "starcoder2 3B": lambda: Starcoder2Config(**Shape(3072, 12_288, 24, 2, 128).options()),
 }
 
 

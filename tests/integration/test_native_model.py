@@ -20,7 +20,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import compiler, install
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import StartRefused
@@ -31,7 +31,7 @@ from tests.support.repetitive_world import WORDS, repetitive_model
 from tests.support.speculated import engine_of, single_threaded
 from tests.support.tiny_models import save_tiny_model, tiny_model
 
-OURS = (NativeAttention, NativeGatedMlp, NativeRmsNorm, NativeLinear)
+OURS = (NativeAttention, NativeMlp, NativeNorm, NativeLinear)
 # What each is, and how many of each of OURS stand in it, with those that are inside others.
 WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "llama": ({}, (2, 2, 5)),
@@ -43,14 +43,17 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "granite": ({}, (2, 2, 5)),
     "mixtral": ({}, (2, 0, 5)),
     "phi3": ({"head_dim": 64}, (2, 2, 5)),
+    "cohere2": ({}, (2, 2, 3)),
     "exaone4": ({}, (2, 2, 5)),
     "gemma2": ({}, (2, 2, 9)),
     "gemma3": ({}, (4, 4, 17)),
+    "glm4": ({"head_dim": 64}, (2, 2, 9)),
     "ministral": ({}, (2, 2, 5)),
     "olmo2": ({}, (2, 2, 5)),
     "olmo3": ({}, (2, 2, 5)),
     "seed_oss": ({}, (2, 2, 5)),
     "smollm3": ({}, (2, 2, 5)),
+    "starcoder2": ({}, (2, 2, 5)),
 }
 
 

@@ -19,11 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    Cohere2Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -49,6 +51,7 @@ from transformers import (
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 512
@@ -124,11 +127,14 @@ _EVERY_OTHER: dict[str, Any] = {
 }
 # More that attend in all layers, each in a way that the compiled kernels know apart.
 _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
+    "cohere2": lambda: Cohere2Config(**_GROUPED_16, **_EVERY_OTHER),
     "exaone4": lambda: Exaone4Config(**_GROUPED_16, **_EVERY_OTHER, sliding_window_pattern=2),
+    "glm4": lambda: Glm4Config(**_GROUPED_16, partial_rotary_factor=0.5, attention_bias=True),
     "ministral": lambda: MinistralConfig(**_GROUPED_16, **_EVERY_OTHER),
     "olmo3": lambda: Olmo3Config(**_GROUPED, **_EVERY_OTHER),
     "seed_oss": lambda: SeedOssConfig(**_GROUPED_16, attention_out_bias=True),
     "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
+    "starcoder2": lambda: Starcoder2Config(**_GROUPED),
 }
 
 _OF_BOTH_KINDS = ["sliding_attention", "full_attention"] * 2

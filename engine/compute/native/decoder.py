@@ -14,7 +14,7 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, PagedRow
 from engine.compute.native.families import is_plain
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.layer_form import common_form, decoder_record, layer_record
-from engine.compute.native.modules import NativeRmsNorm
+from engine.compute.native.modules import NativeNorm
 from engine.compute.native.places import is_unhooked
 from engine.compute.native.records import INDEX, POINTER, DecoderLayer, DecoderStep
 from engine.compute.native.rotation_table import kind_of_layer, rotation_tables
@@ -121,7 +121,7 @@ class NativeDecoder(nn.Module):
 
 
 def _norm_is_ours(base: Any) -> bool:
-    return type(getattr(base, "norm", None)) is NativeRmsNorm
+    return type(getattr(base, "norm", None)) is NativeNorm
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> Any:

@@ -24,8 +24,9 @@ def _always(_attention: Any) -> bool:
 class Family:
     """What the code of a family computes and its modules do not show; by default what Llama's does.
 
-    With `rotates_at_once` a rotated number is rounded once; `rotates` is true for an attention that rotates
-    heads by their positions at all.
+    With `rotates_at_once` a rotated number is rounded once. With `rotates_pairs` neighbours are rotated
+    together and not halves, and with `has_paired_angles` angles come in that order. `rotates` is true for
+    an attention that rotates heads by their positions at all.
 
     Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
     of `layer_form`, each half added to what it was given, and nothing comes between layers. What is added is
@@ -35,14 +36,24 @@ class Family:
 
     norm: NormKind = NormKind.ROUNDED
     rotates_at_once: bool = False
+    rotates_pairs: bool = False
+    has_paired_angles: bool = False
     rotates: Callable[[Any], bool] = _always
     is_plain: bool = True
 
 
 FAMILIES: dict[str, Family] = {
+    "cohere2": Family(
+        norm=NormKind.CENTRED,
+        rotates_at_once=True,
+        rotates_pairs=True,
+        has_paired_angles=True,
+        rotates=lambda attention: attention.sliding_window is not None,
+    ),
     "exaone4": Family(rotates=lambda attention: attention.sliding_window is None or attention.is_sliding),
     "gemma2": Family(norm=NormKind.ONE_MORE),
     "gemma3": Family(norm=NormKind.ONE_MORE),
+    "glm4": Family(rotates_pairs=True),
     "granite": Family(),
     "llama": Family(),
     "ministral": Family(),
@@ -57,14 +68,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(is_plain=False),
     "seed_oss": Family(),
     "smollm3": Family(rotates=lambda attention: bool(attention.use_rope)),
+    "starcoder2": Family(norm=NormKind.CENTRED),
 }
 # Of these, projections are plain modules that are only ever called.
-PROJECTIONS = frozenset(
-    {
-        *("cohere", "cohere2", "gemma", "glm", "glm4", "gpt_neox", "granitemoe"),
-        *("phi", "stablelm", "starcoder2"),
-    }
-)
+PROJECTIONS = frozenset({"cohere", "gemma", "glm", "gpt_neox", "granitemoe", "phi", "stablelm"})
 
 
 def is_known(model: nn.Module) -> bool:
@@ -84,7 +91,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def is_whole(module: nn.Module, kind: str) -> bool:
-    """True for an `Attention`, `MLP` or `RMSNorm` (`kind`) that is one of those read."""
+    """True for an `Attention`, `MLP` or `Norm` (`kind`) that is one of those read."""
     return family_of(module) is not None and type(module).__name__.endswith(kind)
 
 

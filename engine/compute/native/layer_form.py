@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.compute.native.families import is_plain
 from engine.compute.native.kernels import NO_NORM
-from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeRmsNorm
+from engine.compute.native.modules import NativeAttention, NativeMlp, NativeNorm
 from engine.compute.native.records import Decoder, DecoderLayer, Norm
 
 
@@ -38,6 +38,10 @@ NORM_NAMES = (
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    NormNames(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    ),
+    NormNames(before_attention="input_layernorm"),  # read by both halves
     NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
 )
 
@@ -53,6 +57,7 @@ class LayerForm:
     sizes: tuple[int, ...]  # of all projections
     head_dim: int
     activation: int
+    is_gated: bool
     residual_multiplier: float
 
     @classmethod
@@ -67,7 +72,13 @@ class LayerForm:
         linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         sizes = tuple(size for linear in linears for size in (linear.in_features, linear.out_features))
         multiplier = getattr(layer, "residual_multiplier", 1.0)
-        return cls(names, sizes, attention.head_dim, mlp.activation, multiplier)
+        form = cls(names, sizes, attention.head_dim, mlp.activation, mlp.is_gated, multiplier)
+        return None if form.is_parallel and multiplier != 1.0 else form
+
+    @property
+    def is_parallel(self) -> bool:
+        """True where attention and MLP read the same: what a single norm gives."""
+        return tuple(self.norm_names) == (self.norm_names.before_attention,)
 
 
 def common_form(layers: Iterable[Any]) -> LayerForm | None:
@@ -83,9 +94,7 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     """
     parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
     for names in NORM_NAMES:
-        if parts == {"self_attn": NativeAttention, "mlp": NativeGatedMlp} | dict.fromkeys(
-            names, NativeRmsNorm
-        ):
+        if parts == {"self_attn": NativeAttention, "mlp": NativeMlp} | dict.fromkeys(names, NativeNorm):
             return names
     return None
 
@@ -111,7 +120,7 @@ def decoder_record(base: Any, form: LayerForm, layers: ctypes.Array[DecoderLayer
         layers,
         base.norm.weights.record,
         attention.form.record(heads, kv_heads, dim, rotary),
-        *(len(layers), first.qkv.k, first.down.k, form.activation, True, False),
+        *(len(layers), first.qkv.k, first.down.k, form.activation, form.is_gated, form.is_parallel),
         form.residual_multiplier,
     )
 

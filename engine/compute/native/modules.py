@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.native.block_panels import BlockPanels, joined
-from engine.compute.native.families import family_of, is_whole
+from engine.compute.native.families import Family, family_of, is_whole
 from engine.compute.native.kernels import (
     MAX_GROUP,
     MAX_HEAD_DIM,
@@ -25,7 +25,8 @@ from engine.compute.native.kernels import (
     NormWeights,
 )
 from engine.compute.native.packed_weights import PackedWeights
-from engine.compute.native.records import Activation
+from engine.compute.native.records import Activation, NormKind
+from engine.compute.native.rotation_table import halves_apart
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -101,7 +102,7 @@ def _joined_weights(kernels: NativeKernels, linears: Sequence[nn.Linear | Native
     return joined(parts, bias)
 
 
-class NativeRmsNorm(nn.Module):
+class NativeNorm(nn.Module):
     """A norm of rows, as the original's family computes it."""
 
     def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
@@ -115,7 +116,7 @@ class NativeRmsNorm(nn.Module):
         """True for one that can be computed; its output is still to be compared."""
         weight = getattr(norm, "weight", None)
         return (
-            is_whole(norm, "RMSNorm")
+            (is_whole(norm, "Norm") or type(norm) is nn.LayerNorm)
             and isinstance(weight, torch.Tensor)
             and isinstance(_eps(norm), float)
             and weight.dtype is dtype
@@ -138,8 +139,11 @@ _ACTIVATIONS = {
 }
 
 
-class NativeGatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)); gate and up may be one projection, gate first."""
+class NativeMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
+
+    Gate and up are one projection, gate first.
+    """
 
     def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
         super().__init__()
@@ -148,6 +152,7 @@ class NativeGatedMlp(nn.Module):
         self._kernels = kernels
         self.gate_up = NativeLinear(kernels, *(getattr(mlp, name) for name in names.first))
         self.down = NativeLinear(kernels, getattr(mlp, names.last))
+        self.is_gated = names.is_gated
         self.activation = _ACTIVATIONS[type(getattr(mlp, names.activation)).__name__]
 
     @staticmethod
@@ -161,13 +166,14 @@ class NativeGatedMlp(nn.Module):
         linears = _linears(mlp, (*names.first, names.last), dtype)
         if not linears:
             return False
-        sizes = {linear.out_features for linear in linears[:-1]}
-        return len(sizes) == 1 and sum(linear.out_features for linear in linears[:-1]) % (2 * PANEL) == 0
+        sizes = [linear.out_features for linear in linears[:-1]]
+        return len(set(sizes)) == 1 and sum(sizes) % (2 * PANEL if names.is_gated else PANEL) == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
         rows = x.reshape(-1, x.shape[-1])
-        down: torch.Tensor = self.down(self._kernels.activate(self.gate_up(rows), self.activation))
+        act = self._kernels.activate(self.gate_up(rows), self.activation, is_gated=self.is_gated)
+        down: torch.Tensor = self.down(act)
         return down.view(x.shape)
 
 
@@ -177,11 +183,13 @@ class _MlpNames(NamedTuple):
     first: tuple[str, ...]
     last: str
     activation: str
+    is_gated: bool = True
 
 
 _MLP_NAMES = (
     _MlpNames(("gate_proj", "up_proj"), "down_proj", "act_fn"),
     _MlpNames(("gate_up_proj",), "down_proj", "activation_fn"),
+    _MlpNames(("c_fc",), "c_proj", "act", is_gated=False),
 )
 
 
@@ -207,7 +215,9 @@ class NativeAttention(nn.Module):
         self.output = NativeLinear(kernels, original.o_proj)
         self.form = _head_form(original)
         self.head_dim: int = original.head_dim
-        self.is_rotated = _is_rotated(original)
+        family = _family(original)
+        self.is_rotated = family.rotates(original)
+        self._has_paired_angles = family.has_paired_angles
         self.call = call
 
     @staticmethod
@@ -243,8 +253,10 @@ class NativeAttention(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         call = self.call
         pages = context.kv.keys[call.layer], context.kv.values[call.layer]
-        cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
-        rotation = (cos, sin) if self.is_rotated else None
+        rotation = None
+        if self.is_rotated:
+            cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
+            rotation = (halves_apart(cos), halves_apart(sin)) if self._has_paired_angles else (cos, sin)
         qkv = self.qkv(hidden_states[0])
         query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
@@ -254,15 +266,16 @@ class NativeAttention(nn.Module):
 def _has_norms(original: Any, dtype: torch.dtype) -> bool:
     """True where norms of queries and keys are of single heads, or of all heads of a token."""
     norms = original.q_norm, original.k_norm
-    if not all(NativeRmsNorm.fits(norm, dtype) for norm in norms):
+    if not all(NativeNorm.fits(norm, dtype) for norm in norms):
         return False
     whole = tuple(linear.out_features for linear in (original.q_proj, original.k_proj))
     return tuple(norm.weight.numel() for norm in norms) in ((original.head_dim,) * 2, whole)
 
 
-def _is_rotated(original: nn.Module) -> bool:
+def _family(original: nn.Module) -> Family:
     family = family_of(original)
-    return family is None or family.rotates(original)
+    assert family is not None, "only attentions that fit are asked for"
+    return family
 
 
 def _qkv_names(original: nn.Module) -> tuple[str, ...]:
@@ -304,9 +317,10 @@ def _joined_bias(linears: Sequence[nn.Linear | NativeLinear], dtype: torch.dtype
 
 
 def _norm_weights(norm: Any) -> NormWeights:
+    bias = getattr(norm, "bias", None)
     family = family_of(norm)
-    assert family is not None, "only norms that fit are asked for"
-    return NormWeights(norm.weight.detach(), _eps(norm), family.norm)
+    kind = NormKind.CENTRED if family is None else family.norm  # None is torch's own
+    return NormWeights(norm.weight.detach(), _eps(norm), kind, None if bias is None else bias.detach())
 
 
 def _eps(norm: Any) -> Any:
@@ -314,9 +328,8 @@ def _eps(norm: Any) -> Any:
 
 
 def _head_form(original: Any) -> HeadForm:
-    family = family_of(original)
-    assert family is not None, "only attentions that fit are asked for"
-    form = HeadForm(at_once=family.rotates_at_once)
+    family = _family(original)
+    form = HeadForm(in_pairs=family.rotates_pairs, at_once=family.rotates_at_once)
     if not hasattr(original, "q_norm"):
         return form
     norms = _norm_weights(original.q_norm), _norm_weights(original.k_norm)

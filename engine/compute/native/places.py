@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Place:
     """The name of a module in its model, and in plain words what it is."""
 
     ATTENTION: ClassVar[str] = "attentions"
-    MLP: ClassVar[str] = "gated MLPs"
+    MLP: ClassVar[str] = "MLPs"
     NORM: ClassVar[str] = "norms"
     LINEAR: ClassVar[str] = "projections"
 
@@ -28,8 +28,8 @@ class Place:
 
 _KINDS: tuple[tuple[str, Any], ...] = (
     (Place.ATTENTION, NativeAttention),
-    (Place.MLP, NativeGatedMlp),
-    (Place.NORM, NativeRmsNorm),
+    (Place.MLP, NativeMlp),
+    (Place.NORM, NativeNorm),
     (Place.LINEAR, NativeLinear),
 )
 

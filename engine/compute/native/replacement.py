@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.native.modules import NativeAttention, NativeGatedMlp, NativeLinear, NativeRmsNorm
+from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.observation import Observation, Seen
 from engine.compute.native.places import Place
 
@@ -40,8 +40,8 @@ def make_equal(
 
 
 _SIMPLE: dict[str, Any] = {
-    Place.MLP: NativeGatedMlp,
-    Place.NORM: NativeRmsNorm,
+    Place.MLP: NativeMlp,
+    Place.NORM: NativeNorm,
     Place.LINEAR: NativeLinear,
 }
 

@@ -253,7 +253,7 @@ def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.Monke
         return found.model.compiled
 
     # Heads of 16 are too narrow for attention.
-    modules = f"{forms_of()[0].name}: 2 gated MLPs, 5 norms, 9 projections"
+    modules = f"{forms_of()[0].name}: 2 MLPs, 5 norms, 9 projections"
     assert told() == f"{modules}; the first start compiles them, in a few seconds"
     monkeypatch.setattr("engine.compute.native.install.find_library", lambda home, build: home)
     assert told("--compile", "on") == modules

@@ -63,22 +63,44 @@ def only(code: dict[str, str], ending: str) -> str:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_parts_are_what_was_read(family: str) -> None:
     """Should these fail: read the new code, then the kernels, then write it down here."""
-    code = code_of(family)
+    code, known = code_of(family), FAMILIES[family]
     assert only(code, "Attention").splitlines() in attentions(family)
-    assert only(code, "RMSNorm").splitlines() == NORMS[FAMILIES[family].norm]
-    assert code["rotate_half"].splitlines() == HALVES
-    rotated = [AT_ONCE] if FAMILIES[family].rotates_at_once else [ROTATED, PARTLY_ROTATED]
-    assert [line for line in code["apply_rotary_pos_emb"].splitlines() if "unsqueeze" not in line] in rotated
-    if FAMILIES[family].norm is NormKind.ONE_MORE:
+    if family not in NORMED_BY_TORCH:
+        assert only(code, "Norm").splitlines() == NORMS[known.norm]
+    if known.norm is NormKind.ONE_MORE:
         assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
     if family != "mixtral":  # whose experts are computed together
         assert only(code, "MLP").splitlines() in MLPS
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_heads_are_rotated_as_was_read(family: str) -> None:
+    code, known = code_of(family), FAMILIES[family]
+    assert code["rotate_half"].splitlines() in (PAIRS if known.rotates_pairs else [HALVES])
+    rotated = [line for line in code["apply_rotary_pos_emb"].splitlines() if "unsqueeze" not in line]
+    assert rotated in ROTATIONS[known.rotates_at_once, known.rotates_pairs]
+    angles = only(code, "RotaryEmbedding")
+    assert ("emb = torch.repeat_interleave(freqs, 2, dim=-1)" in angles) is known.has_paired_angles
+    assert ("emb = torch.cat((freqs, freqs), dim=-1)" in angles) is not known.has_paired_angles
 
 
 HALVES = [
     "x1 = x[..., :x.shape[-1] // 2]",
     "x2 = x[..., x.shape[-1] // 2:]",
     "return torch.cat((-x2, x1), dim=-1)",
+]
+PAIRS = [
+    [
+        "x1 = x[..., 0::2]",
+        "x2 = x[..., 1::2]",
+        "return torch.stack((-x2, x1), dim=-1).flatten(-2)",
+    ],
+    [
+        "x1 = x[..., ::2]",
+        "x2 = x[..., 1::2]",
+        "rot_x = torch.stack([-x2, x1], dim=-1).flatten(-2)",
+        "return rot_x",
+    ],
 ]
 ROTATED = [
     "q_embed = q * cos + rotate_half(q) * sin",
@@ -99,6 +121,32 @@ PARTLY_ROTATED = [
     "k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)",
     "return (q_embed, k_embed)",
 ]
+_APART = PARTLY_ROTATED[:3]
+PAIRS_ROTATED = [
+    "cos = cos[..., :cos.shape[-1] // 2].repeat_interleave(2, dim=-1)",
+    "sin = sin[..., :sin.shape[-1] // 2].repeat_interleave(2, dim=-1)",
+    *_APART,
+    "q_embed = q_rot * cos + rotate_half(q_rot) * sin",
+    "k_embed = k_rot * cos + rotate_half(k_rot) * sin",
+    "q_embed = torch.cat([q_embed, q_pass], dim=-1)",
+    "k_embed = torch.cat([k_embed, k_pass], dim=-1)",
+    "return (q_embed, k_embed)",
+]
+PAIRS_AT_ONCE = [
+    "dtype = q.dtype",
+    "q = q.float()",
+    "k = k.float()",
+    *ROTATED[:2],
+    "return (q_embed.to(dtype=dtype), k_embed.to(dtype=dtype))",
+]
+# By whether numbers are rounded once, and neighbours are rotated together.
+ROTATIONS = {
+    (False, False): [ROTATED, PARTLY_ROTATED],
+    (True, False): [AT_ONCE],
+    (False, True): [PAIRS_ROTATED],
+    (True, True): [PAIRS_AT_ONCE],
+}
+NORMED_BY_TORCH = {"starcoder2"}
 NORMS = {
     NormKind.ROUNDED: [
         "input_dtype = hidden_states.dtype",
@@ -113,6 +161,15 @@ NORMS = {
         "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
         "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
         "return (self.weight * hidden_states).to(input_dtype)",
+    ],
+    NormKind.CENTRED: [
+        "input_dtype = hidden_states.dtype",
+        "hidden_states = hidden_states.to(torch.float32)",
+        "mean = hidden_states.mean(-1, keepdim=True)",
+        "variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)",
+        "hidden_states = (hidden_states - mean) * torch.rsqrt(variance + self.variance_epsilon)",
+        "hidden_states = self.weight.to(torch.float32) * hidden_states",
+        "return hidden_states.to(input_dtype)",
     ],
     NormKind.ONE_MORE: [
         "output = self._norm(x.float())",
@@ -130,6 +187,12 @@ MLPS = [
         "gate, up_states = up_states.chunk(2, dim=-1)",
         "up_states = up_states * self.activation_fn(gate)",
         "return self.down_proj(up_states)",
+    ],
+    [
+        "hidden_states = self.c_fc(hidden_states)",
+        "hidden_states = self.act(hidden_states)",
+        "hidden_states = self.c_proj(hidden_states)",
+        "return hidden_states",
     ],
 ]
 _SHAPES = ["input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"]
@@ -178,6 +241,7 @@ _ATTENDS = [
 PROJECTED = (_PLAIN, _NORMED_AT_ONCE, _NORMED, _NORMED_IN_ROWS, _FUSED)
 # What a family's `rotates` says too.
 ROTATED_WHERE = {
+    "cohere2": "self.sliding_window is not None",
     "exaone4": "self.sliding_window is None or self.is_sliding",
     "smollm3": "self.use_rope",
 }
@@ -207,6 +271,8 @@ def test_layers_norm_where_the_names_of_their_norms_say(family: str) -> None:
 
 def layer_code(names: NormNames) -> list[str]:
     """What a layer does whose norms are called so, where nothing is multiplied."""
+    if not names.before_mlp and not names.after_mlp:
+        return PARALLEL
     lines = []
     halves = (
         (names.before_attention, "hidden_states, _ = self.self_attn()", names.after_attention),
@@ -219,6 +285,16 @@ def layer_code(names: NormNames) -> list[str]:
         lines += [f"hidden_states = self.{after}(hidden_states)"] if after else []
         lines.append("hidden_states = residual + hidden_states")
     return [*lines, "return hidden_states"]
+
+
+PARALLEL = [
+    "residual = hidden_states",
+    "hidden_states = self.input_layernorm(hidden_states)",
+    "hidden_states_attention, _ = self.self_attn()",
+    "hidden_states_mlp = self.mlp(hidden_states)",
+    "hidden_states = residual + hidden_states_attention + hidden_states_mlp",
+    "return hidden_states",
+]
 
 
 @pytest.mark.parametrize("family", PLAIN)
