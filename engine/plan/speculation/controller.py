@@ -25,6 +25,7 @@ _HYSTERESIS = 1.03
 _MARGIN = 1.05  # the best of many estimates is an overestimate, so it must be this much better than no drafts
 _PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
 _RELIEF = 0.8  # of the price at which drafting stopped, to start again
+_LONGEST_STEP = 3.0  # of one without drafts, that several requests may have to wait for
 _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
 _PRICED_SLOTS = 4  # drafts that the price of one is an average over, or one for each sequence
 _STRETCH_EVERY = 16  # rounds, in one of which a draft more is asked for than seems worth it
@@ -101,7 +102,7 @@ class GoodputPolicy(LengthPolicy):
             counts.append(candidate.acceptance.reach(_LEAST_SURVIVAL, cap))
             survivals += candidate.acceptance.survival(counts[-1])
         values = np.array(survivals)
-        order = np.argsort(-values, kind="stable")[: load.max_draft_tokens]
+        order = np.argsort(-values, kind="stable")[: self._room(load, step_s)]
         tokens = load.num_seqs + np.concatenate(([0.0], np.cumsum(values[order])))
         rates = tokens / (step_s[: len(tokens)] + load.draft_s)
         rates[0] *= _MARGIN if self._is_verifying else _MARGIN * _HYSTERESIS
@@ -113,6 +114,13 @@ class GoodputPolicy(LengthPolicy):
         self._follow(max(float(rates[best]), load.num_seqs / float(step_s[0])), slot_s)
         owners = np.repeat(np.arange(len(counts)), counts)
         return [int(count) for count in np.bincount(owners[order[:best]], minlength=len(counts))]
+
+    def _room(self, load: StepLoad, step_s: NDArray[np.float64]) -> int:
+        """The most drafts of a step: where several requests share it, one's must be no gap for the others."""
+        if load.num_seqs == 1:
+            return load.max_draft_tokens
+        fitting = int(np.searchsorted(step_s, _LONGEST_STEP * step_s[0], side="right")) - 1
+        return min(load.max_draft_tokens, fitting)
 
     def _follow_load(self, load: StepLoad) -> None:
         """Update the price where there is no draft to choose."""

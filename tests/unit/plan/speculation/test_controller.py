@@ -225,6 +225,14 @@ def test_beside_a_prefill_drafts_are_held_against_decodes_alone() -> None:
     assert sum(beside) <= sum(alone) + 4
 
 
+def test_a_long_draft_is_cut_where_others_wait_for_the_step() -> None:
+    sure = learnt(1.0, 40)
+    alone = make_policy("goodput", costs=make_costs(0.01, 0.001), max_drafts=40)
+    assert alone.lengths([Candidate(sure, 40)], load_of(1)) == [40], "it is its own gap"
+    crowd = make_policy("goodput", costs=make_costs(0.01, 0.001, 2), max_drafts=40)
+    assert crowd.lengths([Candidate(sure, 40)], load_of(2)) == [24], "a step of 12 ms may come to 36"
+
+
 def test_what_never_pays_is_drafted_no_more_until_the_load_falls() -> None:
     costs = make_costs(0.0005, 0.001, num_seqs=8)
     costs.seed([(1, n, 0.002 + 0.0001 * n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)])
