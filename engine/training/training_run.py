@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +23,15 @@ from engine.compute.runner.compute_threads import use_threads
 from engine.errors import StartRefused
 from engine.startup.build import read_chat_template, use_compute_threads
 from engine.text.tokenizer import Tokenizer
-from engine.training.prompts import builtin_prompts, read_prompts
+from engine.training.own_prompts import (
+    LONGEST_PROMPT,
+    OWN_PROMPTS_FILE,
+    keep_own_prompts,
+    opening_of,
+    read_own_prompts,
+    write_prompts,
+)
+from engine.training.prompts import Message, builtin_prompts, read_prompts
 from engine.training.sample_generator import SampleGenerator, SampleSizes
 from engine.training.samples import Sample, SampleStore, is_held_out
 from engine.training.training_plan import TrainingPlan, TrainingProgress
@@ -55,18 +64,19 @@ class TrainingRun:
         self._num_threads = torch.get_num_threads()
         self._settings = settings
         self._directory = resolve_model(settings.model, settings.home)
-        tokenizer = Tokenizer(self._directory, read_chat_template(settings))
+        self._tokenizer = Tokenizer(self._directory, read_chat_template(settings))
         self.target = load_model(self._directory, settings.model)
-        self.prompts = self._tokenize(tokenizer)
+        conversations = builtin_prompts(plan.seed) if plan.prompts is None else read_prompts(plan.prompts)
+        self.prompts = self._tokenize(conversations)
+        if not self.prompts:
+            raise StartRefused(f"No prompt leaves {_SHORTEST_ANSWER} tokens of the context for its answer.")
         self._keeps_hidden = keeps_hidden
         fingerprint = _fingerprint(self.target, self.prompts, plan)
         self.about = f"{self.target.config.model_type} {fingerprint}" + (" texts" if not keeps_hidden else "")
         self.store = SampleStore(plan.output / SAMPLES_DIRECTORY, self.about)
 
-    def _tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        plan = self._plan
-        conversations = builtin_prompts(plan.seed) if plan.prompts is None else read_prompts(plan.prompts)
-        longest = self.target.max_model_len - _SHORTEST_ANSWER
+    def _tokenize(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        tokenizer, longest = self._tokenizer, self.target.max_model_len - _SHORTEST_ANSWER
         prompts = []
         for messages in conversations:
             if tokenizer.has_chat_template:
@@ -75,9 +85,49 @@ class TrainingRun:
                 token_ids = tokenizer.encode("\n".join(str(message.get("content")) for message in messages))
             if 0 < len(token_ids) <= longest:
                 prompts.append(token_ids)
-        if not prompts:
-            raise StartRefused(f"No prompt leaves {_SHORTEST_ANSWER} tokens of the context for its answer.")
         return prompts
+
+    def _add_own_prompts(self, served: LoadedModel) -> None:
+        """Have the model write prompts, or take those that an earlier run left, and mix them with the others.
+
+        They are kept with the samples, which are numbered by them.
+        """
+        plan, directory = self._plan, self._plan.output / SAMPLES_DIRECTORY
+        opening = opening_of(self._tokenizer) if plan.num_own_prompts else None
+        if opening is None:
+            return
+        texts = read_own_prompts(directory)
+        if texts is None and next(self.store.shards(), None) is not None:
+            raise StartRefused(
+                f"{directory / OWN_PROMPTS_FILE} is missing, and the samples there answer what was in it: "
+                "choose another --output, or remove them."
+            )
+        if texts is None:
+            texts, began = [], time.monotonic()
+            generator = self._generator(served, [opening], LONGEST_PROMPT)
+            stops, wanted = self.target.eos_token_ids, plan.num_own_prompts
+            for text in write_prompts(generator, self._tokenizer, stops, wanted):
+                texts.append(text)
+                self._progress.update("ask", len(texts), wanted, f"{len(texts):,} prompts")
+                if self._progress.is_stopped():
+                    return
+            keep_own_prompts(directory, texts)
+            self.seconds["ask"] = time.monotonic() - began
+        own = [[{"role": "user", "content": text}] for text in texts]
+        self.prompts += self._tokenize(own)
+        random.Random(plan.seed).shuffle(self.prompts)
+
+    def _generator(
+        self, served: LoadedModel, prompts: Sequence[Sequence[int]], longest: int
+    ) -> SampleGenerator:
+        return SampleGenerator(
+            served,
+            prompts,
+            sizes=SampleSizes(self._plan.batch_size, longest),
+            seed=self._plan.seed,
+            keeps_hidden=self._keeps_hidden,
+            row_draw=find_row_draw(served, self._settings.model, self._settings.home),
+        )
 
     def served_target(self) -> LoadedModel:
         """Another copy of the target, as it is served: on compiled kernels where these can be had."""
@@ -104,17 +154,13 @@ class TrainingRun:
 
         `share` of the minutes allowed may be over by then.
         """
+        self._add_own_prompts(served)
+        if self._progress.is_stopped():
+            return []
         plan, began = self._plan, time.monotonic()
         samples = list(self.store.read())
         num_tokens = sum(len(sample.token_ids) for sample in samples)
-        generator = SampleGenerator(
-            served,
-            self.prompts,
-            sizes=SampleSizes(plan.batch_size, plan.max_new_tokens),
-            seed=plan.seed,
-            keeps_hidden=self._keeps_hidden,
-            row_draw=find_row_draw(served, self._settings.model, self._settings.home),
-        )
+        generator = self._generator(served, self.prompts, plan.max_new_tokens)
         deadline = self.deadline(share)
         fresh: list[Sample] = []
         if num_tokens < plan.num_tokens:
@@ -165,5 +211,6 @@ class TrainingRun:
 def _fingerprint(target: LoadedModel, prompts: Sequence[Sequence[int]], plan: TrainingPlan) -> str:
     """What samples depend on, in short: the target's weights, the prompts, and how they are answered."""
     digest = hashlib.sha256(sample_weights(target).numpy().tobytes())
-    digest.update(json.dumps([list(map(list, prompts)), plan.seed, plan.max_new_tokens]).encode())
+    sizes = [plan.seed, plan.max_new_tokens, plan.num_own_prompts]
+    digest.update(json.dumps([list(map(list, prompts)), *sizes]).encode())
     return digest.hexdigest()[:32]

@@ -154,6 +154,10 @@ TRAIN_DRAFTER: Final = TrainCommand(
     _DRAFTER,
     (
         *_numbers(tokens=600_000, token_ids=8192, epochs=12, answer=384, batch=48),
+        _Number(
+            *("--own-prompts", "num_own_prompts", 2000, 0, 1e6),
+            "prompts that the model writes itself, beside the others; 0 for none",
+        ),
         _Number("--steps", "num_steps", 4, 1, 8, "for how many tokens it learns to go on by itself"),
         _Number("--window", "window", 512, 16, 1e6, "positions that it sees of what went before"),
     ),

@@ -14,6 +14,7 @@ from rich.table import Table
 
 _LINE_EVERY_S = 15.0
 _TITLES = {
+    "ask": "the model writes prompts",
     "generate": "the model answers prompts",
     "features": "the model reads its answers",
     "train": "the drafter learns",

@@ -17,6 +17,7 @@ from engine.compute.drafters.eagle_layer import EagleLayer, EagleShape, fresh_co
 from engine.compute.drafters.medusa import couple
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.errors import StartRefused
+from engine.text.tokenizer import Tokenizer
 from engine.training.eagle_chain import TrainedChain
 from engine.training.eagle_evaluation import DEPTH, evaluate_layer, num_right
 from engine.training.eagle_features import Example, FeatureReader, FeatureShards
@@ -31,6 +32,7 @@ from engine.training.eagle_training import (
     start_like_target,
 )
 from engine.training.fitting import FitOptions
+from engine.training.own_prompts import OWN_PROMPTS_FILE, opening_of
 from engine.training.samples import Sample
 from engine.training.training_plan import DrafterPlan
 from tests.support.native import WITHOUT_KERNELS
@@ -350,6 +352,34 @@ def test_the_whole_run_leaves_a_drafter_that_loads_and_a_report(model: Path, tmp
     torch.testing.assert_close(load_eagle_layer(plan.output, target).state_dict(), layer.state_dict())
     with pytest.raises(StartRefused, match="another model, seed or set of prompts"):
         train_drafter(settings, replace(plan, seed=1), Watch())
+
+
+def test_prompts_that_the_model_writes_are_answered_too_and_kept(model: Path, tmp_path: Path) -> None:
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    plan = replace(make_plan(tmp_path / "out"), num_own_prompts=4)
+    stopped = Watch("generate", 3)
+    assert train_drafter(settings, plan, stopped) is None
+    assert "ask" in stopped.stages
+    kept = plan.output / "samples" / OWN_PROMPTS_FILE
+    texts = json.loads(kept.read_text(encoding="utf-8"))
+    assert 0 < len(texts) == len(set(texts)) <= 4
+    again = Watch()
+    report = train_drafter(settings, plan, again)
+    assert report is not None
+    assert "ask" not in again.stages, "they are not written twice"
+    kept.unlink()
+    with pytest.raises(StartRefused, match="is missing, and the samples there answer what was in it"):
+        train_drafter(settings, plan, Watch())
+
+
+def test_a_user_speaks_behind_what_the_template_opens_with(model: Path) -> None:
+    tokenizer = Tokenizer(model)
+    opening = opening_of(tokenizer)
+    assert opening
+    whole = tokenizer.render_chat([{"role": "user", "content": "What is it?"}])
+    assert whole[: len(opening)] == opening
+    rest = tokenizer.decode(whole[len(opening) :], skip_special_tokens=True)
+    assert rest.startswith("What is it?")
 
 
 def saved_recipe(directory: Path) -> dict[str, Any]:
