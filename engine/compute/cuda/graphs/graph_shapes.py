@@ -8,8 +8,12 @@ from typing import NamedTuple
 from engine.plan.step_records import StepInputs
 
 # Up to some 256 tokens a pass takes as long as reading the weights does: a few tokens more cost nothing.
-_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_WITH_DRAFTS = (8, 16, 32, 64, 96, 128, 192, 256)
+# Beyond, each place has its price, so the sizes stay close enough that at most a quarter of them is padding.
+_DECODES = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
+)
+_WITH_DRAFTS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 # The most new tokens of one sequence that attention takes by the kernel for drafts.
 MAX_QUERY_LEN = 48
 

@@ -1,0 +1,29 @@
+"""Which sizes of steps are recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.compute.cuda.graphs.graph_shapes import GraphShape, graph_shapes
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 256, 257, 300, 512, 1000, 1024])
+def test_every_batch_of_decodes_has_a_recording(max_num_seqs: int) -> None:
+    shapes = graph_shapes(max_num_seqs, max_draft_tokens=0)
+    for size in range(1, max_num_seqs + 1):
+        fitting = min(shape.num_tokens for shape in shapes if shape.holds(size, 1))
+        assert fitting - size <= (fitting // 4 if size > 256 else 1 + fitting // 2), "the rest is padding"
+
+
+def test_no_recording_is_larger_than_needed() -> None:
+    assert max(graph_shapes(300, 0)) == GraphShape(320)
+    assert {shape.num_tokens for shape in graph_shapes(5, 0)} == {1, 2, 4, 8}
+
+
+def test_the_largest_comes_first() -> None:
+    shapes = graph_shapes(512, 3)
+    assert shapes == sorted(shapes, reverse=True)
+
+
+def test_steps_with_drafts_are_recorded_beyond_256_tokens() -> None:
+    assert any(shape.holds(70 * 6, 6) for shape in graph_shapes(70, 5))
