@@ -19,6 +19,7 @@ from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.attention.query_temperature import scale_by_position
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.layer_taps import tap
+from engine.compute.runner.steady_rotation import keep_rotation
 from engine.plan.step_records import StepInputs
 
 
@@ -30,6 +31,7 @@ class PackedForward:
         hand_on_keywords(loaded.model)
         loaded.model.set_attn_implementation(ATTENTION_NAME)
         scale_by_position(loaded.model)
+        keep_rotation(loaded)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(loaded.device, loaded.kernels)
