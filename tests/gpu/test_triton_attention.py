@@ -127,3 +127,7 @@ def test_a_recorded_step_is_replayed_over_refilled_tables() -> None:
         context = AttentionContext(inputs, kv, ReferenceAttention())
         expected = context.attend(query[:count], key[:count], value[:count], call)
         assert_close(ours, expected.float().cpu(), kv.dtype)
+
+
+def test_more_sequences_than_a_grid_has_rows() -> None:
+    check(Noise([Chunk(row % 7) for row in range(70_000)], LayerKv(1, 16, 16), dtype=torch.float16))

@@ -25,6 +25,7 @@ if not triton.knobs.runtime.interpret:
 
 from triton.runtime import interpreter  # noqa: E402
 
+from engine.compute.cuda import triton_attention  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
@@ -177,6 +178,53 @@ def test_a_bucket_is_refilled_in_place() -> None:
         for tensor, was in zip(kv.tensors, written, strict=True):
             assert torch.equal(tensor, was)
     assert addresses == [tensor.data_ptr() for tensor in tables.work(shape).items]
+
+
+def test_places_that_no_token_fills_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after attention reads them: a router would send them, a scale would be taken from them."""
+
+    new_empty = torch.Tensor.new_empty
+
+    def not_filled(like: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        made = new_empty(like, *shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", not_filled)
+    attention = backend(16)
+    kv = KvTensors((LayerKv(1, 16, 24),), 64, 16, torch.float32, CPU)
+    tables = StepTables(CPU, attention.workforce(kv), Bucket(12, 12, 40))
+    tables.reserve([HeadShape(2, 1, None)])
+    step = attention.step(tables, kv)
+    tables.clear()
+    assert not step.attend(torch.randn(12, 2, 16), LayerCall(0, 0.3)).any()
+    for chunks in (decodes(1)[:5], [Chunk(700)]):
+        tables.fill(scattered_step(chunks, 16)[0])
+        step.write(0, torch.randn(12, 1, 16), torch.randn(12, 1, 24))
+        attended = step.attend(torch.randn(12, 2, 16), LayerCall(0, 0.3))
+        assert attended[: len(chunks)].isfinite().all() and attended[: len(chunks)].any()
+        assert not attended[len(chunks) :].any()
+
+
+class Launches:
+    """A kernel, and the grids that it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return self._kernel[grid]
+
+
+def test_any_number_of_items_and_merges_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first dimension of a grid takes more than 65,535 programs."""
+    launched = {name: Launches(getattr(triton_attention, name)) for name in ("attend_kernel", "merge_kernel")}
+    for name, launches in launched.items():
+        monkeypatch.setattr(triton_attention, name, launches)
+    check(Noise([Chunk(5), Chunk(700), Chunk(30, 60)], LayerKv(2, 16, 16), heads_of_each=2), 16)
+    for launches in launched.values():
+        assert launches.grids and all(len(grid) == 1 for grid in launches.grids)
 
 
 def test_what_a_bucket_cannot_hold_is_refused() -> None:

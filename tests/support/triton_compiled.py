@@ -138,7 +138,14 @@ def main() -> int:
                 f"{registers} registers, {stack} bytes of stack, {shared} of {limit} shared"
                 f"{'' if is_good else ' <- too much'}"
             )
-        merge = {"HAS_SINKS": True, "NUM_HEADS": 32, "DIM": 128, "PADDED": 128, "AT_ONCE": 16}
+        merge = {
+            "HAS_SINKS": True,
+            "HAS_PADDING": True,
+            "NUM_HEADS": 32,
+            "DIM": 128,
+            "PADDED": 128,
+            "AT_ONCE": 16,
+        }
         print(capability, "merge:", *compile_kernel(merge_kernel, "bf16", merge, capability))
         dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
         store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}

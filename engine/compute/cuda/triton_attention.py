@@ -91,7 +91,7 @@ class TritonStep:
         )
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """See StepAttention."""
+        """See StepAttention. The rows that a bucket has beyond the step's tokens are zero."""
         query = _dense_rows(query)
         num_tokens, num_heads, _ = query.shape
         layer = self._kv.layers[call.layer]
@@ -104,13 +104,15 @@ class TritonStep:
             if len(items):
                 self._attend_items(kind, items, query, call, (output, sums, weights))
         if len(work.merges):
-            merge_kernel[(num_heads, len(work.merges))](
+            merge_kernel[(num_heads * len(work.merges),)](
                 sums,
                 weights,
                 output,
                 call.sinks,
                 work.merges,
+                self._tables.arrays["slots"],
                 HAS_SINKS=call.sinks is not None,
+                HAS_PADDING=self._tables.has_padding,
                 NUM_HEADS=num_heads,
                 DIM=layer.value_dim,
                 PADDED=padded(layer.value_dim),
@@ -136,7 +138,7 @@ class TritonStep:
         scale, cap = call.scaling * _LOG2_E, 0.0
         if call.softcap is not None:
             scale, cap = call.scaling / call.softcap, call.softcap * _LOG2_E
-        attend_kernel[(tile.num_kv_heads * tile.head_tiles, len(items))](
+        attend_kernel[(tile.num_kv_heads * tile.head_tiles * len(items),)](
             query,
             self._kv.keys[layer],
             self._kv.values[layer],

@@ -204,12 +204,15 @@ def attend_kernel(
     tree_words,
     TILE: tl.constexpr,
 ):
-    """One work item for the heads of one tile; grid (num_kv_heads * head_tiles, items).
+    """One work item for the heads of one tile; grid (num_kv_heads * head_tiles * items).
+
+    One dimension, since a device takes only 65,535 programs along any other: the tiles of an item first.
 
     Writes `output` [N, heads, value_dim], or the item's unfinished softmax to `partial_sums` [P, heads,
     value_dim] and `partial_weights` [P, heads, 2] as (highest, weight). Sequence -1 is no item.
     """
-    item = items + tl.program_id(1) * ITEM_COLUMNS
+    head_tile = tl.program_id(0) % (TILE.num_kv_heads * TILE.head_tiles)
+    item = items + tl.program_id(0) // (TILE.num_kv_heads * TILE.head_tiles) * ITEM_COLUMNS
     row_of_tables = tl.load(item)
     if row_of_tables < 0:
         return
@@ -221,9 +224,9 @@ def attend_kernel(
 
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.padded_value_dim
-    kv_head = tl.program_id(0) // TILE.head_tiles
+    kv_head = head_tile // TILE.head_tiles
     row = tl.arange(0, ROWS)
-    in_group = tl.program_id(0) % TILE.head_tiles * TILE.heads + row % TILE.heads
+    in_group = head_tile % TILE.head_tiles * TILE.heads + row % TILE.heads
     in_tile = row // TILE.heads
     place = first_query + in_tile
     is_row = (in_tile < TILE.queries) & (place < query_len) & (in_group < TILE.group)
@@ -276,23 +279,30 @@ def merge_kernel(
     output,
     sinks,
     merges,
+    slots,
     HAS_SINKS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Put the runs of one token and head together, in the order of their keys; grid (heads, merges).
+    """Put the runs of one token and head together, in the order of their keys; grid (heads * merges).
 
-    Token -1 is no merge.
+    Token -1 is no merge. With HAS_PADDING there are as many merges as rows of `output`, and the rows whose
+    slot is -1, which no query fills, become zero.
     """
-    merge = merges + tl.program_id(1) * MERGE_COLUMNS
+    place, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
+    dims = tl.arange(0, PADDED)
+    if HAS_PADDING:  # noqa: SIM102 - known when compiled, what follows is not
+        if tl.load(slots + place) < 0:
+            padding = (place.to(tl.int64) * NUM_HEADS + head) * DIM + dims
+            tl.store(output + padding, tl.zeros([PADDED], output.dtype.element_ty), mask=dims < DIM)
+    merge = merges + place * MERGE_COLUMNS
     token = tl.load(merge)
     if token < 0:
         return
     first, stride, count = tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
-    head = tl.program_id(0)
-    dims = tl.arange(0, PADDED)
     total = tl.zeros([PADDED], tl.float32)
     highest = float("-inf")
     weight = 0.0

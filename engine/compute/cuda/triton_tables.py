@@ -61,6 +61,11 @@ class StepTables:
         self.has_trees = bucket is not None and bucket.max_tree_tokens > 0
 
     @property
+    def has_padding(self) -> bool:
+        """Whether there may be places that no token fills; then there is a merge for each place."""
+        return self._bucket is not None
+
+    @property
     def shapes(self) -> tuple[HeadShape, ...]:
         """The shapes of heads whose work is laid out."""
         return tuple(self._works)
