@@ -180,6 +180,27 @@ def test_steps_that_move_blocks_are_launched_without_waiting(llama: tuple[ModelR
         assert torch.equal(mine[[free[0], free[1]]], theirs[[free[0], free[1]]])
 
 
+def test_steps_that_swap_blocks_are_launched_without_waiting() -> None:
+    """Numbers of blocks and their contents go through pinned memory, both ways."""
+    loaded = load("llama")
+    plain = ModelRunner(loaded, NUM_SEQS * BLOCKS_EACH, BLOCK_SIZE, Sampler(loaded.vocab_size, CUDA), 8)
+    ahead = CudaRunner(plain, 512, LIMITS, CudaRecorder(CUDA), choose_draw(CUDA))
+    ahead.warm_up()
+    for tensor in ahead.kv.tensors:
+        tensor.normal_()
+    decodes = pack_step([part(row, 40) for row in range(3)], BLOCK_SIZE)
+    expected = ahead.run(decodes).rows
+    kept, back = blocks(4), blocks(NUM_SEQS - 1)
+    saved = [tensor[list(kept[:5])].clone() for tensor in ahead.kv.tensors]
+    out = replace(decodes, swap_out=tuple(map(BlockCopy, kept, range(5))), scrub_blocks=tuple(kept[:5]))
+    again = replace(decodes, swap_in=tuple(map(BlockCopy, range(5), back)))
+    with waiting_refused():
+        flying = [ahead.launch(out), ahead.launch(again)]
+    assert [step.wait().rows for step in flying] == [expected, expected]
+    for tensor, was in zip(ahead.kv.tensors, saved, strict=True):
+        assert torch.equal(tensor[list(back[:5])], was) and not tensor[list(kept[:5])].any()
+
+
 def test_prompts_and_filtered_rows_are_launched_without_waiting(
     llama: tuple[ModelRunner, CudaRunner],
 ) -> None:
