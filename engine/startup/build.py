@@ -66,7 +66,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
     if not loaded.keeps_state:
-        check_forward(PackedForward(loaded))
+        check_forward(PackedForward(loaded), settings.cache.kv_block_size)
     loaded = with_kernels(
         loaded,
         settings.model,

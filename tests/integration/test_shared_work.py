@@ -39,7 +39,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Load without dummy steps, and put back the number of threads, which loading sets."""
-    monkeypatch.setattr(build, "check_forward", lambda _: None)
+    monkeypatch.setattr(build, "check_forward", lambda *_: None)
     monkeypatch.setattr(ModelRunner, "warm_up", lambda _: None)
     before = torch.get_num_threads()
     yield

@@ -73,7 +73,7 @@ def _load_drafter(
         block_size=block_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
-    check_forward(PackedForward(loaded))
+    check_forward(PackedForward(loaded), block_size)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,

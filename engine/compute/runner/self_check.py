@@ -14,7 +14,7 @@ from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import UnsupportedModel
 from engine.plan.step_records import StepInputs
 
-_BLOCK_SIZE = 4
+_BLOCK_SIZE = 4  # small, so that even short sequences have several
 _LENGTHS = (24, 15)
 # Where each of the two sequences is cut: prompts in chunks, single tokens alone and together, short runs.
 _CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
@@ -26,13 +26,15 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _TOLERANCE_WITH_BLOCKS = 0.3
 
 
-def check_forward(forward: PackedForward | RecurrentForward) -> None:
+def check_forward(forward: PackedForward | RecurrentForward, served_block_size: int = _BLOCK_SIZE) -> None:
     """Raise UnsupportedModel, naming the architecture, unless packed logits equal plain ones.
 
     Runs two short sequences in chunks over scattered blocks and slots of scratch tensors, and whole as
     transformers does, with eager attention. The model's attention implementation is left as it was.
+
+    On CUDA the blocks are of `served_block_size`: kernels are compiled for a size, which takes seconds.
     """
-    difference = _difference(forward)
+    difference = _difference(forward, check_block_size(forward.loaded.device, served_block_size))
     tolerance = _TOLERANCES[forward.loaded.dtype]
     if not difference <= tolerance:  # NaN fails too
         raise UnsupportedModel(
@@ -42,11 +44,17 @@ def check_forward(forward: PackedForward | RecurrentForward) -> None:
         )
 
 
+def check_block_size(device: torch.device, served: int) -> int:
+    """The size of blocks to check with on `device`, where blocks of `served` tokens will be used."""
+    return served if device.type == "cuda" else _BLOCK_SIZE
+
+
 @torch.inference_mode()
-def _difference(forward: PackedForward | RecurrentForward) -> float:
+def _difference(forward: PackedForward | RecurrentForward, block_size: int) -> float:
     """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
     sequences = _sequences(forward)
-    return logits_distance(_packed_logits(forward, sequences), _plain_logits(forward, sequences))
+    packed = _packed_logits(forward, sequences, block_size=block_size)
+    return logits_distance(packed, _plain_logits(forward, sequences))
 
 
 @torch.inference_mode()
@@ -104,18 +112,22 @@ def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence
 
 
 def _packed_logits(
-    forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]], kept: torch.dtype | None = None
+    forward: PackedForward | RecurrentForward,
+    sequences: Sequence[list[int]],
+    kept: torch.dtype | None = None,
+    block_size: int = _BLOCK_SIZE,
 ) -> torch.Tensor:
     """The same rows computed in pieces."""
-    num_blocks = sum(_LENGTHS)
-    compute = _on_scratch(forward, num_blocks, kept)
+    first, second = (-(-length // block_size) for length in _LENGTHS)
+    num_blocks = 2 * (first + second)  # half of them stay free, so that the others lie apart
+    compute = _on_scratch(forward, MemorySizes(num_blocks, block_size, len(_LENGTHS)), kept)
     scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
-    blocks = (scattered[: _LENGTHS[0]], scattered[_LENGTHS[0] :])
+    blocks = (scattered[:first], scattered[first : first + second])
     rows: tuple[list[torch.Tensor], ...] = ([], [])
     for step in _steps(sequences):
         parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
         slots = np.array([index for index, _, _ in step], dtype=np.int32)
-        logits = compute(replace(pack_step(parts, _BLOCK_SIZE, every_row=True), state_slots=slots)).float()
+        logits = compute(replace(pack_step(parts, block_size, every_row=True), state_slots=slots)).float()
         start = 0
         for index, first, stop in step:
             rows[index].append(logits[start : start + stop - first])
@@ -124,13 +136,13 @@ def _packed_logits(
 
 
 def _on_scratch(
-    forward: PackedForward | RecurrentForward, num_blocks: int, kept: torch.dtype | None
+    forward: PackedForward | RecurrentForward, sizes: MemorySizes, kept: torch.dtype | None
 ) -> Callable[[StepInputs], torch.Tensor]:
     """The forward pass over memory of its own."""
     if isinstance(forward, PackedForward):
-        kv = forward.make_kv(num_blocks, _BLOCK_SIZE, kept)
+        kv = forward.make_kv(sizes.num_blocks, sizes.block_size, kept)
         return lambda inputs: forward(inputs, kv)
-    memory = forward.make_memory(MemorySizes(num_blocks, _BLOCK_SIZE, len(_LENGTHS)))
+    memory = forward.make_memory(sizes)
     return lambda inputs: forward(inputs, memory)
 
 

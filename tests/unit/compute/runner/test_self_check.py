@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from engine.compute.runner.self_check import packed_difference
+from engine.compute.attention import AttentionContext
+from engine.compute.runner import self_check
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import check_block_size, check_forward, packed_difference
+from tests.support.packed import load_tiny
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,25 @@ def test_blocks_may_change_logits_by_more(part: float, is_rounding: tuple[bool, 
     for has_blocks, may_be in zip((False, True), is_rounding, strict=True):
         found = packed_difference(expected + part * noise, expected, torch.bfloat16, has_blocks)
         assert (found is None) is may_be
+
+
+def test_kernels_are_compiled_for_no_second_size_of_blocks() -> None:
+    assert check_block_size(torch.device("cuda"), 16) == 16
+    assert check_block_size(torch.device("cpu"), 16) < 8, "short sequences have several"
+
+
+@pytest.mark.parametrize("served", [2, 16, 64])
+def test_any_size_of_blocks_serves_the_check(served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    forward = PackedForward(load_tiny("llama"))
+    compute = forward.compute
+
+    def noted(*given: Any) -> torch.Tensor:
+        context: AttentionContext = given[2]
+        used.append(context.kv.block_size)
+        return compute(*given)
+
+    monkeypatch.setattr(forward, "compute", noted)
+    monkeypatch.setattr(self_check, "check_block_size", lambda _, size: size)
+    check_forward(forward, served)
+    assert set(used) == {served}
