@@ -178,7 +178,8 @@ void check_attention(Index dim, Index length, Index count, Index window, float s
   for (Index i = 0; i < sequences * blocks; i++) tables[i] = (int32_t)(sequences * blocks - 1 - i);
   std::vector<Element> output(query.size()), alone(query.size());
   Attention a{query.data(), keys.data(), values.data(), counts.data(), lengths.data(), tables.data(), nullptr, nullptr,
-              output.data(), nullptr, sequences, blocks, heads, kv_heads, dim, block_size, window, 0, 0.3f, softcap};
+              output.data(), nullptr, nullptr, sequences, blocks, heads, kv_heads, dim, block_size, window, 0, 0, 0, 0.3f,
+              softcap};
   Team one(1), three(3);
   slip_attend(&three, &a);
   a.output = alone.data();

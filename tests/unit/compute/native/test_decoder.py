@@ -88,6 +88,20 @@ def test_the_bits_are_those_of_layer_after_layer(family: str) -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "olmo3"])
+def test_drafts_in_a_tree_have_the_bits_of_layer_after_layer(family: str) -> None:
+    """Behind a window, too, that ends among what was there before."""
+    tokens = random_tokens(np.random.default_rng(0), 35)
+    found = []
+    for loaded in (on_kernels(family), joined(on_kernels(family))):
+        forward = PackedForward(loaded)
+        kv = forward.make_kv(9, 4)
+        compute(forward, kv, [Part(tokens, 0, 30, range(9))])
+        found.append(compute(forward, kv, [Part(tokens, 30, 35, range(9), (-1, 0, -1, 2))]))
+    assert is_joined(loaded) and len(found[0]) == 5
+    assert torch.equal(*found)
+
+
 def test_the_bits_are_the_same_on_any_number_of_threads() -> None:
     loaded = joined(on_kernels("llama"))
     expected = logits_of(loaded, 9)

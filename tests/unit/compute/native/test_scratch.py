@@ -14,7 +14,7 @@ from tests.support.packed import as_loaded
 from tests.support.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "starcoder2"])
 def test_layers_take_what_is_said(family: str) -> None:
     kernels = compiled_kernels()
     loaded = install(as_loaded(tiny_model(family, dtype=torch.bfloat16, head_dim=32)), kernels)
