@@ -47,6 +47,8 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "exaone4": ({}, (2, 2, 5)),
     "gemma2": ({}, (2, 2, 9)),
     "gemma3": ({}, (4, 4, 17)),
+    "gemma": ({}, (2, 2, 5)),
+    "glm": ({"head_dim": 64}, (2, 2, 5)),
     "glm4": ({"head_dim": 64}, (2, 2, 9)),
     "ministral": ({}, (2, 2, 5)),
     "olmo2": ({}, (2, 2, 5)),

@@ -25,7 +25,9 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -129,6 +131,8 @@ _EVERY_OTHER: dict[str, Any] = {
 _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "cohere2": lambda: Cohere2Config(**_GROUPED_16, **_EVERY_OTHER),
     "exaone4": lambda: Exaone4Config(**_GROUPED_16, **_EVERY_OTHER, sliding_window_pattern=2),
+    "gemma": lambda: GemmaConfig(**_GROUPED_16),
+    "glm": lambda: GlmConfig(**_GROUPED_16, partial_rotary_factor=0.5),
     "glm4": lambda: Glm4Config(**_GROUPED_16, partial_rotary_factor=0.5, attention_bias=True),
     "ministral": lambda: MinistralConfig(**_GROUPED_16, **_EVERY_OTHER),
     "olmo3": lambda: Olmo3Config(**_GROUPED, **_EVERY_OTHER),

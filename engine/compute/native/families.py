@@ -51,8 +51,10 @@ FAMILIES: dict[str, Family] = {
         rotates=lambda attention: attention.sliding_window is not None,
     ),
     "exaone4": Family(rotates=lambda attention: attention.sliding_window is None or attention.is_sliding),
+    "gemma": Family(norm=NormKind.ONE_MORE),
     "gemma2": Family(norm=NormKind.ONE_MORE),
     "gemma3": Family(norm=NormKind.ONE_MORE),
+    "glm": Family(rotates_pairs=True),
     "glm4": Family(rotates_pairs=True),
     "granite": Family(),
     "llama": Family(),
@@ -71,7 +73,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(norm=NormKind.CENTRED),
 }
 # Of these, projections are plain modules that are only ever called.
-PROJECTIONS = frozenset({"cohere", "gemma", "glm", "gpt_neox", "granitemoe", "phi", "stablelm"})
+PROJECTIONS = frozenset({"cohere", "gpt_neox", "granitemoe", "phi", "stablelm"})
 
 
 def is_known(model: nn.Module) -> bool:

@@ -56,6 +56,7 @@ class LayerForm:
     norm_names: NormNames
     sizes: tuple[int, ...]  # of all projections
     head_dim: int
+    norms_rows: bool  # as in HeadForm
     activation: int
     is_gated: bool
     residual_multiplier: float
@@ -72,7 +73,8 @@ class LayerForm:
         linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         sizes = tuple(size for linear in linears for size in (linear.in_features, linear.out_features))
         multiplier = getattr(layer, "residual_multiplier", 1.0)
-        form = cls(names, sizes, attention.head_dim, mlp.activation, mlp.is_gated, multiplier)
+        heads = attention.head_dim, attention.form.norms_rows
+        form = cls(names, sizes, *heads, mlp.activation, mlp.is_gated, multiplier)
         return None if form.is_parallel and multiplier != 1.0 else form
 
     @property

@@ -36,7 +36,8 @@ JOINED: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "phi3": {"head_dim": 64},  # of which half is rotated
     **{family: {} for family in FURTHER_FAMILIES},
-    "glm4": {"head_dim": 64},  # likewise
+    "glm": {"head_dim": 64},  # likewise
+    "glm4": {"head_dim": 64},
 }
 LLAMA3 = {
     "rope_type": "llama3",
