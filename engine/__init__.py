@@ -44,7 +44,7 @@ from engine.plan.request import (
     SamplingParams,
     SpeculationOptions,
 )
-from engine.plan.speculation.drafting_rules import DraftingChange
+from engine.plan.speculation.drafting_rules import DraftingChange, DraftingRules
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.recent_gain import FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
@@ -196,6 +196,7 @@ __all__ = [
     "DrafterPlan",
     "DrafterState",
     "DraftingChange",
+    "DraftingRules",
     "DraftingState",
     "EmbedderInfo",
     "EmbeddingFacts",

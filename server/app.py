@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from config import Settings
 from engine import Engine, EngineError
-from server.api import requests
+from server.api import requests, server_changes
 from server.api.anthropic import routes as anthropic
 from server.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from server.api.batches import files
@@ -37,6 +37,7 @@ from server.api.openapi import describe_bodies
 from server.api.responses import routes as responses
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.store import StoredResponses
+from server.api.server_changes import ServerPatch
 from server.http.auth import AuthMiddleware, key_ring
 from server.http.client import ClientMiddleware
 from server.http.context import ServerContext
@@ -70,6 +71,7 @@ BODIES = (
     DetokenizeRequest,
     BatchRequest,
     RequestPatch,
+    ServerPatch,
 )
 OLLAMA_BODIES = (
     OllamaChatRequest,
@@ -128,6 +130,7 @@ def build_app(
         requests,
         health,
         server_info,
+        server_changes,
     ):
         app.include_router(part.router)
     app.include_router(metrics_router(context))

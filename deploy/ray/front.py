@@ -84,7 +84,7 @@ class Front:
             reply = await self._figures(sent)
         elif request.url.path == LIST_PATH and request.method == "GET":
             reply = await self._requests(sent, request)
-        elif request.url.path.startswith(f"{LIST_PATH}/") or request.url.path == "/reset_prefix_cache":
+        elif _concerns_all(request.method, request.url.path):
             reply = _first_found(await self._ask_all(sent, body))
         else:
             keys = prompt_keys(body, request.headers.get(SESSION_HEADER)) if request.method == "POST" else ()
@@ -149,6 +149,12 @@ async def _messages(response: Any) -> AsyncIterator[Message]:
     async for batch in response:
         for message in batch:
             yield message
+
+
+def _concerns_all(method: str, path: str) -> bool:
+    """True for what every replica is asked: a live request wherever it runs, and changes of the server."""
+    is_change = path == "/reset_prefix_cache" or (method, path) == ("PATCH", "/server_info")
+    return is_change or path.startswith(f"{LIST_PATH}/")
 
 
 def _first_found(replies: list[WholeReply]) -> Response:

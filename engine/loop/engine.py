@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
@@ -430,6 +430,18 @@ class Engine:
         It changes the speed only: no token is another for it.
         """
         return request_id in self._requests and self._loaded.batcher.retune(request_id, change)
+
+    def change_drafting(self, change: DraftingChange) -> None:
+        """Draft in another way for all requests, from the next step on; no token is another for it.
+
+        What a request asks for itself still holds, within the server's limit. Raises InvalidRequest where
+        nothing can be drafted, Overloaded (loading).
+        """
+        decoder = self._loaded.batcher.decoder
+        if decoder.why_never is not None:
+            raise InvalidRequest(decoder.why_never, param="speculation")
+        decoder.change_rules(change)
+        log.info("drafting has been changed for all requests", extra=asdict(decoder.rules))
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How an open request stands, its preemptions dated in seconds ago; None when there is none."""

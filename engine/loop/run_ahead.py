@@ -163,7 +163,7 @@ class RunAhead:
         why_off = decoder.why_off
         if why_off is None and not any(drafter.is_on for drafter in drafters):
             why_off = drafters[0].why_off
-        return DraftingState(decoder.config.schedule, drafters, why_off)
+        return DraftingState(decoder.rules, decoder.config.schedule, drafters, why_off)
 
     def _state_of(self, lane: _Lane, source: DraftSource) -> DrafterState:
         schedule = self._schedule_of(lane)

@@ -13,7 +13,7 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
     if asked is None:
         return SpeculationOptions()
     method = _method(asked, info)
-    _check_num_tokens(asked.num_tokens, info)
+    check_num_tokens(asked.num_tokens, info)
     return SpeculationOptions(
         enabled=asked.enabled is not False and asked.method != "none",
         method=None if method == "auto" else method,
@@ -25,7 +25,7 @@ def speculation_options(body: GenerationBody, info: EngineInfo) -> SpeculationOp
 def speculation_change(asked: Speculation, info: EngineInfo) -> DraftingChange:
     """What is to change of a live request's drafting; to name a method turns it on. Raises ApiError."""
     method = _method(asked, info)
-    _check_num_tokens(asked.num_tokens, info)
+    check_num_tokens(asked.num_tokens, info)
     enabled = asked.enabled
     if enabled is not False and asked.method is not None:
         enabled = asked.method != "none"
@@ -46,7 +46,8 @@ def _method(asked: Speculation, info: EngineInfo) -> str | None:
     return method
 
 
-def _check_num_tokens(num_tokens: int | None, info: EngineInfo) -> None:
+def check_num_tokens(num_tokens: int | None, info: EngineInfo) -> None:
+    """Refuse a longer draft than this server was started for. Raises ApiError."""
     if num_tokens is not None and num_tokens > info.max_draft_tokens:
         raise invalid(
             f"'speculation.num_tokens' is {num_tokens}; the limit is {info.max_draft_tokens}.",

@@ -46,6 +46,11 @@ class KeyRing:
         return bool(self._tenants)
 
     @property
+    def owner(self) -> str | None:
+        """The tenant of the first key, which is the server's own; None without keys."""
+        return next(iter(self._tenants.values()), None)
+
+    @property
     def is_one(self) -> bool:
         """True where one key serves all."""
         return len(self._tenants) == 1
@@ -130,7 +135,10 @@ class AuthMiddleware:
             if tenant is None:
                 await _refusal().send(scope, receive, send)
                 return
-        tenant = self._named(scope) or tenant
+        named = self._named(scope)
+        if scope["type"] == "http":
+            exchange_of(scope).holds_server_key = named is None and tenant == self._keys.owner
+        tenant = named or tenant
         if tenant is None:
             await self.app(scope, receive, send)
             return

@@ -98,8 +98,8 @@ class Exchange:
     for. `arrival_time` is in seconds of `clock`, which is the engine's so that
     both count from the same instant. `peer` is what its connection knows of the client. `accepted` is None
     until a completion or chat request has its places in the queue, `texts` until the texts of a request for
-    vectors or scores are read. `is_background` says that it is a
-    line of a batch, which came over no connection.
+    vectors or scores are read. `is_background` says that it is a line of a batch, which came over no
+    connection; `holds_server_key` that it may change what holds for all requests.
     """
 
     caller_id: str | None
@@ -112,6 +112,7 @@ class Exchange:
     accepted: Accepted | None = None
     texts: ReadTexts | None = None
     is_background: bool = False
+    holds_server_key: bool = False
     status: int | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     id_headers: tuple[bytes, ...] = (b"x-request-id",)  # that its id is sent in

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Engine
-from server.http.context import context_of
+from server.http.context import ServerContext, context_of
 from server.http.json_reply import json_response
 from server.observability.health import server_version
 
@@ -53,19 +53,21 @@ def _usage(used: int, others: int) -> float:
 @router.get("/server_info")
 async def show_server_info(request: Request) -> Response:
     """The model as it was loaded and how it is drafted for, both null before that; settings of its work."""
-    context = context_of(request)
+    return json_response(server_facts(context_of(request)))
+
+
+def server_facts(context: ServerContext) -> dict[str, object]:
+    """What the server tells of itself, as JSON."""
     info = context.info
-    return json_response(
-        {
-            "version": server_version(),
-            "state": context.engine.state.value,
-            "started": context.created,
-            "served_model_names": list(context.served_names),
-            "model": None if info is None else asdict(info),
-            "speculation": drafting_object(context.engine),
-            "settings": context.settings.model_dump(mode="json", include=_SHOWN_SETTINGS),
-        }
-    )
+    return {
+        "version": server_version(),
+        "state": context.engine.state.value,
+        "started": context.created,
+        "served_model_names": list(context.served_names),
+        "model": None if info is None else asdict(info),
+        "speculation": drafting_object(context.engine),
+        "settings": context.settings.model_dump(mode="json", include=_SHOWN_SETTINGS),
+    }
 
 
 def drafting_object(engine: Engine) -> dict[str, object] | None:
@@ -77,6 +79,7 @@ def drafting_object(engine: Engine) -> dict[str, object] | None:
     return {
         "on": state.is_on,
         "why_off": state.why_off,
+        **asdict(state.rules),
         "schedule": state.schedule,
         "drafters": [
             {

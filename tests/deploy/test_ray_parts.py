@@ -243,7 +243,7 @@ class TestFigures:
         added = add_figures(replies)
         (sample,) = added["samples"]
         assert (added["model"], added["started"], sample["at"]) == ("m", 60, 4.0)
-        assert (sample["generated"], sample["speedup"], sample["kv"]) == (7, 1.5, [0, 0, 128])
+        assert (sample["generated"], sample["speedup"], sample["kv"]) == (7, 2.0, [0, 0, 128])
         assert (sample["counts"]["completed"], sample["ttft"][-1]) == (2, 1)
         assert sample.keys() == replies[0]["samples"][-1].keys()
 

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from engine import Engine
+from engine import DraftingChange, Engine
 from server.app import build_app
 from tests.e2e.http_server import make_settings
 from tests.support.fake_engine import FakeEngine
@@ -49,6 +49,7 @@ ROUTES = {
     *(("get", path) for path in ("/metrics", "/version", "/load", "/server_info")),
     ("post", "/v1/requests/{request_id}/cancel"),
     ("patch", "/v1/requests/{request_id}"),
+    ("patch", "/server_info"),
     ("get", "/v1/requests/{request_id}"),
     ("get", "/v1/requests"),
     *((method, "/v1/files") for method in ("get", "post")),
@@ -65,7 +66,10 @@ MANY, BROKEN, FEW = 40, 12, 2  # examples of a route
 
 @dataclass
 class ForgetfulEngine(FakeEngine):
-    """Has a prefix cache with nothing in it."""
+    """Has a prefix cache with nothing in it, and drafts as it did before."""
+
+    def change_drafting(self, change: DraftingChange) -> None:
+        pass
 
     def reset_prefix_cache(self, owner: str | None = None) -> int:
         return 0

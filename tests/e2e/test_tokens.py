@@ -134,6 +134,7 @@ async def test_the_server_tells_about_itself(real_url: str, url: str) -> None:
     assert set(info["settings"]) == {"cache", "model", "scheduler", "speculation"}
     assert info["speculation"] == {
         **{"on": False, "why_off": "No drafter is loaded: --speculative-method is none."},
+        **{"enabled": True, "num_tokens": 0, "length_policy": "goodput"},
         **{"schedule": "auto", "drafters": [], "speedup": 1.0, "theoretical_speedup": 1.0},
         "formula": {"alpha": 0.0, "gamma": 0.0, "cost_ratio": 0.0},
     }

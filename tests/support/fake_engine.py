@@ -18,6 +18,7 @@ from engine import (
     CompiledGrammar,
     ContextLengthExceeded,
     DrafterState,
+    DraftingRules,
     DraftingState,
     EngineDead,
     EngineError,
@@ -184,7 +185,8 @@ class FakeEngine:
             DrafterState(method, self.max_draft_tokens, "inline", self.no_drafts_because)
             for method in self.draft_methods
         )
-        return DraftingState("auto", drafters, self.no_drafts_because)
+        rules = DraftingRules(self.max_draft_tokens, "goodput")
+        return DraftingState(rules, "auto", drafters, self.no_drafts_because)
 
     is_idle = False  # nothing is read ahead
 

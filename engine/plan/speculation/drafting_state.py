@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from engine.plan.speculation.drafting_rules import DraftingRules
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterState:
@@ -26,6 +28,7 @@ class DrafterState:
 class DraftingState:
     """The server's drafting at this instant. `schedule` is the one that is set; auto chooses by measuring."""
 
+    rules: DraftingRules
     schedule: str
     drafters: tuple[DrafterState, ...]
     why_off: str | None  # why none of them drafts; None while one does

@@ -23,6 +23,7 @@ from engine.plan.speculation.draft_tape import (
 )
 from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
+from engine.plan.speculation.drafting_rules import DraftingChange, DraftingRules
 from engine.plan.speculation.drafting_state import RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
@@ -72,6 +73,7 @@ class SpeculativeDecoder:
         can_rewind: bool = True,
     ) -> None:
         self.config = config
+        self.rules = DraftingRules(config.max_draft_tokens, config.length_policy)
         self.costs = costs
         self.stats = SpecStats()
         self.gain = RecentGain()
@@ -98,20 +100,25 @@ class SpeculativeDecoder:
     @property
     def tokens_a_step(self) -> float:
         """Tokens that a request gets a step, as rounds went; with half of all drafts while few are known."""
-        if not (self.sources and self._can_rewind):
+        if self.why_off is not None:
             return 1.0
         if self.stats.num_rounds < _KNOWN_ROUNDS:
-            return 1.0 + self.config.max_draft_tokens / 2
+            return 1.0 + self.rules.num_tokens / 2
         return max(1.0, self.stats.num_committed / self.stats.num_rounds)
 
     @property
-    def why_off(self) -> str | None:
-        """Why nothing is drafted for anyone, in a sentence; None where something may be."""
+    def why_never(self) -> str | None:
+        """Why nothing can be drafted, whatever the rules, in a sentence; None where something can."""
         if not self.sources:
             return "No drafter is loaded: --speculative-method is none."
         if not self._can_rewind:
             return "The model's state cannot go back behind a wrong draft."
         return None
+
+    @property
+    def why_off(self) -> str | None:
+        """Why nothing is drafted for anyone now; None where something may be."""
+        return self.why_never or (None if self.rules.enabled else "Drafting was turned off for all requests.")
 
     def drafting_of(self, request: Request) -> RequestDrafting:
         """How a live request is drafted for, as far as it is not up to the schedule."""
@@ -124,7 +131,7 @@ class SpeculativeDecoder:
             drafter=None if sequence is None else sequence.tape.method or None,
             num_tokens=max(self._meant(request.speculation).values(), default=0),
             length=0 if why_off else max((view.limit for view in views.values()), default=0),
-            length_policy=request.speculation.length_policy or self._policy.name,
+            length_policy=request.speculation.length_policy or self.rules.length_policy,
             why_off=why_off,
         )
 
@@ -165,11 +172,12 @@ class SpeculativeDecoder:
 
     def _meant(self, options: SpeculationOptions) -> dict[int, int]:
         """The sources that may draft where this is asked for, by their places, and the longest drafts."""
-        if not (self._can_rewind and options.enabled):
+        if not (self._can_rewind and self.rules.enabled and options.enabled):
             return {}
         method = None if options.method == "auto" else options.method
+        longest = min(self.rules.num_tokens, options.num_tokens or self.rules.num_tokens)
         return {
-            index: min(source.max_tokens, options.num_tokens or source.max_tokens)
+            index: min(source.max_tokens, longest)
             for index, source in enumerate(self.sources)
             if (source.unasked if method is None else method == source.drafter.method)
         }
@@ -178,9 +186,15 @@ class SpeculativeDecoder:
         """What a request wants of drafting has changed, which holds from the next `begin_step` on."""
         self._changed[request.request_id] = request
 
+    def change_rules(self, change: DraftingChange) -> None:
+        """Other rules hold for all requests, from the next `begin_step` on."""
+        self.rules = self.rules.changed(change)
+        self._changed |= {name: sequence.request for name, sequence in self._sequences.items()}
+
     def _apply_changes(self) -> None:
         """No drafts are being verified now, so that none can be dropped that is judged later."""
         changed, self._changed = self._changed, {}
+        self._policy.name = self.rules.length_policy
         for request in changed.values():
             sequence = self._sequences.get(request.request_id)
             if sequence is not None and not sequence.is_given_up:

@@ -12,7 +12,7 @@ from engine.plan.request import Request, RequestStatus, SpeculationOptions
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
 from engine.plan.speculation.drafter import Draft, DraftJob
-from engine.plan.speculation.drafting_rules import DraftingChange
+from engine.plan.speculation.drafting_rules import DraftingChange, DraftingRules
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
@@ -727,6 +727,42 @@ def test_a_change_of_what_has_ended_is_forgotten() -> None:
     assert world.decoder._sequences == {}
 
 
+def test_rules_hold_for_all_and_a_request_wants_less_or_another_policy() -> None:
+    world = World()
+    decoder = world.decoder
+    a, b = world.open("a"), world.open("b", num_tokens=2, length_policy="fixed")
+    decoder.change_rules(DraftingChange(num_tokens=3, length_policy="threshold"))
+    assert [decoder.drafting_of(each).num_tokens for each in (a, b)] == [3, 2]
+    assert [decoder.drafting_of(each).length_policy for each in (a, b)] == ["threshold", "fixed"]
+    decoder.begin_step(())
+    assert [job.num_wanted for job in decoder.links[0].jobs(ahead=False)] == [3, 2]
+    decoder.change_rules(DraftingChange(num_tokens=1))
+    decoder.begin_step(())
+    assert decoder.drafting_of(world.open("c", num_tokens=4)).num_tokens == 1
+    assert decoder.rules == DraftingRules(1, "threshold")
+
+
+def test_off_for_all_is_off_until_it_is_on_again() -> None:
+    world = World()
+    decoder = world.decoder
+    a = world.open("a")
+    a.status = RequestStatus.RUNNING
+    world.answer(world.job(), 7, 8)
+    drafted = world.verify(a)
+    decoder.change_rules(DraftingChange(enabled=False))
+    assert decoder.why_off == "Drafting was turned off for all requests."
+    assert decoder.tokens_a_step == 1
+    world.commit(a, 7, 5, drafted=drafted)
+    assert decoder.stats.num_rounds == 1, "a round under way is judged"
+    decoder.begin_step(())
+    world.open("b").status = RequestStatus.RUNNING
+    assert decoder.links[0].jobs(ahead=True) == []
+    assert world.verify(a) == ()
+    decoder.change_rules(DraftingChange(enabled=True))
+    decoder.begin_step(())
+    assert {job.request.request_id for job in decoder.links[0].jobs(ahead=False)} == {"a", "b"}
+
+
 # What is said of it.
 
 
@@ -792,7 +828,7 @@ def test_a_dear_grammar_is_a_reason() -> None:
 def test_a_request_is_off_where_all_of_its_drafters_are() -> None:
     off = DrafterState("ngram", 4, "off", "It fails.")
     on = DrafterState("heads", 4, "sync", None)
-    state = DraftingState("auto", (off, on), None)
+    state = DraftingState(DraftingRules(4, "goodput"), "auto", (off, on), None)
     assert state.is_on
     both = RequestDrafting(("ngram", "heads"), "ngram", 4, 3, "goodput", None)
     assert both.within(state) == replace(both, schedule="sync")
