@@ -327,6 +327,8 @@ class Run:
                 done = engine.reprioritize(name, priority=value)
             elif what == "drafts":
                 done = engine.retune(name, _change_of(value))
+                if value % 3 == 0 and self.harness.parts.batcher.decoder.why_never is None:
+                    engine.change_drafting(_change_of(value // 3))
             else:
                 done = engine.reprioritize(name, deadline_s=max(0, value) / 100)
             assert done is (explanation is not None), name

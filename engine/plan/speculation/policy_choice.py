@@ -39,7 +39,7 @@ class PolicyChoice(LengthPolicy):
         """The policy that holds for a request."""
         return acceptance.pacing.policy or self.name
 
-    def _policy(self, name: LengthPolicyName) -> LengthPolicy:
+    def _named(self, name: LengthPolicyName) -> LengthPolicy:
         policy = self._policies.get(name)
         if policy is None:
             config = replace(self._config, length_policy=name)
@@ -49,14 +49,14 @@ class PolicyChoice(LengthPolicy):
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """See LengthPolicy."""
         if not self._is_mixed:
-            return self._policy(self.name).lengths(candidates, load)
+            return self._named(self.name).lengths(candidates, load)
         lengths = [0] * len(candidates)
         names = [self.name_for(candidate.acceptance) for candidate in candidates]
         for name in _IN_TURN:
             places = [place for place, own in enumerate(names) if own == name]
             if not (places or name == self.name):
                 continue
-            found = self._policy(name).lengths([candidates[place] for place in places], load)
+            found = self._named(name).lengths([candidates[place] for place in places], load)
             for place, length in zip(places, found, strict=True):
                 lengths[place] = length
             num_tokens, room = load.num_tokens + sum(found), load.max_draft_tokens - sum(found)
@@ -65,20 +65,20 @@ class PolicyChoice(LengthPolicy):
 
     def wanted(self, acceptance: Acceptance, limit: int, draft_s: float = 0.0) -> int:
         """See LengthPolicy."""
-        return self._policy(self.name_for(acceptance)).wanted(acceptance, limit, draft_s)
+        return self._named(self.name_for(acceptance)).wanted(acceptance, limit, draft_s)
 
     def served(
         self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
     ) -> list[int]:
         """See LengthPolicy. Where the wait is for some anyway, the others pay only for what they add."""
         if not self._is_mixed:
-            return self._policy(self.name).served(acceptances, gains, seconds)
+            return self._named(self.name).served(acceptances, gains, seconds)
         weighed = [i for i, each in enumerate(acceptances) if self.name_for(each) == _WEIGHING]
         others = [i for i in range(len(acceptances)) if i not in set(weighed)]
         if not weighed:
             return others
         paid_s = seconds[len(others) - 1] if others else 0.0
-        found = self._policy(_WEIGHING).served(
+        found = self._named(_WEIGHING).served(
             [acceptances[i] for i in weighed],
             [gains[i] for i in weighed],
             [each - paid_s for each in seconds[len(others) :]],
@@ -87,8 +87,8 @@ class PolicyChoice(LengthPolicy):
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
-        self._policy(self.name_for(acceptance)).observe(acceptance, num_proposed, num_accepted)
+        self._named(self.name_for(acceptance)).observe(acceptance, num_proposed, num_accepted)
 
     def observe_tree(self, acceptance: Acceptance, num_proposed: int, accepted: Sequence[int]) -> None:
         """See LengthPolicy."""
-        self._policy(self.name_for(acceptance)).observe_tree(acceptance, num_proposed, accepted)
+        self._named(self.name_for(acceptance)).observe_tree(acceptance, num_proposed, accepted)
