@@ -13,6 +13,7 @@ import torch
 from config import Settings
 from config.units import format_size
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.cuda.layer_choice import with_fast_layers
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
@@ -67,12 +68,12 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     sources = load_sources(settings, loaded, directory, kv_bytes)
     if not loaded.keeps_state:
         check_forward(PackedForward(loaded), settings.cache.kv_block_size)
-    loaded = with_kernels(
-        loaded,
-        settings.model,
-        settings.home,
-        lambda: with_kept_kv(load_model(directory, settings.model), settings.cache),
-    )
+
+    def reload() -> LoadedModel:
+        return with_kept_kv(load_model(directory, settings.model), settings.cache)
+
+    loaded = with_kernels(loaded, settings.model, settings.home, reload)
+    loaded = with_fast_layers(loaded, settings.model, settings.cache.kv_block_size, reload)
     check_kept_kv(loaded)
     use_kernels(sources, loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))

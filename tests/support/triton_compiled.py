@@ -19,6 +19,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
@@ -90,16 +91,35 @@ def compile_kernel(
     return registers, stack, compiled.metadata.shared
 
 
+LAYERS: list[tuple[Any, dict[str, Any]]] = [
+    *((norm_kernel, {"HAS_ADDED": added, "WIDTH": 4096, "PADDED": 4096}) for added in (False, True)),
+    (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024}),
+    *(
+        (
+            rotate_kernel,
+            {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
+            | {"DIM": 128, "PADDED_HALF": 64, "BLOCK_SIZE": 16},
+        )
+        for norms in (False, True)
+    ),
+]
+_ROWS = (
+    *("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"),
+    *("given", "added", "weight", "total", "normed", "gate_up", "gated"),
+    *("qkv", "cosines", "sines", "query_norm", "key_norm"),
+)
+
+
 def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
     if name in ("log_min_p", "scores"):
         return "*fp64"
-    if name in ("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"):
+    if name in _ROWS:
         return f"*{dtype}"
     if name in ("partial_sums", "partial_weights", "temperature"):
         return "*fp32"
-    if name in ("scale", "cap"):
+    if name in ("scale", "cap", "eps"):
         return "fp32"
     return "i32" if name.endswith(INTEGERS) else "*i32"
 
@@ -151,6 +171,8 @@ def main() -> int:
         store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}
         print(capability, "store:", *compile_kernel(store_kernel, "bf16", store, capability))
         print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
+        for kernel, constants in LAYERS:
+            print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
     return 1 if bad else 0
 
 

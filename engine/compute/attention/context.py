@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -11,6 +12,28 @@ from engine.compute.attention.cpu import PagedStep
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.paged_rows import PagedRows
 from engine.plan.step_records import StepInputs
+
+
+class HeadNorms(NamedTuple):
+    """Root-mean-square norms of single heads, before their rotation; both weights are [dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class RotatingStep(Protocol):
+    """A StepAttention that also does what comes before attention, in one launch."""
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """The queries of `qkv`; its keys and values are stored. See AttentionContext.rotate_and_attend."""
+        ...
 
 
 class AttentionContext:
@@ -45,4 +68,19 @@ class AttentionContext:
 
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """As `attend`, for keys and values that are in the `slots` of their pages already."""
+        return self._step.attend(query, call)
+
+    def rotate_and_attend(
+        self,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: HeadNorms | None,
+        call: LayerCall,
+    ) -> torch.Tensor:
+        """As `attend`, from each token's queries, keys and values side by side, not normed and not rotated.
+
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim], `rotation` its cosines and sines, each
+        [num_tokens, dim]. For a backend whose steps are RotatingSteps.
+        """
+        query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, rotation, norms)
         return self._step.attend(query, call)

@@ -12,8 +12,10 @@ import torch
 from triton.runtime import driver
 
 from engine.compute.attention.backend import LayerCall
+from engine.compute.attention.context import HeadNorms
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.cuda.layer_kernels import rotate_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded
@@ -89,6 +91,37 @@ class TritonStep:
             BLOCK_SIZE=self._kv.block_size,
             HEADS=1 << (shape.num_kv_heads - 1).bit_length(),
         )
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """See RotatingStep: [num_tokens, num_heads, dim]."""
+        shape = self._kv.layers[layer]
+        dim = shape.key_dim
+        num_heads = qkv.shape[1] // dim - 2 * shape.num_kv_heads
+        query = qkv.new_empty(len(qkv), num_heads, dim)
+        rotate_kernel[(len(qkv) * (num_heads + 2 * shape.num_kv_heads),)](
+            qkv,
+            *rotation,
+            qkv if norms is None else norms.query,
+            qkv if norms is None else norms.key,
+            query,
+            self._kv.keys[layer],
+            self._kv.values[layer],
+            self._tables.arrays["slots"],
+            0.0 if norms is None else norms.eps,
+            HAS_NORMS=norms is not None,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            DIM=dim,
+            PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
+            BLOCK_SIZE=self._kv.block_size,
+        )
+        return query
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention. The rows that a bucket has beyond the step's tokens are zero."""

@@ -1,0 +1,166 @@
+"""FusedLayer: a decoder layer of Llama's kind in ten launches, in place of some forty.
+
+The projections of one input are one matrix product, and what lies between products is one kernel each. Not
+yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import triton
+from torch import nn
+
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from engine.compute.attention.context import HeadNorms
+from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
+from engine.compute.native.families import is_plain, is_whole
+from engine.compute.native.places import is_unhooked
+from engine.errors import UnsupportedModel
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
+_CHUNK = 1024  # columns that one program gates
+
+
+class _Norm(Protocol):
+    weight: torch.Tensor
+    variance_epsilon: float
+
+
+class FusedLayer(nn.Module):
+    """A layer with the weights of `original`, equal to it up to rounding. Without a context it cannot be run.
+
+    `call` is what the original's attention asks of the attention function. The step's attention is one that
+    rotates (see AttentionContext.rotate_and_attend).
+    """
+
+    def __init__(self, original: Any, call: LayerCall) -> None:
+        super().__init__()
+        attention, mlp = original.self_attn, original.mlp
+        self.qkv = _joined([getattr(attention, name) for name in _ATTENTION[:3]])
+        self.output = attention.o_proj
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.down = mlp.down_proj
+        self.input_norm = original.input_layernorm
+        self.middle_norm = original.post_attention_layernorm
+        self.head_norms = _head_norms(attention)
+        self.head_dim: int = attention.head_dim
+        self.call = call
+
+    @staticmethod
+    def fits(layer: Any, dtype: torch.dtype) -> bool:
+        """True for one that can be computed; its output is still to be compared."""
+        if not is_plain(layer, "DecoderLayer") or not all(map(is_unhooked, layer.modules())):
+            return False
+        if {name for name, _ in layer.named_children()} != _PARTS:
+            return False
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [getattr(attention, name, None) for name in _ATTENTION]
+        linears += [getattr(mlp, name, None) for name in _MLP]
+        own_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *own_norms]
+        return (
+            is_whole(attention, "Attention")
+            and is_whole(mlp, "MLP")
+            and type(getattr(mlp, "act_fn", None)).__name__ in _SILU
+            and all(type(linear) is nn.Linear and linear.weight.dtype is dtype for linear in linears)
+            and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
+            and mlp.down_proj.bias is None  # it is added to in place
+            and attention.head_dim % 2 == 0
+            and attention.k_proj.out_features == attention.v_proj.out_features
+        )
+
+    @staticmethod
+    def rotates(layer: Any, rotation: Any, dtype: torch.dtype) -> bool:
+        """True for angles that the kernel takes: of whole heads, in the model's own number format."""
+        return isinstance(rotation, tuple) and all(
+            part.dtype is dtype and part.shape[-1] == layer.self_attn.head_dim for part in rotation
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+    ) -> torch.Tensor:
+        """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
+        if options.get("attention_mask") is not None:
+            raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
+        context: AttentionContext = options[CONTEXT_KEYWORD]
+        rows = hidden_states[0].contiguous()
+        cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
+        qkv = self.qkv(norm(rows, self.input_norm))
+        attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
+        total, normed = add_and_norm(rows, self.output(attended.flatten(1)), self.middle_norm)
+        gated = gate(self.gate_up(normed))
+        return total.addmm_(gated, self.down.weight.t())[None]
+
+
+def norm(rows: torch.Tensor, module: _Norm) -> torch.Tensor:
+    """The root-mean-square norm of [rows, width], in one launch."""
+    normed = torch.empty_like(rows)
+    _launch_norm(rows, None, module, rows, normed)
+    return normed
+
+
+def add_and_norm(rows: torch.Tensor, added: torch.Tensor, module: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of both [rows, width], and its norm, in one launch."""
+    total, normed = torch.empty_like(rows), torch.empty_like(rows)
+    _launch_norm(rows, added, module, total, normed)
+    return total, normed
+
+
+def _launch_norm(
+    rows: torch.Tensor,
+    added: torch.Tensor | None,
+    module: _Norm,
+    total: torch.Tensor,
+    normed: torch.Tensor,
+) -> None:
+    count, width = rows.shape
+    norm_kernel[(count,)](
+        rows,
+        rows if added is None else added,
+        module.weight,
+        total,
+        normed,
+        module.variance_epsilon,
+        HAS_ADDED=added is not None,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+    )
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [rows, 2 * width], the gates first: [rows, width], in one launch."""
+    count, both = gate_up.shape
+    gated = gate_up.new_empty(count, both // 2)
+    chunks = triton.cdiv(both // 2, _CHUNK)
+    gate_kernel[(count * chunks,)](gate_up, gated, WIDTH=both // 2, CHUNKS=chunks, CHUNK=_CHUNK)
+    return gated
+
+
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One projection with the outputs of all, side by side."""
+    first = linears[0]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(first.in_features, len(weight), bias=False, device="meta", dtype=weight.dtype)
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            first.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+def _head_norms(attention: Any) -> HeadNorms | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    query, key = attention.q_norm, attention.k_norm
+    return HeadNorms(query.weight.detach(), key.weight.detach(), query.variance_epsilon)

@@ -1,0 +1,83 @@
+"""Puts fused layers into a model on a CUDA device, wherever they give what the model's own give."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.cuda.fused_layer import FusedLayer
+from engine.compute.cuda.triton_attention import TritonAttention
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.observation import Observation, observe
+from engine.compute.native.replacement import is_close
+from engine.compute.runner.packed_forward import PackedForward
+
+log = logging.getLogger("slipstream.model")
+
+
+def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[], LoadedModel]) -> LoadedModel:
+    """The model with each layer fused that answers alike; the log says how many.
+
+    `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
+    compiled or run. Attention that is not Triton's leaves the model as it is.
+    """
+    backend = PackedForward(loaded).backend
+    if not isinstance(backend, TritonAttention) or loaded.kept_kv is not None:
+        return loaded
+    try:
+        count = fuse_layers(loaded, backend, block_size)
+    except Exception as error:  # whatever a compiler or a driver may raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        log.warning("layers are not fused: %s", reason)
+        return reload()
+    if not count:
+        return loaded
+    log.info("%d of %d layers are fused", count, len(loaded.layers))
+    return replace(loaded, kernels_used=f"for CUDA, {count} of {len(loaded.layers)} layers fused")
+
+
+@torch.inference_mode()
+def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> int:
+    """Replace each layer that answers alike, freeing its weights: how many there were."""
+    fitting = [name for name, module in loaded.model.named_modules() if FusedLayer.fits(module, loaded.dtype)]
+    if not fitting:
+        return 0
+    observation = observe(loaded, fitting, block_size)
+    kv = observation.kv
+    empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
+    context = AttentionContext(observation.inputs, empty, backend)
+    count = 0
+    for name in fitting:
+        made = _equal_layer(loaded.model.get_submodule(name), name, observation, context)
+        if made is None:
+            log.debug("%s answers otherwise when fused: the layer stays", name)
+            continue
+        loaded.model.set_submodule(name, made)
+        count += 1
+    return count
+
+
+def _equal_layer(
+    original: Any, name: str, observation: Observation, context: AttentionContext
+) -> FusedLayer | None:
+    """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones."""
+    seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
+    if seen is None or call is None or seen.given is None:
+        return None
+    if not FusedLayer.rotates(original, seen.options.get("position_embeddings"), seen.given.dtype):
+        return None
+    made = FusedLayer(original, call)
+    output = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    kv, layer = observation.kv, call.layer
+    pairs = (
+        (output, seen.output),
+        (context.kv.keys[layer], kv.keys[layer]),
+        (context.kv.values[layer], kv.values[layer]),
+    )
+    return made if all(is_close(found, expected) for found, expected in pairs) else None

@@ -1,0 +1,120 @@
+"""The device code between a layer's matrix products, in Triton: norms, rotation and K/V, the gate of an MLP.
+
+Each row is read once and written once, computed in float32. The norm is that of Zhang and Sennrich 2019, the
+rotation that of Su et al. 2021 in halves, the gate SwiGLU of Shazeer 2020. Not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_kernel(
+    given,
+    added,
+    weight,
+    total,
+    normed,
+    eps,
+    HAS_ADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The norm of each row of `given` [rows, WIDTH]; grid (rows).
+
+    With HAS_ADDED it is that of `given` + `added`, which goes to `total`, rounded as it is stored.
+    """
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        row += tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
+        rounded = row.to(total.dtype.element_ty)
+        tl.store(total + places, rounded, mask=mask)
+        row = rounded.to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    scaled = row * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed + places, scaled.to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_kernel(gate_up, gated, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """silu(gate) * up of rows [gate, up] of 2 * WIDTH; grid (rows * CHUNKS), CHUNK columns each."""
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    columns = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    gates = gate_up + row * 2 * WIDTH + columns
+    gate = tl.load(gates, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gates + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    activated = gate * tl.sigmoid(gate) * up
+    tl.store(gated + row * WIDTH + columns, activated.to(gated.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    query,
+    keys,
+    values,
+    slots,
+    eps,
+    HAS_NORMS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One head of one token, of rows [queries, keys, values]; grid (tokens * (heads + 2 * K/V heads)).
+
+    Queries and keys are normed, where HAS_NORMS, and rotated by `cosines` and `sines` [tokens, DIM]. Queries
+    go to `query` [tokens, heads, DIM], keys and values to where `slots` says; slot -1 is no token's.
+    """
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    HALF: tl.constexpr = DIM // 2
+    token = (tl.program_id(0) // ALL_HEADS).to(tl.int64)
+    head = tl.program_id(0) % ALL_HEADS
+    slot = tl.load(slots + token).to(tl.int64)
+    if (head >= NUM_HEADS) & (slot < 0):
+        return
+    columns = tl.arange(0, PADDED_HALF)
+    mask = columns < HALF
+    source = qkv + (token * ALL_HEADS + head) * DIM + columns
+    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if HAS_NORMS:
+            shrink = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / DIM + eps)
+            weight = query_norm
+            if head >= NUM_HEADS:
+                weight = key_norm
+            low = low * shrink * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+            high = high * shrink * tl.load(weight + HALF + columns, mask=mask, other=0.0).to(tl.float32)
+        angles = token * DIM + columns
+        low_cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
+        high_cosine = tl.load(cosines + angles + HALF, mask=mask, other=0.0).to(tl.float32)
+        low_sine = tl.load(sines + angles, mask=mask, other=0.0).to(tl.float32)
+        high_sine = tl.load(sines + angles + HALF, mask=mask, other=0.0).to(tl.float32)
+        turned = low * low_cosine - high * low_sine
+        high = high * high_cosine + low * high_sine
+        low = turned
+    if head < NUM_HEADS:
+        target = query + (token * NUM_HEADS + head) * DIM + columns
+        tl.store(target, low.to(query.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, high.to(query.dtype.element_ty), mask=mask)
+    else:
+        pages = keys
+        if head >= NUM_HEADS + NUM_KV_HEADS:
+            pages = values
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        target = pages + place * DIM + columns
+        tl.store(target, low.to(keys.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, high.to(keys.dtype.element_ty), mask=mask)

@@ -1,0 +1,156 @@
+"""Fused layers on the CPU, through Triton's interpreter, against transformers' own; `make test-triton`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.native.observation import observe
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import packed_difference, packed_sample
+from tests.support.attention_noise import Chunk, scattered_step
+from tests.support.launches import CountedKernel, LaunchCount, run_counted
+from tests.support.packed import as_loaded
+from tests.support.tiny_models import tiny_model
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from engine.compute.cuda import fused_layer, triton_attention  # noqa: E402
+from engine.compute.cuda.fused_layer import FusedLayer, add_and_norm, gate, norm  # noqa: E402
+from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
+from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
+]
+
+FAMILIES = ["llama", "qwen3"]
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def backend() -> TritonAttention:
+    return TritonAttention(Gpu(4, 200_000))
+
+
+class Scale:
+    """What a norm kernel reads of a norm."""
+
+    def __init__(self, width: int) -> None:
+        self.weight = torch.randn(width)
+        self.variance_epsilon = 1e-5
+
+
+@pytest.mark.parametrize("width", [1, 48, 64])
+def test_norms_and_gates_are_torchs(width: int) -> None:
+    rows, added, scale = torch.randn(5, width), torch.randn(5, width), Scale(width)
+    expected = torch.nn.functional.rms_norm(rows, (width,), scale.weight, 1e-5)
+    torch.testing.assert_close(norm(rows, scale), expected)
+    total, normed = add_and_norm(rows, added, scale)
+    assert torch.equal(total, rows + added)
+    expected = torch.nn.functional.rms_norm(total, (width,), scale.weight, 1e-5)
+    torch.testing.assert_close(normed, expected)
+    both = torch.randn(5, 2 * width)
+    expected = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
+    torch.testing.assert_close(gate(both), expected)
+
+
+def test_an_mlp_wider_than_a_program_is_gated() -> None:
+    both = torch.randn(2, 2 * 1500)
+    torch.testing.assert_close(gate(both), torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral"])
+def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
+    loaded = as_loaded(tiny_model(family))
+    before = packed_sample(PackedForward(loaded))
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
+    forward = PackedForward(loaded)
+    forward.backend = backend()
+    torch.testing.assert_close(packed_sample(forward), before, atol=1e-4, rtol=1e-4)
+    assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
+
+
+def test_places_that_no_token_fills_write_nothing() -> None:
+    kv = KvTensors((LayerKv(1, 8, 8),), 20, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    tables = StepTables(kv.device, backend().workforce(kv), Bucket(4, 4, 20))
+    tables.reserve([HeadShape(2, 1, None)])
+    step = backend().step(tables, kv)
+    tables.clear()
+    qkv, turn = torch.randn(4, 4 * 8), torch.rand(4, 4)
+    rotation = turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)
+    step.rotate_and_write(0, qkv, rotation, None)
+    assert not any(tensor.any() for tensor in kv.tensors)
+    inputs, _ = scattered_step([Chunk(3), Chunk(9)], BLOCK_SIZE)
+    tables.fill(inputs)
+    query = step.rotate_and_write(0, qkv, rotation, None)
+    rows = kv.rows_of(torch.from_numpy(inputs.slot_mapping), 1)
+    assert torch.equal(kv.values[0].view(-1, 8)[rows], qkv[:2, 24:])
+    assert int(kv.values[0].view(-1, 8).any(1).sum()) == 2
+    low, high = qkv[:, :8].chunk(2, dim=1)
+    expected = torch.cat((low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()), 1)
+    torch.testing.assert_close(query[:, 0], expected)
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn.q_norm", "mlp.down_proj"])
+def test_a_layer_that_does_more_than_its_class_says_is_not_fused(part: str) -> None:
+    layer = as_loaded(tiny_model("qwen3")).model.base_model.layers[0]
+    assert FusedLayer.fits(layer, torch.float32)
+    assert not FusedLayer.fits(layer, torch.bfloat16)
+    layer.get_submodule(part).register_forward_hook(lambda *_: None)
+    assert not FusedLayer.fits(layer, torch.float32)
+
+
+def test_a_layer_that_answers_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = as_loaded(tiny_model("llama"))
+    monkeypatch.setattr(fused_layer, "gate", lambda both: 1.1 * gate(both))
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
+    assert not any(isinstance(module, FusedLayer) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_ten_launches(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = as_loaded(tiny_model(family))
+    name = next(name for name, part in loaded.model.named_modules() if FusedLayer.fits(part, loaded.dtype))
+    observation = observe(loaded, [name], BLOCK_SIZE)
+    original = loaded.model.get_submodule(name)
+    made = FusedLayer(original, observation.calls[0])
+    count = LaunchCount()
+    for module in (triton_attention, fused_layer):
+        for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, CountedKernel(kernel, count))
+    inputs, num_blocks = scattered_step([Chunk(700), Chunk(3)], BLOCK_SIZE)
+    kv = PackedForward(loaded).make_kv(num_blocks, BLOCK_SIZE)
+    context = AttentionContext(inputs, kv, backend())
+    seen = observation.seen[name]
+    hidden, rotation = torch.randn(1, 2, loaded.config.hidden_size), seen.options["position_embeddings"]
+    options: dict[str, Any] = {
+        "position_embeddings": tuple(part[:, :2] for part in rotation),
+        "attention_mask": None,
+        CONTEXT_KEYWORD: context,
+    }
+    run_counted(count, lambda: original(hidden, **options))  # lays out the step's work
+    before = run_counted(count, lambda: original(hidden, **options))
+    ours = run_counted(count, lambda: made(hidden, **options))
+    assert len(ours) <= 10 and ours.count("attend_kernel") == ours.count("merge_kernel") == 1, ours
+    assert len(before) >= 30
