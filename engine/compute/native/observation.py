@@ -61,8 +61,11 @@ class Observation:
 
 
 @torch.inference_mode()
-def observe(loaded: LoadedModel, names: Collection[str]) -> Observation:
-    """Run `loaded` once and keep what its modules called `names` were given and answered."""
+def observe(loaded: LoadedModel, names: Collection[str], block_size: int = _BLOCK_SIZE) -> Observation:
+    """Run `loaded` once and keep what its modules called `names` were given and answered.
+
+    On a device `block_size` is the one that is served, since kernels are compiled for a size.
+    """
     forward = PackedForward(loaded)
     calls: dict[int, LayerCall] = {}
     forward.backend = _RecordingBackend(forward.backend, calls)
@@ -72,8 +75,8 @@ def observe(loaded: LoadedModel, names: Collection[str]) -> Observation:
         for name in names
     ]
     lengths = [min(length, loaded.max_model_len) for length in _LENGTHS]
-    kv = forward.make_kv(sum(lengths), _BLOCK_SIZE)
-    inputs = _sample_step(lengths, loaded.vocab_size)
+    kv = forward.make_kv(sum(lengths), block_size)
+    inputs = _sample_step(lengths, loaded.vocab_size, block_size)
     try:
         forward(inputs, kv)
     finally:
@@ -93,15 +96,15 @@ def _note(
     seen[name] = Seen(args, options, output)
 
 
-def _sample_step(lengths: Collection[int], vocab_size: int) -> StepInputs:
+def _sample_step(lengths: Collection[int], vocab_size: int, block_size: int) -> StepInputs:
     """Sequences of these lengths from their starts, in scattered blocks."""
     generator = np.random.default_rng(0)
     free = generator.permutation(sum(lengths)).tolist()
     parts = []
     for length in lengths:
-        blocks = [free.pop() for _ in range(-(-length // _BLOCK_SIZE))]
+        blocks = [free.pop() for _ in range(-(-length // block_size))]
         parts.append(Part(generator.integers(0, vocab_size, length).tolist(), 0, length, blocks))
-    return pack_step(parts, _BLOCK_SIZE, every_row=True)
+    return pack_step(parts, block_size, every_row=True)
 
 
 class _RecordingBackend:

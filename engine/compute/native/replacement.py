@@ -36,7 +36,7 @@ def make_equal(
     if place.name_of_kind == Place.ATTENTION:
         return _equal_attention(original, seen, observation, context, kernels)
     made = _SIMPLE[place.name_of_kind](kernels, original)
-    return made if _is_close(made(given), seen.output) else None
+    return made if is_close(made(given), seen.output) else None
 
 
 _SIMPLE: dict[str, Any] = {
@@ -62,10 +62,10 @@ def _equal_attention(
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
-    return made if all(_is_close(found, expected) for found, expected in pairs) else None
+    return made if all(is_close(found, expected) for found, expected in pairs) else None
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """True for rows that differ by no more than rounding; never where something is not finite."""
     if found.shape != expected.shape or not (found.isfinite().all() and expected.isfinite().all()):
         return False
