@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native.observation import observe
+from engine.compute.runner import packed_forward
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from tests.support.attention_noise import Chunk, scattered_step
@@ -25,7 +27,7 @@ if not triton.knobs.runtime.interpret:
 
 from engine.compute.cuda import fused_layer, triton_attention  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer, add_and_norm, gate, norm  # noqa: E402
-from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
+from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
@@ -126,6 +128,18 @@ def test_a_layer_that_answers_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fused_layer, "gate", lambda both: 1.1 * gate(both))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
     assert not any(isinstance(module, FusedLayer) for module in loaded.model.modules())
+
+
+def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(both: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of registers")
+
+    loaded = replace(as_loaded(tiny_model("llama")), kernels_used="for CUDA")
+    monkeypatch.setattr(packed_forward, "choose_backend", lambda *_: backend())
+    monkeypatch.setattr(fused_layer, "gate", broken)
+    fresh = as_loaded(tiny_model("llama"))
+    found = with_fused_layers(loaded, BLOCK_SIZE, lambda: fresh)
+    assert found.model is fresh.model and found.kernels_used == "for CUDA"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

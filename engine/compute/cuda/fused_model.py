@@ -35,7 +35,7 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
-        return reload()
+        return replace(reload(), kernels_used=loaded.kernels_used)
     if not count:
         return loaded
     log.info("%d of %d layers are fused", count, len(loaded.layers))
