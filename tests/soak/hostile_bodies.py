@@ -21,6 +21,7 @@ from server.api.llama_cpp.protocol import InfillRequest
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, RequestPatch
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.responses.protocol import ResponsesRequest
+from server.api.server_changes import ServerPatch
 from server.http.json_body import MAX_PARTS, MAX_VALUES
 from server.http.json_parts import MAX_DEPTH, count_marks
 
@@ -130,6 +131,7 @@ _KINDS: tuple[tuple[str, str, type[BaseModel], dict[str, Any]], ...] = (
     ("POST", "/v1/score", ScoreRequest, {"text_1": "a", "text_2": "b"}),
     ("POST", "/v1/batches", BatchRequest, _BATCH),
     ("PATCH", "/v1/requests/none", RequestPatch, {}),
+    ("PATCH", "/server_info", ServerPatch, {}),
 )
 BODY_KINDS = {kind: path for _, path, kind, _ in _KINDS}
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}

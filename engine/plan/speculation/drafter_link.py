@@ -60,13 +60,18 @@ class DrafterLink:
         """
         if self.drafter.reads_features and not self.is_awaited:
             return False
-        if not self.drafter.is_cheap or view.num_vain < _VAIN_ANSWERS or view.is_behind:
+        if not self._is_quiet(view) or view.is_behind:
             return True
         view.num_passed += 1
         if view.num_passed * _QUIET_ASKED < len(self._clients):
             return False
         view.num_passed = 0
         return True
+
+    def _is_quiet(self, view: DraftView) -> bool:
+        """True in a crowd, for a sequence that a cheap drafter has long been of no use to."""
+        is_useless = self.drafter.is_cheap and view.num_vain >= _VAIN_ANSWERS
+        return is_useless and len(self._clients) > _QUIET_ASKED
 
     # Requests come and go.
 
@@ -108,7 +113,7 @@ class DrafterLink:
             return []
         if wishes and self.has_price and not any(view.is_behind for _, view, _ in wishes):
             wishes = self._worth_waiting_for(wishes)
-        return [_job(*wish, reads_features=self.drafter.reads_features) for wish in wishes]
+        return [self._job(*wish) for wish in wishes]
 
     def _worth_waiting_for(self, wishes: list[_Wish]) -> list[_Wish]:
         """Those whose gain makes up for the time that all requests lose by the micro-step."""
@@ -121,6 +126,24 @@ class DrafterLink:
         acceptances = [view.acceptance for _, view, _ in wishes]
         seconds = [self._waits.seconds(count, count) or 0.0 for count in range(1, len(wishes) + 1)]
         return [wishes[place] for place in self._policy.served(acceptances, gains, seconds)]
+
+    def _job(self, sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:
+        """Ask for so many drafts, and sync all known tokens to the drafter."""
+        token_ids, tape = sequence.request.token_ids, sequence.tape
+        num_committed = len(token_ids)
+        first = min(view.num_synced, sequence.num_known)
+        drafts = tape.drafted[max(0, first - num_committed) :]
+        view.num_synced = sequence.num_known
+        return DraftJob(
+            request=sequence.about,
+            epoch=tape.epoch,
+            first=first,
+            token_ids=(*token_ids[first:], *(draft.token_id for draft in drafts)),
+            num_committed=num_committed,
+            num_wanted=num_wanted,
+            features=sequence.features.take() if self.drafter.reads_features else (),
+            is_quiet=self._is_quiet(view),
+        )
 
     # What comes back.
 
@@ -227,25 +250,6 @@ def _num_wanted(sequence: DraftedSequence, view: DraftView, ahead: bool) -> int:
             return 0
     length = view.limit + (sequence.num_in_flight + 1 if ahead else 0)
     return min(length, request.max_num_tokens - num_committed - 1) - len(drafted)
-
-
-def _job(sequence: DraftedSequence, view: DraftView, num_wanted: int, *, reads_features: bool) -> DraftJob:
-    """Ask for so many drafts, and sync all known tokens to the drafter."""
-    token_ids, tape = sequence.request.token_ids, sequence.tape
-    num_committed = len(token_ids)
-    first = min(view.num_synced, sequence.num_known)
-    drafts = tape.drafted[max(0, first - num_committed) :]
-    view.num_synced = sequence.num_known
-    return DraftJob(
-        request=sequence.about,
-        epoch=tape.epoch,
-        first=first,
-        token_ids=(*token_ids[first:], *(draft.token_id for draft in drafts)),
-        num_committed=num_committed,
-        num_wanted=num_wanted,
-        features=sequence.features.take() if reads_features else (),
-        is_quiet=view.num_vain >= _VAIN_ANSWERS,
-    )
 
 
 MAX_FAILURES = 3  # in a row
