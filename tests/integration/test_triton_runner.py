@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -34,15 +32,6 @@ pytestmark = [
 BLOCK_SIZE = 4
 TOKENS = random_tokens(np.random.default_rng(7), 80)
 BLOCKS = [list(range(16 * row, 16 * row + 16)) for row in range(4)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products are slower on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_plain(family: str) -> ModelRunner:
