@@ -39,7 +39,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "DraftedSequence": frozenset(field.name for field in fields(DraftedSequence)),
     "DraftView": frozenset({"limit", "max_tokens"}),
     "DrafterLink": frozenset({"is_awaited"}),
-    "SpeculativeDecoder": frozenset({"rules", "waited_s"}),
+    "SpeculativeDecoder": frozenset({"rules"}),
     "SpecStats": frozenset(field.name for field in fields(SpecStats)),
 }
 

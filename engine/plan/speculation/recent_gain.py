@@ -76,6 +76,11 @@ class RecentGain:
             return NO_DRAFTS
         return FormulaTerms(self._accepted.ratio, gamma, self._waited.ratio / gamma)
 
+    @property
+    def waited_s(self) -> float:
+        """How long the step that is being made has waited for drafts."""
+        return self._step.waited_s
+
     def begin_step(self) -> None:
         """A step is to be prepared."""
         self._step = _Step()

@@ -59,8 +59,7 @@ class SpeculativeDecoder:
 
     There is one link for each source, in the same order, the most trusted first. A request takes part from
     `open` to `close`, except while it is preempted (`pause`). With `can_rewind` False nothing is drafted, and
-    the steps that might have had drafts are counted. `waited_s` is how long the next step has waited for
-    drafts so far.
+    the steps that might have had drafts are counted.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class SpeculativeDecoder:
         self.costs = costs
         self.stats = SpecStats()
         self.gain = RecentGain()
-        self.waited_s = 0.0
         self._policy = PolicyChoice(config, policy, costs)
         self.links = tuple(DrafterLink(source.drafter, self._policy, self.stats) for source in sources)
         reader = next((link for link in self.links if link.drafter.reads_features), None)
@@ -96,6 +94,11 @@ class SpeculativeDecoder:
         config = SpeculationConfig(vocab_size=0, max_draft_tokens=0)
         costs = PassCosts()
         return cls(config, (), make_length_policy(config, costs), costs)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the next step has waited for drafts so far."""
+        return self.gain.waited_s
 
     @property
     def tokens_a_step(self) -> float:
@@ -244,7 +247,6 @@ class SpeculativeDecoder:
 
     def begin_step(self, awaited: Collection[DrafterLink]) -> None:
         """A step is to be prepared that waits for these drafters."""
-        self.waited_s = 0.0
         self.gain.begin_step()
         self._apply_changes()
         for link in self.links:
@@ -252,7 +254,6 @@ class SpeculativeDecoder:
 
     def note_waited(self, seconds: float) -> None:
         """The step that is being prepared has waited so much longer for drafts."""
-        self.waited_s += seconds
         self.gain.note_waited(seconds)
 
     def choose(
