@@ -4,6 +4,7 @@ Kernels are compiled once in a run."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where tests run in several processes, the one that starts the others, which take on its PATH."""
     if not hasattr(config, "workerinput") and (folder := compile_once.put_first()) is not None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_heap() -> None:
+    """What modules before have left is exempt from garbage collection, as what is loaded is in a server.
+
+    After some thousand tests a full collection takes two seconds: enough for a request to miss its deadline,
+    and for a grammar to be charged with them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
