@@ -34,6 +34,7 @@ def screen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             start = await terminal.expect(r"status page +http\S+/\n")
             (url,) = re.findall(r"status page +(http://\S+:\d+)/", start)
             await load(url)
+            start += await terminal.expect(r"model_not_found\n")  # Ctrl-C discards what nobody has read yet
             terminal.say("\x03")
             assert await terminal.end() == 0
             assert "\x1b" not in terminal.raw
