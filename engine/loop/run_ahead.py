@@ -80,6 +80,7 @@ class RunAhead:
         self._awaited: list[_Lane] = []
         self._arm: str = config.schedule
         self._chooser: ScheduleChooser | None = None
+        self._is_choosing = False  # the chooser named this step's arm
         if config.schedule == "auto":
             self._arm = "sync"
             if self._remote:
@@ -97,7 +98,8 @@ class RunAhead:
         """Decide how the drafts of the next step are made."""
         decoder = self._decoder
         self._has_read = self._is_resting = False
-        if self._chooser is not None:
+        self._is_choosing = self._chooser is not None and any(lane.link.has_clients for lane in self._remote)
+        if self._chooser is not None and self._is_choosing:  # else its arms would be compared where all are off
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"sync": self._remote, "async": self._readers}.get(self._arm, [])
         decoder.begin_step([lane.link for lane in self._awaited])
@@ -143,7 +145,7 @@ class RunAhead:
         """A step was committed `seconds` after its drafting began; `num_seqs` is 0 if it had prefill."""
         if num_seqs:
             self._decoder.observe_pace(num_seqs, num_committed, seconds)
-            if self._chooser is not None:
+            if self._chooser is not None and self._is_choosing:
                 self._chooser.observe(num_seqs, num_committed, seconds)
         if self._task is not None:
             self._note_hanging(self._task)

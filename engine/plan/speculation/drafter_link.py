@@ -51,6 +51,11 @@ class DrafterLink:
         """True if this drafter makes the next step later, and it is known by how much."""
         return self.is_awaited and self._waits.seconds(1, 1) is not None
 
+    @property
+    def has_clients(self) -> bool:
+        """True if there is a sequence to draft for."""
+        return bool(self._clients)
+
     def is_due(self, view: DraftView) -> bool:
         """Whether to ask about this sequence before the next step; to be called once a step.
 

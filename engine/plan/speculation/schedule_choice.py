@@ -62,6 +62,7 @@ class _Contest:
         self.running = 0
         self._queue = list(range(1, num_arms))  # still to be tried for the first time
         self._num_windows = 0
+        self._is_side_by_side = False  # what is known of the arm in use was measured beside the trial
         self._next = 0
         self._patience = 1
         self._rate_then = 0.0
@@ -77,6 +78,7 @@ class _Contest:
         self._left -= 1
         if self.on_trial is None and self._left % _LOOK_EVERY == 0 and self._has_changed():
             self._queue = [arm for arm in range(len(self.arms)) if arm != self.in_use]
+            self.arms[self.in_use] = _Arm()  # what it knows is no longer so
             self._left = 0
         if self._left > 0:
             return
@@ -100,18 +102,32 @@ class _Contest:
                 self._next = (self._next + 1) % len(self.arms)
             challenger = self._next
             self._left = _RETRIAL
+        self._is_side_by_side = self.arms[self.in_use].num_steps <= _WINDOW
+        self._begin(challenger)
+
+    def _begin(self, challenger: int) -> None:
         self.arms[challenger] = _Arm()
         self.on_trial = self.running = challenger
         self._num_windows = 1
 
     def _judge(self, challenger: int) -> None:
-        """A window of a trial is over: decide, or start another."""
+        """A window of a trial is over: decide, or start another.
+
+        A challenger that beats what was measured long before may owe it to the machine, whose speed drifts:
+        it wins only against the arm in use as measured beside it.
+        """
         used, other = self.arms[self.in_use], self.arms[challenger]
         doubt = _DOUBT * sqrt(used.error**2 + other.error**2)
         difference = other.rate - used.rate
         is_last = self._num_windows >= 2 * _MOST_WINDOWS
         is_clear = abs(difference) > doubt
-        if (is_clear or is_last) and other.rate > _MARGIN * used.rate:
+        is_better = (is_clear or is_last) and other.rate > _MARGIN * used.rate
+        if is_better and not self._is_side_by_side:
+            self._is_side_by_side = True
+            self.arms[self.in_use] = _Arm()
+            self._begin(challenger)
+            self.running, self._left = self.in_use, _WINDOW
+        elif is_better:
             self.in_use = challenger
             self._patience = 1
             self._end_trial()

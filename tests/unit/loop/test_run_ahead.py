@@ -690,6 +690,20 @@ async def test_a_schedule_that_was_measured_to_be_worse_is_the_reason() -> None:
     assert state.why_off == "Steps without it are faster, as measured; it is tried now and then."
 
 
+async def test_steps_that_no_drafter_serves_are_no_measurement_of_a_schedule() -> None:
+    stage = Stage("auto", perfect())
+    chooser = stage.run_ahead._chooser
+    assert chooser is not None
+    for _ in range(400):
+        stage.run_ahead.choose_arm(1)
+        stage.run_ahead.after_step(1, 1, 0.02)
+    assert chooser.chosen is None
+    a = stage.open()
+    for _ in range(30):
+        await stage.step(a)
+    assert chooser.chosen is not None
+
+
 async def test_a_drafter_that_fails_is_off_and_another_is_on() -> None:
     stage = Stage("sync", perfect(before=raising(ValueError("no"))), perfect(method="heads"))
     a = stage.open()

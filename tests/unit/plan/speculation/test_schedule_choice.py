@@ -85,6 +85,19 @@ def test_a_loser_that_becomes_the_best_is_found_though_the_arm_in_use_stays_as_i
     assert tail["async"] > 900
 
 
+def test_a_machine_that_becomes_faster_during_a_trial_does_not_make_the_worse_arm_win() -> None:
+    chooser = ScheduleChooser(("off", "sync"))
+    speed, used = 1.0, Counter[str]()
+    for step in range(3000):
+        arm = chooser.arm(1)
+        if step == 300 or (step > 300 and arm == "off" and speed == 1.0):
+            speed = 1.0 if step == 300 else 0.6  # the clock rises exactly when the other arm is tried
+        used[arm] += step > 300
+        chooser.observe(1, 2 if arm == "sync" else 1, speed * (0.015 if arm == "sync" else 0.01))
+    assert speed < 1
+    assert used["off"] < 0.04 * used["sync"]
+
+
 def test_the_first_steps_by_hand() -> None:
     chooser = ScheduleChooser(ARMS)
     asked = []
