@@ -99,7 +99,9 @@ class RunAhead:
         decoder = self._decoder
         self._has_read = self._is_resting = False
         self._is_choosing = self._chooser is not None and any(lane.link.has_clients for lane in self._remote)
-        if self._chooser is not None and self._is_choosing:  # else its arms would be compared where all are off
+        if (
+            self._chooser is not None and self._is_choosing
+        ):  # else its arms would be compared where all are off
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"sync": self._remote, "async": self._readers}.get(self._arm, [])
         decoder.begin_step([lane.link for lane in self._awaited])

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from engine.compute.drafters.eagle_kv import EagleKv, Slab
-from engine.compute.drafters.eagle_round import EagleCompute, EagleRound
+from engine.compute.drafters.eagle_round import EagleCompute, EagleNoise, EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.medusa import as_tensor
 from engine.compute.sampling.noise import row_keys
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
-from engine.plan.step_records import NO_TOKEN, SamplingInputs
+from engine.plan.step_records import SamplingInputs
 
 # A greedy chain ends before a draft that is less likely to be reached than this: verifying it costs more.
 LEAST_CHANCE = 0.1
@@ -88,7 +88,7 @@ class EagleDrafter:
         drawn: dict[str, tuple[int, ...]] = {}
         if turns:
             try:
-                found = self._compute.run(self._round(turns)).tolist()
+                found = self._compute.run(self._round(turns))
             except Exception:
                 self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
                 raise
@@ -127,33 +127,39 @@ class EagleDrafter:
 
     def _round(self, turns: Sequence[_Turn]) -> EagleRound:
         hidden = [as_tensor(run.hidden) for turn in turns for run in turn.runs]
-        runs = [(turn.job.request.request_id, run) for turn in turns for run in turn.runs]
-        token_ids = [self._known[name].token_ids[run.first + 1 : run.position + 1] for name, run in runs]
-        num_drafts = np.array([turn.num_drafts for turn in turns], np.int32)
-        first = np.array([turn.job.next_position for turn in turns], np.int64)
-        sampling = self._sampling(turns)
-        most = int(num_drafts.max())
-        positions = (first[:, None] + np.arange(most)).reshape(-1)
-        keys = row_keys(np.repeat(sampling.seed, most), positions)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for turn in turns:
+            known = self._known[turn.job.request.request_id].token_ids
+            for run in turn.runs:
+                token_ids += known[run.first + 1 : run.position + 1]
+                positions += range(run.first, run.position)
+        num_drafts = [turn.num_drafts for turn in turns]
+        draws = self._couples and any(turn.job.request.sampling.temperature for turn in turns)
         return EagleRound(
             features=hidden[0] if len(hidden) == 1 else torch.cat(hidden),
-            token_ids=np.concatenate(token_ids).astype(np.int64),
-            positions=np.concatenate([np.arange(run.first, run.position) for _, run in runs]),
-            num_rows=np.array([turn.num_rows for turn in turns], np.int32),
-            num_kept=np.array([turn.slab.num_kept for turn in turns], np.int32),
-            slabs=np.array([turn.slab.index for turn in turns], np.int32),
+            token_ids=token_ids,
+            positions=positions,
+            num_rows=[turn.num_rows for turn in turns],
+            num_kept=[turn.slab.num_kept for turn in turns],
+            slabs=[turn.slab.index for turn in turns],
             num_drafts=num_drafts,
-            sampling=sampling,
-            keys=keys.view(len(turns), most, 2),
+            noise=self._noise(turns, max(num_drafts)) if draws else None,
         )
+
+    def _noise(self, turns: Sequence[_Turn], most: int) -> EagleNoise:
+        first = np.array([turn.job.next_position for turn in turns], np.int64)
+        sampling = self._sampling(turns)
+        positions = (first[:, None] + np.arange(most)).reshape(-1)
+        keys = row_keys(np.repeat(sampling.seed, most), positions)
+        return EagleNoise(sampling, keys.view(len(turns), most, 2))
 
     def _sampling(self, turns: Sequence[_Turn]) -> SamplingInputs:
         """A row for each turn."""
         params = [turn.job.request.sampling for turn in turns]
         num_rows = len(params)
-        temperature = [each.temperature if self._couples else 0.0 for each in params]
         return SamplingInputs(
-            temperature=np.array(temperature, np.float32),
+            temperature=np.array([each.temperature for each in params], np.float32),
             top_k=np.array([each.top_k for each in params], np.int32),
             top_p=np.array([each.top_p for each in params], np.float32),
             min_p=np.array([each.min_p for each in params], np.float32),
@@ -166,8 +172,6 @@ class EagleDrafter:
         """The drafts up to one that ends the request; they are known from now on."""
         drafts: list[int] = []
         for token_id in token_ids[: turn.num_drafts]:
-            if token_id == NO_TOKEN:
-                break
             drafts.append(token_id)
             if token_id in turn.job.request.stop_token_ids:
                 break

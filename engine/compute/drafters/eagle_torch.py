@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,6 @@ from engine.compute.drafters.eagle_round import EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.sampling.noise import gumbel_of, noise_bits
 from engine.compute.sampling.processors import Filters, process_logits
-from engine.plan.step_records import NO_TOKEN, Int64
 
 
 class TorchEagle:
@@ -23,39 +24,36 @@ class TorchEagle:
         self._least_chance = least_chance
 
     @torch.inference_mode()
-    def run(self, work: EagleRound) -> Int64:
+    def run(self, work: EagleRound) -> list[list[int]]:
         """See EagleCompute."""
         weights, device = self._weights, self._weights.head.device
         hidden = F.linear(work.features.to(device), weights.fuse)  # [N, hidden]
-        stops = np.cumsum(work.num_rows)
-        spans = [
-            (int(slab), int(kept), int(count))
-            for slab, kept, count in zip(work.slabs, work.num_kept, work.num_rows, strict=True)
-        ]
-        out = self._layer(hidden, torch.from_numpy(work.token_ids).to(device), work.positions, spans)
-        drafts = np.full((len(stops), work.most_drafts), NO_TOKEN)
-        hidden, positions = out[stops - 1], work.positions[stops - 1]
-        chances = np.ones(len(stops))
-        for depth in range(work.most_drafts):
-            count = int((work.num_drafts > depth).sum())
-            if not (chances[:count] >= self._least_chance).any():
+        spans = list(zip(work.slabs, work.num_kept, work.num_rows, strict=True))
+        out = self._layer(hidden, torch.tensor(work.token_ids, device=device), work.positions, spans)
+        last = [stop - 1 for stop in accumulate(work.num_rows)]
+        hidden, positions = out[last], [work.positions[row] for row in last]
+        drafts: list[list[int]] = [[] for _ in last]
+        chances = [1.0] * len(last)
+        token_ids = torch.empty(0, dtype=torch.int64, device=device)
+        for depth, count in enumerate(work.drawing):
+            if max(chances[:count]) < self._least_chance:
                 break
-            token_ids, chance = self._draw(self._logits(hidden[:count]), work, depth)
-            drafted = token_ids.cpu().numpy()
-            drafts[:count, depth] = np.where(chances[:count] >= self._least_chance, drafted, NO_TOKEN)
-            chances[:count] *= chance.cpu().numpy()
-            count = int((work.num_drafts > depth + 1).sum())
-            positions = positions[:count] + 1
-            spans = [(slab, kept + rows + depth, 1) for slab, kept, rows in _first(work, count)]
-            if count:
+            if depth:
+                positions = [position + 1 for position in positions[:count]]
+                spans = [(slab, kept + rows + depth - 1, 1) for slab, kept, rows in _first(work, count)]
                 hidden = self._layer(hidden[:count], token_ids[:count], positions, spans)
+            token_ids, chance = self._draw(self._logits(hidden[:count]), work, depth)
+            for place, token_id in enumerate(token_ids.tolist()):
+                if chances[place] >= self._least_chance:
+                    drafts[place].append(token_id)
+            chances = [before * own for before, own in zip(chances[:count], chance.tolist(), strict=True)]
         return drafts
 
     def _layer(
         self,
         hidden: torch.Tensor,
         token_ids: torch.Tensor,
-        positions: Int64,
+        positions: list[int],
         spans: list[tuple[int, int, int]],
     ) -> torch.Tensor:
         """The layer's output for rows [n, hidden]; each span is a slab, its first new slot, and rows."""
@@ -71,12 +69,14 @@ class TorchEagle:
         gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, weights.down)
 
-    def _attend(self, qkv: torch.Tensor, positions: Int64, spans: list[tuple[int, int, int]]) -> torch.Tensor:
+    def _attend(
+        self, qkv: torch.Tensor, positions: list[int], spans: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
         of, kv = self._weights.sizes, self._kv
         heads, kv_heads, dim = of.heads, of.kv_heads, of.head_dim
         sizes = [heads, kv_heads, kv_heads]
         query, key, value = torch.split(qkv.view(len(qkv), -1, dim), sizes, dim=1)
-        where = torch.from_numpy(positions).to(qkv.device)
+        where = torch.tensor(positions, device=qkv.device)
         cos, sin = self._weights.rotary(qkv, position_ids=where[None])
         query, key = (_rotated(part, cos[0, :, None], sin[0, :, None]) for part in (query, key))
         attended = []
@@ -109,12 +109,15 @@ class TorchEagle:
         count = len(logits)
         best = logits.argmax(dim=-1)
         chance = logits.softmax(dim=-1).gather(1, best[:, None])[:, 0]
-        rows = np.flatnonzero(work.sampling.temperature[:count] > 0)
+        if work.noise is None:
+            return self._weights.token_ids[best], chance
+        sampling, keys = work.noise.sampling, work.noise.keys
+        rows = np.flatnonzero(sampling.temperature[:count] > 0)
         if len(rows):
-            filters = Filters.of_rows(work.sampling, rows, logits.shape[1], logits.device)
+            filters = Filters.of_rows(sampling, rows, logits.shape[1], logits.device)
             support = process_logits(logits[torch.from_numpy(rows)], filters)
-            keys = work.keys[rows, depth].to(logits.device)
-            bits = noise_bits(keys, self._weights.token_ids[support.token_ids])
+            own_keys = keys[rows, depth].to(logits.device)
+            bits = noise_bits(own_keys, self._weights.token_ids[support.token_ids])
             scores = support.scaled.double() + gumbel_of(bits)
             won = support.token_ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
             at = torch.from_numpy(rows).to(logits.device)
@@ -124,8 +127,7 @@ class TorchEagle:
 
 def _first(work: EagleRound, count: int) -> list[tuple[int, int, int]]:
     """Slab, slots before, and rows read of each of the first sequences."""
-    columns = work.slabs[:count], work.num_kept[:count], work.num_rows[:count]
-    return [(int(slab), int(kept), int(rows)) for slab, kept, rows in zip(*columns, strict=True)]
+    return list(zip(work.slabs[:count], work.num_kept[:count], work.num_rows[:count], strict=True))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
+from itertools import accumulate, takewhile
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Draw
 from engine.compute.native.rotation_table import RotationTable
 from engine.compute.native.scratch import kept_numbers
-from engine.plan.step_records import NO_TOKEN, Int64
+from engine.plan.step_records import NO_TOKEN
 
 _GAP_BLOCK = 64  # as draw.h has it
 _DRAWN = (torch.bfloat16, torch.float32)  # what logits may be
@@ -77,69 +80,53 @@ class NativeEagle:
         )
 
     @torch.inference_mode()
-    def run(self, work: EagleRound) -> Int64:
+    def run(self, work: EagleRound) -> list[list[int]]:
         """See EagleCompute."""
         sizes, most, num_sequences = self._weights.sizes, work.most_drafts, len(work.num_rows)
-        depths = np.arange(max(1, most))[:, None]
-        counts = np.where(depths == 0, work.num_rows, 1).astype(np.int32)
-        lengths = (work.num_kept + work.num_rows + depths).astype(np.int32)  # [passes, J]
-        drawing = (work.num_drafts > np.arange(most)[:, None]).sum(axis=1)
-        last = np.cumsum(work.num_rows, dtype=np.int64) - 1
-        positions, slots = self._places(work, last, drawing)
-        cos, sin = self._rotations.rows(torch.from_numpy(positions))
+        places = _Places.of(work, self._kv.num_slots)
+        cos, sin = self._rotations.rows(torch.tensor(places.positions))
         features = work.features.contiguous()
-        embedded = self._weights.embedding(torch.from_numpy(work.token_ids))
-        tables = torch.from_numpy(work.slabs[:, None])
-        rows = PagedRows(torch.from_numpy(counts[0]), torch.from_numpy(lengths[0]), tables, None, None)
+        embedded = self._weights.embedding(torch.tensor(work.token_ids))
+        counts, lengths, tables = (torch.tensor(part, dtype=torch.int32) for part in places.attended)
+        rows = PagedRows(counts[:num_sequences], lengths, tables[:, None], None, None)
         attention = self._kernels.attention_record(rows, self._kv.keys, sizes.heads)
         attention.window, attention.scale, attention.softcap = sizes.window, sizes.head_dim**-0.5, 0.0
-        attention.counts, attention.lengths = counts.ctypes.data, lengths.ctypes.data
-        drafts = np.full((most, num_sequences), NO_TOKEN, np.int64)
-        chances = np.zeros((most, num_sequences), np.float32)
+        indices = [array("q", part) for part in (places.slots, places.last, work.drawing)]
+        drafts = array("q", [NO_TOKEN] * most * num_sequences)
+        chances = array("f", bytes(4 * most * num_sequences))
         draw, kept = self._draw(work)
+        slots, last, drawing = map(_address, indices)
         self._kernels.draft(
             self._eagle,
             records.EagleRound(
                 *(tensor.data_ptr() for tensor in (features, embedded, cos, sin)),
-                *(array.ctypes.data for array in (slots, counts, lengths, last, drawing)),
-                *(ctypes.pointer(attention), ctypes.pointer(draw)),
-                *(array.ctypes.data for array in (drafts, chances)),
+                *(slots, counts.data_ptr(), lengths.data_ptr(), last, drawing),
+                *(ctypes.pointer(attention), ctypes.pointer(draw), _address(drafts), _address(chances)),
                 *(self._scratch_for(len(features), num_sequences), len(features), num_sequences, most),
             ),
         )
         del kept  # the kernel is done with it
-        return np.where(drafts < 0, NO_TOKEN, self._token_ids[drafts]).T
+        return [self._named(drafts[sequence::num_sequences]) for sequence in range(num_sequences)]
 
-    def _places(self, work: EagleRound, last: Int64, drawing: Int64) -> tuple[Int64, Int64]:
-        """Position and slot of the rows of all passes: those to read, then those of each draft's own."""
-        firsts = last + 1 - work.num_rows
-        within = np.arange(len(work.positions)) - np.repeat(firsts, work.num_rows)
-        base = work.slabs.astype(np.int64) * self._kv.num_slots + work.num_kept
-        slots = [np.repeat(base, work.num_rows) + within]
-        positions = [work.positions]
-        for depth, count in enumerate(drawing.tolist()):
-            if depth:
-                slots.append(base[:count] + work.num_rows[:count] + depth - 1)
-                positions.append(work.positions[last[:count]] + depth)
-        return np.concatenate(positions), np.concatenate(slots)
+    def _named(self, drafts: array[int]) -> list[int]:
+        """The target's ids of one sequence's drafts, given by their places in the embedding."""
+        return [int(self._token_ids[place]) for place in takewhile(lambda place: place >= 0, drafts)]
 
     def _draw(self, work: EagleRound) -> tuple[Draw, object]:
         """How the sequences draw, and the memory it points to."""
-        sampling, num_sequences = work.sampling, len(work.num_rows)
+        num_sequences, vocab = len(work.num_rows), _padded(len(self._token_ids))
+        sizes = (num_sequences, vocab, self._kernels.dtype is torch.bfloat16, self._names.data_ptr())
+        rows = array("q", range(num_sequences))
+        if work.noise is None:
+            greedy = array("f", bytes(4 * num_sequences))
+            return Draw(None, _address(rows), _address(greedy), *(None,) * 5, *sizes), (rows, greedy)
+        sampling = work.noise.sampling
         with np.errstate(divide="ignore"):
             log_min_p = np.log(sampling.min_p.astype(np.float64))
-        columns = (
-            np.arange(num_sequences),
-            *(sampling.temperature, sampling.top_k, sampling.top_p.astype(np.float64), log_min_p),
-        )
-        keys = work.keys.transpose(0, 1).contiguous()  # [D, J, 2]
-        vocab = _padded(len(self._token_ids))
-        is_bf16 = self._kernels.dtype is torch.bfloat16
+        columns = (sampling.temperature, sampling.top_k, sampling.top_p.astype(np.float64), log_min_p)
+        keys = work.noise.keys.transpose(0, 1).contiguous()  # [D, J, 2]
         addresses = [column.ctypes.data for column in columns]
-        draw = Draw(
-            *(None, *addresses, keys.data_ptr(), None, num_sequences, vocab, is_bf16, self._names.data_ptr())
-        )
-        return draw, (columns, keys)
+        return Draw(None, _address(rows), *addresses, keys.data_ptr(), None, *sizes), (rows, columns, keys)
 
     def _scratch_for(self, num_rows: int, num_sequences: int) -> int:
         """The address of memory for such a round; kept, since touching fresh pages costs more."""
@@ -147,6 +134,35 @@ class NativeEagle:
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(kept_numbers(needed), dtype=self._scratch.dtype)
         return self._scratch.data_ptr()
+
+
+class _Places(NamedTuple):
+    """Where the rows of all passes of a round lie: those to read, then those of each draft's own."""
+
+    positions: list[int]  # [rows of all passes]
+    slots: list[int]  # the same
+    last: list[int]  # [J] the last row that each sequence reads
+    attended: tuple[list[int], list[int], list[int]]  # counts and lengths, pass by pass, and slabs
+
+    @classmethod
+    def of(cls, work: EagleRound, num_slots: int) -> Self:
+        """Of slabs with `num_slots` slots each."""
+        spans = list(zip(work.slabs, work.num_kept, work.num_rows, strict=True))
+        last = [stop - 1 for stop in accumulate(work.num_rows)]
+        positions = list(work.positions)
+        slots = [slab * num_slots + kept + row for slab, kept, rows in spans for row in range(rows)]
+        ends = [slots[row] for row in last]
+        counts, lengths = list(work.num_rows), [kept + rows for _, kept, rows in spans]
+        for depth, count in enumerate(work.drawing[1:], 1):
+            positions += [work.positions[row] + depth for row in last[:count]]
+            slots += [end + depth for end in ends[:count]]
+            counts += [1] * len(spans)
+            lengths += [length + depth for length in lengths[: len(spans)]]
+        return cls(positions, slots, last, (counts, lengths, work.slabs))
+
+
+def _address(numbers: array[int] | array[float]) -> int:
+    return numbers.buffer_info()[0]
 
 
 def _padded(count: int) -> int:

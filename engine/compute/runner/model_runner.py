@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -46,8 +47,7 @@ class ForDrafts:
         None for one of which nothing is of use. They are parts of `hidden` and not copies.
         """
         if self.feature_layers:
-            spans = verified_spans(inputs, verified)
-            return tuple(hidden[first:stop] for first, stop in spans.tolist())
+            return tuple(hidden[first:stop] for first, stop in verified_spans(inputs, verified))
         kept: list[torch.Tensor | None] = [None] * len(inputs.query_lens)
         last = last_rows(inputs, verified)
         sequences = np.searchsorted(np.cumsum(inputs.query_lens), inputs.logits_rows[last], side="right")
@@ -168,17 +168,17 @@ def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
     return rows
 
 
-def verified_spans(inputs: StepInputs, verified: Verified) -> Int64:
-    """Each sequence's tokens of the pass that are known to be right: the first, and behind the last. [S, 2]
+def verified_spans(inputs: StepInputs, verified: Verified) -> list[tuple[int, int]]:
+    """Each sequence's tokens of the pass that are known to be right: the first, and behind the last. [S]
 
     Where accepted drafts of a tree do not lie side by side, it is only the last of them.
     """
-    stops = np.cumsum(inputs.query_lens, dtype=np.int64)
-    spans = np.stack([stops - inputs.query_lens, stops], axis=1)
-    drafts = inputs.drafts
-    if drafts is not None and verified.paths is not None:
-        last = inputs.logits_rows[verified.paths.last_row]
-        spans[drafts.sequence, 1] = last + 1
-        is_apart = verified.paths.are_apart()
-        spans[drafts.sequence[is_apart], 0] = last[is_apart]
+    stops = list(accumulate(inputs.query_lens.tolist()))
+    spans = list(zip([0, *stops], stops, strict=False))
+    drafts, paths = inputs.drafts, verified.paths
+    if drafts is not None and paths is not None:
+        last = inputs.logits_rows[paths.last_row].tolist()
+        of_each = zip(drafts.sequence.tolist(), last, paths.are_apart().tolist(), strict=True)
+        for sequence, row, is_apart in of_each:
+            spans[sequence] = (row if is_apart else spans[sequence][0], row + 1)
     return spans

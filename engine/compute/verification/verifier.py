@@ -23,7 +23,14 @@ from engine.compute.verification.rejection_rules import (
     block_rule,
     token_rule,
 )
-from engine.compute.verification.verified import Draws, Verified, commit_rows, without_logprobs
+from engine.compute.verification.verified import (
+    Draws,
+    Verified,
+    commit_chains,
+    commit_rows,
+    has_logprobs,
+    without_logprobs,
+)
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, SamplingInputs
 
@@ -66,8 +73,11 @@ class MatchVerifier:
         """See Verifier."""
         if drafts is None:
             return Verified(self._sampler.sample(logits, sampling))
+        drawn = self._sampler.sample(logits, without_logprobs(sampling))
+        if drafts.parents is None and not drawn.row_errors and not has_logprobs(sampling):
+            return commit_chains(drafts, drawn)
         rows = DraftRows.of(drafts)
-        draws = Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
+        draws = Draws.of(drawn)
         return commit_rows(logits, sampling, rows, draws, rows.follow(draws.token_ids))
 
 

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.compute.sampling.sampler import Sampler
-from engine.compute.verification.verified import Verified
+from engine.compute.verification.draft_rows import DraftRows
+from engine.compute.verification.verified import Draws, Verified, commit_chains, commit_rows
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.speculation.speculation_config import Verification
-from engine.plan.step_records import NO_TOKEN, DraftInputs
+from engine.plan.step_records import NO_TOKEN, DraftInputs, SampledRows
 from tests.support.sampling_reference import CPU, Row, adjusted, inputs_of
 
 VOCAB = 50
@@ -61,6 +64,28 @@ def test_without_drafts_it_is_the_sampler(verification: Verification, row: Row) 
     result = verify(verification, logits, rows, None)
     assert result.rows == Sampler(VOCAB, CPU).sample(logits, inputs_of(rows))
     assert result.paths is None
+
+
+@given(data=st.data())
+def test_chains_are_committed_alike_one_by_one_and_as_arrays(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    plain = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    first_row, row = [], 0
+    for length, before in zip(lengths, plain, strict=True):
+        first_row.append(row + before)
+        row += before + length + 1
+    tokens = st.integers(0, 1)  # few, so that many agree
+    chains = [data.draw(st.lists(tokens, min_size=length, max_size=length)) for length in lengths]
+    drafts = drafts_at(first_row, chains)
+    drawn = data.draw(st.lists(tokens, min_size=row, max_size=row))
+    rows, draws = DraftRows.of(drafts), Draws(np.array(drawn), {})
+    expected = commit_rows(None, inputs_of([GREEDY] * row), rows, draws, rows.follow(draws.token_ids))
+    found = commit_chains(drafts, SampledRows(list(drawn)))
+    assert found.rows == expected.rows
+    assert found.paths is not None and expected.paths is not None
+    assert found.paths.num_accepted.tolist() == expected.paths.num_accepted.tolist()
+    assert found.paths.last_row.tolist() == expected.paths.last_row.tolist()
+    assert found.paths.drafts is None and expected.paths.drafts is None
 
 
 @pytest.mark.parametrize("row", [GREEDY, Row(), Row(top_p=0.9)])

@@ -25,8 +25,8 @@ from engine.compute.verification.rejection_rules import (
 )
 from engine.compute.verification.verified import Draws, Verified, commit_rows
 from engine.compute.verification.verifier import MatchVerifier, RejectionVerifier, Verifier, make_verifier
-from engine.plan.step_records import DraftInputs, Int64, SamplingInputs
-from tests.support.sampling_reference import CPU, Row, adjusted
+from engine.plan.step_records import DraftInputs, Int64, SampledRows, SamplingInputs
+from tests.support.sampling_reference import CPU, Row, adjusted, inputs_of
 from tests.support.verification_law import (
     Known,
     Proposal,
@@ -174,7 +174,13 @@ def test_rejects_a_later_draft_after_a_wrong_one(monkeypatch: pytest.MonkeyPatch
         return found
 
     assert p_of(RejectionVerifier(SAMPLER, later), SAMPLED) < 1e-6
-    monkeypatch.setattr("engine.compute.verification.verifier.DraftRows", LaterCounts)
+
+    def commit_later(drafts: DraftInputs, drawn: SampledRows) -> Verified:
+        rows, draws = LaterCounts.of(drafts), Draws.of(drawn)
+        no_logprobs = inputs_of([Row()] * len(drawn.token_ids))
+        return commit_rows(None, no_logprobs, rows, draws, rows.follow(draws.token_ids))
+
+    monkeypatch.setattr("engine.compute.verification.verifier.commit_chains", commit_later)
     assert p_of(MatchVerifier(SAMPLER), CERTAIN) < 1e-6
 
 
