@@ -44,18 +44,37 @@ class Desk {
     take(span);
     clear(records, rows, a_.dim);
     for (Index start = span.start / KEYS * KEYS; start < span.stop; start += KEYS) {
-      const Index count = place(span, start, places_);
-      take_scales(span, start);
       const bool is_last = start + KEYS >= span.stop;
       const Index later = is_last ? next.start / KEYS * KEYS : start + KEYS;
       pages_.upcoming().turn(next_, place(is_last ? next : span, later, next_));
       for (Index t = 0; t < span.tile.count; t++)
         std::fill_n(seen_.begin() + t * group_, group_, tiles_.seen(span.tile, t, start));
-      pages_.attend(places_, count, rows, seen_.data(), records);
+      if (tiles_.branches(span.tile, start + KEYS))
+        attend_branches(span, start, records);
+      else
+        attend_positions(span, start, ALL, 0, rows, records);
     }
   }
 
  private:
+  static constexpr Index ALL = -1;  // in place of a token: what is the same for all of the tile
+
+  // Of the tile's rows `count` from `first` on, against the positions from `start` on that `token` sees.
+  void attend_positions(const Span& span, Index start, Index token, Index first, Index count, float* records) {
+    const Index positions = place(span, start, places_, token);
+    for_runs(span, start, token, [&](Index at, Index head, Index offset, Index run) {
+      pages_.take_scales(head, offset, run, at);
+    });
+    pages_.attend(places_, positions, first, count, seen_.data() + first, records + first * record_size(a_.dim));
+  }
+
+  // Where drafts form a tree, each token by itself: its branch in order, as if the others were not there. So a
+  // draft's result has the bits that it has in a chain.
+  void attend_branches(const Span& span, Index start, float* records) {
+    for (Index t = 0; t < span.tile.count; t++)
+      if (seen_[t * group_]) attend_positions(span, start, t, t * group_, group_, records);
+  }
+
   // The queries of the tile's rows, one after another.
   void take(const Span& span) {
     const Element* query = a_.query + (span.tile.row * a_.heads + span.head * group_) * a_.dim;
@@ -65,32 +84,28 @@ class Desk {
 
   // Where in the pages a block's positions lie, -1 for those outside the span. Returns their number, or more
   // to make it a multiple of 32.
-  Index place(const Span& span, Index start, Index* places) const {
+  Index place(const Span& span, Index start, Index* places, Index token = ALL) const {
     std::fill_n(places, KEYS, -1);
-    for_runs(span, start, [&](Index at, Index head, Index offset, Index run) {
+    for_runs(span, start, token, [&](Index at, Index head, Index offset, Index run) {
       const Index first = pages_.place(head, offset);
       for (Index i = 0; i < run; i++) places[at + i] = first + i * a_.dim;
     });
     return parts_of(std::min(span.stop, start + KEYS) - start, 32) * 32;
   }
 
-  // The scales of the same positions; what is outside the span has any.
-  void take_scales(const Span& span, Index start) {
-    for_runs(span, start, [&](Index at, Index head, Index offset, Index run) {
-      pages_.take_scales(head, offset, run, at);
-    });
-  }
-
-  // Calls `work(at, head, offset, run)` for the span's positions from `start` on that lie side by side in one head of
-  // one block: where they begin among the KEYS, the head's number among those of all blocks, the first's row there,
-  // and how many they are.
+  // Calls `work(at, head, offset, run)` for the span's positions from `start` on that `token` sees and that lie side
+  // by side in one head of one block: where they begin among the KEYS, the head's number among those of all blocks,
+  // the first's row there, and how many they are.
   template <class Work>
-  SLIP_INLINE void for_runs(const Span& span, Index start, Work work) const {
+  SLIP_INLINE void for_runs(const Span& span, Index start, Index token, Work work) const {
     const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
-    const Index stop = std::min(span.stop, start + KEYS);
+    const Index end = token == ALL ? span.stop : std::min(span.stop, tiles_.end_of(span.tile, token));
+    const Index stop = std::min(end, start + KEYS);
     for (Index p = std::max(span.start, start); p < stop;) {
-      const Index offset = p % a_.block_size, run = std::min(a_.block_size - offset, stop - p);
-      work(p - start, table[p / a_.block_size] * a_.kv_heads + span.head, offset, run);
+      Index run = stop - p;
+      const Index slot = token == ALL ? p : tiles_.slot(span.tile, token, p, run), offset = slot % a_.block_size;
+      run = std::min(a_.block_size - offset, run);
+      work(p - start, table[slot / a_.block_size] * a_.kv_heads + span.head, offset, run);
       p += run;
     }
   }

@@ -36,11 +36,11 @@ class ElementPages {
   // Nothing: elements have no scales.
   void take_scales(Index, Index, Index, Index) {}
 
-  // From `rows` of the queries to the positions at `places`.
-  void attend(const Index* places, Index count, Index rows, const uint64_t* seen, float* records) {
+  // From `rows` of the queries, the `first` one on, to the positions at `places`.
+  void attend(const Index* places, Index count, Index first, Index rows, const uint64_t* seen, float* records) {
     pack_keys(keys_, places, count, dim_, memory_.get(), upcoming_);
     pack_values(values_, places, count, dim_, memory_.get() + KEYS * dim_, upcoming_);
-    attend_block(block_, rows, query_, seen, records);
+    attend_block(block_, rows, query_ + first * dim_, seen, records);
   }
 
   Upcoming<Element>& upcoming() { return upcoming_; }
@@ -75,10 +75,10 @@ class BytePages {
     memcpy(scales_.get() + KEYS + at, values_ + first, 4 * run);
   }
 
-  void attend(const Index* places, Index count, Index rows, const uint64_t* seen, float* records) {
+  void attend(const Index* places, Index count, Index first, Index rows, const uint64_t* seen, float* records) {
     pack_keys(keys_, places, count, dim_, memory_.get(), upcoming_);
     pack_values(values_, places, count, dim_, memory_.get() + KEYS * dim_, upcoming_);
-    attend_block(block_, rows, query_, seen, records);
+    attend_block(block_, rows, query_ + first * scaled_size(dim_), seen, records);
   }
 
   Upcoming<int8_t>& upcoming() { return upcoming_; }

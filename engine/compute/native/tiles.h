@@ -82,8 +82,11 @@ class Tiles {
     Tile tile{s, 0, (number - begins_[s]) * tokens_, 0, 0, 0};
     tile.row = rows_[s] + tile.place;
     tile.count = std::min(tokens_, a_.counts[s] - tile.place);
-    tile.first = tile.stop = before(tile) + tile.place + tile.count;
-    for (Index t = 0; t < tile.count; t++) tile.first = std::min(tile.first, first_of(tile, t));
+    tile.first = a_.lengths[s], tile.stop = 0;
+    for (Index t = 0; t < tile.count; t++) {
+      tile.first = std::min(tile.first, first_of(tile, t));
+      tile.stop = std::max(tile.stop, end_of(tile, t));
+    }
     return tile;
   }
 
@@ -96,14 +99,24 @@ class Tiles {
 
   // Which of the KEYS positions from `start` on token `t` of the tile sees.
   uint64_t seen(const Tile& tile, Index t, Index start) const {
-    const Index from = before(tile) - start, place = tile.place + t, first = first_of(tile, t) - start;
+    return bits(first_of(tile, t) - start, end_of(tile, t) - start);
+  }
+
+  // Behind the last position that token `t` sees. Those of a draft in a tree are counted along its own branch.
+  Index end_of(const Tile& tile, Index t) const { return depth_of(tile, t) + 1; }
+
+  // Whether positions before `stop` may be other slots for each of the tile's tokens.
+  bool branches(const Tile& tile, Index stop) const { return gaps_of(tile, 0) && stop > before(tile); }
+
+  // The slot of a position that token `t` sees, and up to `most` that follow it and lie side by side.
+  Index slot(const Tile& tile, Index t, Index position, Index& most) const {
+    const Index from = before(tile), gap = depth_of(tile, t) - position;
+    if (position < from) return most = std::min(most, from - position), position;
+    most = 1;
     const int32_t* gaps = gaps_of(tile, t);
-    if (!gaps) return bits(first, from + place + 1);
-    uint64_t seen = bits(first, from);
-    const Index limit = depth_of(tile, t) + 1 - first_of(tile, t);
-    for (Index k = std::max<Index>(0, -from); k <= place && from + k < KEYS; k++)
-      if (gaps[k] < limit) seen |= 1ull << (from + k);
-    return seen;
+    Index place = position - from;  // parents lie before their children
+    while (gaps[place] != gap) place++;
+    return from + place;
   }
 
  private:
@@ -114,7 +127,8 @@ class Tiles {
   // Positions before those of this step.
   Index before(const Tile& tile) const { return a_.lengths[tile.sequence] - a_.counts[tile.sequence]; }
 
-  // Of a draft in a tree, its row of gaps; null for what sees all that is before it.
+  // Of a draft in a tree, its row of gaps: how much deeper it is than each that it sees. Null for what sees all
+  // that is before it.
   const int32_t* gaps_of(const Tile& tile, Index t) const {
     const Index begin = a_.trees ? a_.trees[tile.sequence] : -1;
     return begin < 0 ? nullptr : a_.gaps + begin + (tile.place + t) * a_.counts[tile.sequence];

@@ -103,6 +103,28 @@ def test_drafts_in_a_tree_have_the_bits_of_layer_after_layer(family: str) -> Non
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("context", [3, 62, 510])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_window"])
+def test_a_draft_in_a_tree_has_the_bits_that_it_has_in_a_chain(family: str, context: int) -> None:
+    """Across blocks of positions and chunks of them, whatever lies between it and its parent."""
+    rng = np.random.default_rng(context)
+    tokens = random_tokens(rng, context + 13)
+    parents = [-1, 0, -1, 1, 1, 2, 5, 0, 6, -1, 8, 10]
+    loaded = joined(on_kernels(family))
+    forward, blocks = PackedForward(loaded), range(-(-len(tokens) // 4))
+    kv = forward.make_kv(len(blocks), 4)
+    compute(forward, kv, [Part(tokens, 0, context, blocks)])
+    found = compute(forward, kv, [Part(tokens, context, len(tokens), blocks, tuple(parents))])
+    for draft in range(len(parents)):
+        branch, ancestor = [draft], parents[draft]
+        while ancestor >= 0:
+            branch.insert(0, ancestor)
+            ancestor = parents[ancestor]
+        chain = [*tokens[: context + 1], *(tokens[context + 1 + own] for own in branch)]
+        expected = compute(forward, kv, [Part(chain, context, len(chain), blocks)])
+        assert torch.equal(found[1 + draft], expected[0]), f"draft {draft}"
+
+
 def test_the_bits_are_the_same_on_any_number_of_threads() -> None:
     loaded = joined(on_kernels("llama"))
     expected = logits_of(loaded, 9)
