@@ -263,7 +263,7 @@ def test_logits_that_are_not_numbers_are_refused_at_start(monkeypatch: pytest.Mo
 
 @torch.inference_mode()
 def test_features_are_of_verified_positions_only() -> None:
-    """A part of a prompt keeps all its rows, a chain those up to the last accepted draft, a tree that one."""
+    """A part of a prompt keeps all its rows, a chain or a tree those of its accepted branch."""
     loaded = load_tiny("llama")
     for_drafts = ForDrafts(keeps_features=True, feature_layers=(0, 1))
     said = greedy(loaded, [5, 6, 7], 3)
@@ -277,7 +277,7 @@ def test_features_are_of_verified_positions_only() -> None:
     result = runner.run(inputs)
     assert result.features is not None
     kept = [features for features in result.features if isinstance(features, torch.Tensor)]
-    assert [len(features) for features in kept] == [8, 1 + 2, 1]
+    assert [len(features) for features in kept] == [8, 1 + 2, 1 + 1]
     _, hidden = runner.forward.with_features(inputs, runner.kv)
-    expected = torch.cat([hidden[:8], hidden[8:11], hidden[14:15]])
+    expected = torch.cat([hidden[:8], hidden[8:11], hidden[12:13], hidden[14:15]])
     torch.testing.assert_close(torch.cat(kept), expected)

@@ -35,7 +35,7 @@ class PagedRows:
         trees = tree_masks(inputs)
         if not trees:
             return cls(counts, lengths, tables, None, None)
-        gaps = [tree.gaps().ravel() for tree in trees.values()]
+        gaps = [tree.gaps.ravel() for tree in trees.values()]
         begins = np.full(len(counts), -1, dtype=np.int32)
         begins[list(trees)] = np.cumsum([0, *map(len, gaps)])[:-1]
         return cls(counts, lengths, tables, torch.from_numpy(begins), torch.from_numpy(np.concatenate(gaps)))

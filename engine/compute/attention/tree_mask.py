@@ -6,7 +6,8 @@ count from that token, which is place 0; a place's depth is its distance from it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,15 @@ from engine.compute.attention.layer_kv import Reach
 from engine.plan.step_records import DraftInputs, Int32, Int64, StepInputs
 
 UNSEEN = np.iinfo(np.int32).max
+_KEPT_SHAPES = 1024
 
 
 class TreeMask:
     """A sequence's newest token and the drafts that branch off behind it (Miao et al. 2023, SpecInfer)."""
 
-    def __init__(self, parents: Int32) -> None:
+    def __init__(self, parents: Sequence[int]) -> None:
         seen = np.eye(len(parents) + 1, dtype=np.bool_)
-        for place, parent in enumerate(parents.tolist(), start=1):
+        for place, parent in enumerate(parents, start=1):
             seen[place] |= seen[parent + 1]
         self._seen = seen  # [places, places]: itself and what it follows
         self._depths = seen.sum(axis=1) - 1  # [places]
@@ -42,6 +44,7 @@ class TreeMask:
             seen &= newest + depths >= reach.first(newest + self._depths[queries, None])
         return seen
 
+    @cached_property
     def gaps(self) -> Int32:
         """Depth of each place minus that of each place it attends to, UNSEEN for others: [places, places]."""
         gaps = self._depths[:, None] - self._depths
@@ -53,16 +56,18 @@ def tree_masks(inputs: StepInputs) -> dict[int, TreeMask]:
     drafts = inputs.drafts
     if drafts is None or drafts.parents is None:
         return {}
-    shapes: dict[bytes, TreeMask] = {}  # a drafter's trees are mostly of one shape
     trees = {}
     for index, parents, _ in _branching(drafts, drafts.parents):
         sequence = int(drafts.sequence[index])
         assert inputs.query_lens[sequence] == len(parents) + 1
-        shape = parents.tobytes()
-        if shape not in shapes:
-            shapes[shape] = TreeMask(parents)
-        trees[sequence] = shapes[shape]
+        trees[sequence] = _mask_of(parents)
     return trees
+
+
+@lru_cache(maxsize=_KEPT_SHAPES)
+def _mask_of(parents: tuple[int, ...]) -> TreeMask:
+    """A drafter's trees have few shapes, which come again and again."""
+    return TreeMask(parents)
 
 
 def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64, Int64]:
@@ -77,7 +82,7 @@ def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64,
     if drafts is not None and drafts.parents is not None:
         for index, parents, proposed in _branching(drafts, drafts.parents):
             first_row = int(drafts.first_row[index])
-            path = _path(parents.tolist(), proposed.tolist(), token_ids[first_row : first_row + len(parents)])
+            path = _path(parents, proposed, token_ids[first_row : first_row + len(parents)])
             first_draft = int(inputs.logits_rows[first_row]) + 1
             for depth, draft in enumerate(path):
                 if draft != depth:
@@ -86,19 +91,17 @@ def accepted_moves(inputs: StepInputs, token_ids: Sequence[int]) -> tuple[Int64,
     return inputs.slot_mapping[sources], inputs.slot_mapping[targets]
 
 
-def _branching(drafts: DraftInputs, parents: Int32) -> list[tuple[int, Int32, Int64]]:
+def _branching(drafts: DraftInputs, parents: Int32) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """(index, parents, tokens) of the sequences whose drafts are no chain."""
-    stops = np.cumsum(drafts.num_drafts, dtype=np.intp)
-    starts = stops - drafts.num_drafts
-    in_sequence = np.arange(len(parents)) - np.repeat(starts, drafts.num_drafts)
-    branches = np.logical_or.reduceat(parents != in_sequence - 1, starts)
-    return [
-        (index, parents[starts[index] : stops[index]], drafts.token_ids[starts[index] : stops[index]])
-        for index in np.flatnonzero(branches).tolist()
-    ]
+    every_parent, token_ids, stop = tuple(parents.tolist()), tuple(drafts.token_ids.tolist()), 0
+    for index, count in enumerate(drafts.num_drafts.tolist()):
+        start, stop = stop, stop + count
+        own = every_parent[start:stop]
+        if own != tuple(range(-1, count - 1)):
+            yield index, own, token_ids[start:stop]
 
 
-def _path(parents: list[int], proposed: list[int], token_ids: Sequence[int]) -> list[int]:
+def _path(parents: Sequence[int], proposed: Sequence[int], token_ids: Sequence[int]) -> list[int]:
     """The longest path from the newest token whose drafts equal the first of `token_ids`."""
     ends = {-1}  # more than one where siblings are equal
     for token in token_ids:

@@ -1,4 +1,4 @@
-"""EagleDrafter: chains of drafts from one layer over the target's features, with K/V of its own."""
+"""EagleDrafter: trees of drafts from one layer over the target's features, with K/V of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from engine.compute.drafters.eagle_kv import EagleKv, Slab
-from engine.compute.drafters.eagle_round import EagleCompute, EagleNoise, EagleRound
+from engine.compute.drafters.eagle_round import Chain, EagleCompute, EagleNoise, EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.medusa import as_tensor
 from engine.compute.sampling.noise import row_keys
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
 from engine.plan.step_records import SamplingInputs
 
-# A greedy chain ends before a draft that is less likely to be reached than this: verifying it costs more.
-LEAST_CHANCE = 0.1
+# A guess that is less likely to come than this is not worth a row of the target's pass. What the layer
+# says of itself is too low.
+LEAST_CHANCE = 0.03
 
 
 @dataclass(slots=True)
@@ -46,8 +47,10 @@ class _Turn(NamedTuple):
 
 
 class EagleDrafter:
-    """One call reads every job's new features and then draws up to `num_wanted` tokens for it, all together.
+    """One call reads every job's new features, and then guesses up to `num_wanted` tokens for it.
 
+    They are a chain of the likeliest tokens and, beside these, what else might come in their places: the best
+    of all by their chance (as the dynamic trees of EAGLE-2 and 3; but only the chain is continued).
     Only verified positions stay in the K/V: what a draft wrote there is written over by the next call. A
     request that samples gets the tokens that the position's own noise favours, as the target will, where the
     drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
@@ -85,17 +88,17 @@ class EagleDrafter:
         """A chain for each job with features of its newest token; whatever the layer raises comes through."""
         begin = perf_counter()
         turns = self._turns(jobs)
-        drawn: dict[str, tuple[int, ...]] = {}
+        drawn: dict[str, Draft] = {}
         if turns:
             try:
                 found = self._compute.run(self._round(turns))
             except Exception:
                 self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
                 raise
-            for turn, token_ids in zip(turns, found, strict=True):
+            for turn, chain in zip(turns, found, strict=True):
                 turn.slab.num_kept += turn.num_rows
-                drawn[turn.job.request.request_id] = self._take(turn, token_ids)
-        drafts = tuple(_answer(job, drawn.get(job.request.request_id, ())) for job in jobs)
+                drawn[turn.job.request.request_id] = plant(turn.job, chain)
+        drafts = tuple(drawn.get(job.request.request_id) or _answer(job, (), None) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
 
     def close(self, request_ids: Sequence[str]) -> None:
@@ -168,16 +171,6 @@ class EagleDrafter:
             num_logprobs=np.full(num_rows, -1, np.int32),
         )
 
-    def _take(self, turn: _Turn, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The drafts up to one that ends the request; they are known from now on."""
-        drafts: list[int] = []
-        for token_id in token_ids[: turn.num_drafts]:
-            drafts.append(token_id)
-            if token_id in turn.job.request.stop_token_ids:
-                break
-        self._known[turn.job.request.request_id].token_ids += drafts
-        return tuple(drafts)
-
 
 def newest_rows(runs: Sequence[TargetFeatures], limit: int) -> list[TargetFeatures]:
     """The last of the runs, of up to `limit` rows together, oldest first."""
@@ -191,5 +184,28 @@ def newest_rows(runs: Sequence[TargetFeatures], limit: int) -> list[TargetFeatur
     return kept[::-1]
 
 
-def _answer(job: DraftJob, token_ids: tuple[int, ...]) -> Draft:
-    return Draft(job.request.request_id, job.epoch, job.next_position, token_ids)
+def plant(job: DraftJob, chain: Chain) -> Draft:
+    """The tree of the best guesses, best first, without what would follow a token that ends the request."""
+    guesses: list[tuple[float, int, int, int]] = []  # by falling chance; of equals those before others
+    for depth, own in enumerate(chain):
+        guesses += [
+            (-guess.chance, depth, rank, guess.token_id)
+            for rank, guess in enumerate(own)
+            if guess.chance >= LEAST_CHANCE or not (depth or rank)
+        ]
+        if own[0].token_id in job.request.stop_token_ids:
+            break
+    guesses.sort()
+    token_ids: list[int] = []
+    parents: list[int] = []
+    above = [-1]  # the place of what each depth follows
+    for _, depth, rank, token_id in guesses[: job.num_wanted]:
+        if rank == 0:
+            above.append(len(token_ids))
+        token_ids.append(token_id)
+        parents.append(above[depth])
+    return _answer(job, tuple(token_ids), tuple(parents))
+
+
+def _answer(job: DraftJob, token_ids: tuple[int, ...], parents: tuple[int, ...] | None) -> Draft:
+    return Draft(job.request.request_id, job.epoch, job.next_position, token_ids, parents or None)

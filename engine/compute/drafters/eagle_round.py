@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from engine.plan.step_records import SamplingInputs
+
+GUESSES = 3  # for each position of a chain; eagle.h has it too
+# How likely each guess is where the position's noise draws it: the logits do not say how often the target's
+# draw is the same. These are about what it was for the default model's drafter.
+DRAWN_CHANCES = (0.5, 0.13, 0.05)
+
+
+class Guess(NamedTuple):
+    """A token, and how likely it and the chain before it are to come."""
+
+    token_id: int
+    chance: float
+
+
+Chain = list[list[Guess]]  # for each position its guesses, best first: the next ones follow the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +38,9 @@ class EagleRound:
     """J sequences, those with most drafts first, and N new verified rows of them in this order.
 
     Sequence j reads `num_rows[j]` rows, into slots from `num_kept[j]` on of slab `slabs[j]`, and then draws
-    `num_drafts[j]` tokens, which may be none. Without `noise` all of them are greedy. The numbers are in
-    lists, since a round has few: an operation on short arrays takes longer than a loop.
+    a chain of up to `num_drafts[j]` tokens, which may be none; it ends where nothing behind it could be among
+    the sequence's best guesses, of which so many are wanted. Without `noise` all of them are greedy. The
+    numbers are in lists, since a round has few: an operation on short arrays takes longer than a loop.
     """
 
     features: torch.Tensor  # [N, features]
@@ -47,9 +63,15 @@ class EagleRound:
         return [sum(count > depth for count in self.num_drafts) for depth in range(self.most_drafts)]
 
 
+def may_matter(chain: Chain, chance: float, wanted: int, least_chance: float) -> bool:
+    """Whether a guess behind one of this `chance` could be among the `wanted` best of the chain."""
+    better = sum(guess.chance >= chance for guesses in chain for guess in guesses)
+    return chance >= least_chance and better < wanted
+
+
 class EagleCompute(Protocol):
     """Carries out rounds over the K/V that it was made with."""
 
-    def run(self, work: EagleRound) -> list[list[int]]:
-        """The drafts of each of the J sequences, the target's ids; fewer where a chain ends before."""
+    def run(self, work: EagleRound) -> list[Chain]:
+        """The guesses for each of the J sequences, the target's ids."""
         ...

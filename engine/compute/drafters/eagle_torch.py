@@ -9,14 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from engine.compute.drafters.eagle_kv import EagleKv
-from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.eagle_round import (
+    DRAWN_CHANCES,
+    GUESSES,
+    Chain,
+    EagleRound,
+    Guess,
+    may_matter,
+)
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.sampling.noise import gumbel_of, noise_bits
 from engine.compute.sampling.processors import Filters, process_logits
 
 
 class TorchEagle:
-    """An EagleCompute. `least_chance` is how likely all drafts of a greedy chain must be for another one."""
+    """An EagleCompute. `least_chance` is how likely all drafts of a chain must be for another one."""
 
     def __init__(self, weights: EagleWeights, kv: EagleKv, least_chance: float) -> None:
         self._weights = weights
@@ -24,7 +31,7 @@ class TorchEagle:
         self._least_chance = least_chance
 
     @torch.inference_mode()
-    def run(self, work: EagleRound) -> list[list[int]]:
+    def run(self, work: EagleRound) -> list[Chain]:
         """See EagleCompute."""
         weights, device = self._weights, self._weights.head.device
         hidden = F.linear(work.features.to(device), weights.fuse)  # [N, hidden]
@@ -32,22 +39,28 @@ class TorchEagle:
         out = self._layer(hidden, torch.tensor(work.token_ids, device=device), work.positions, spans)
         last = [stop - 1 for stop in accumulate(work.num_rows)]
         hidden, positions = out[last], [work.positions[row] for row in last]
-        drafts: list[list[int]] = [[] for _ in last]
-        chances = [1.0] * len(last)
+        chains: list[Chain] = [[] for _ in last]
         token_ids = torch.empty(0, dtype=torch.int64, device=device)
         for depth, count in enumerate(work.drawing):
-            if max(chances[:count]) < self._least_chance:
+            goes_on = [self._goes_on(chains[j], depth, work.num_drafts[j]) for j in range(count)]
+            if not any(goes_on):
                 break
             if depth:
                 positions = [position + 1 for position in positions[:count]]
                 spans = [(slab, kept + rows + depth - 1, 1) for slab, kept, rows in _first(work, count)]
                 hidden = self._layer(hidden[:count], token_ids[:count], positions, spans)
-            token_ids, chance = self._draw(self._logits(hidden[:count]), work, depth)
-            for place, token_id in enumerate(token_ids.tolist()):
-                if chances[place] >= self._least_chance:
-                    drafts[place].append(token_id)
-            chances = [before * own for before, own in zip(chances[:count], chance.tolist(), strict=True)]
-        return drafts
+            found, chances = self._draw(self._logits(hidden[:count]), work, depth)
+            token_ids = found[:, 0]
+            for j in (j for j in range(count) if goes_on[j]):
+                before = chains[j][-1][0].chance if depth else 1.0
+                own = zip(found[j].tolist(), chances[j].tolist(), strict=True)
+                chains[j].append([Guess(token_id, before * chance) for token_id, chance in own if chance > 0])
+        return chains
+
+    def _goes_on(self, chain: Chain, depth: int, wanted: int) -> bool:
+        if not depth:
+            return True
+        return len(chain) == depth and may_matter(chain, chain[-1][0].chance, wanted, self._least_chance)
 
     def _layer(
         self,
@@ -105,23 +118,25 @@ class TorchEagle:
         return F.linear(normed, self._weights.head).float()
 
     def _draw(self, logits: torch.Tensor, work: EagleRound, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each of the first rows, the target's id, and how likely it is (1 where it is drawn)."""
-        count = len(logits)
-        best = logits.argmax(dim=-1)
-        chance = logits.softmax(dim=-1).gather(1, best[:, None])[:, 0]
+        """GUESSES tokens for each of the first rows, the target's ids, and how likely each is, 0 for none."""
+        chance, best = logits.softmax(dim=-1).topk(GUESSES, dim=-1)  # [count, GUESSES]
         if work.noise is None:
             return self._weights.token_ids[best], chance
         sampling, keys = work.noise.sampling, work.noise.keys
-        rows = np.flatnonzero(sampling.temperature[:count] > 0)
+        rows = np.flatnonzero(sampling.temperature[: len(logits)] > 0)
         if len(rows):
             filters = Filters.of_rows(sampling, rows, logits.shape[1], logits.device)
             support = process_logits(logits[torch.from_numpy(rows)], filters)
             own_keys = keys[rows, depth].to(logits.device)
             bits = noise_bits(own_keys, self._weights.token_ids[support.token_ids])
             scores = support.scaled.double() + gumbel_of(bits)
-            won = support.token_ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+            won = scores.topk(min(GUESSES, scores.shape[1]), dim=1)
+            width = won.values.shape[1]
             at = torch.from_numpy(rows).to(logits.device)
-            best[at], chance[at] = won.long(), 1.0
+            best[at, :width] = support.token_ids.gather(1, won.indices).long()
+            chance[at] = 0.0
+            drawn = torch.tensor(DRAWN_CHANCES[:width], device=logits.device)
+            chance[at, :width] = torch.where(won.values.isfinite(), drawn, 0.0)
         return self._weights.token_ids[best], chance
 
 

@@ -33,6 +33,7 @@ constexpr double UNIT_MASS = 4294967296.;  // the likeliest token's; others are 
 constexpr int GAP_SHIFT = 20;              // gaps fall into bins by their exponent and three bits of fraction
 constexpr Index NUM_BINS = (0x7F800000 >> GAP_SHIFT) + 1;
 constexpr Index GAP_BLOCK = 64;  // gaps of which the smallest is noted
+constexpr Index MOST_WINNERS = 4;
 constexpr float SLACK = 1e-3f;   // far above what rounding does to a gap over a temperature
 
 struct Row {  // scratch
@@ -222,16 +223,21 @@ inline void list_hopeful(const Draw* d, Index i, Row& row) {
   });
 }
 
-inline Index winner(const Draw* d, Index i, const Row& row) {
-  Index best = -1;
-  double greatest = -INFINITY;
+// The `most` listed tokens with the greatest scores, greatest first; -1 behind the last.
+inline void find_winners(const Draw* d, Index i, const Row& row, Index* winners, Index most) {
+  std::fill_n(winners, most, -1);
+  double scores[MOST_WINNERS];
   for (Index j = 0; j < row.count; j++) {
     const float scaled = row.gaps[row.ids[j]] / -d->temperature[i];
     if ((double)scaled < d->log_min_p[i]) continue;
     const double score = scaled + gumbel(name_of(d, row.ids[j]), d->keys + 2 * i);
-    if (score > greatest) greatest = score, best = row.ids[j];
+    Index place = most;
+    while (place > 0 && (winners[place - 1] < 0 || score > scores[place - 1])) place--;
+    if (place == most) continue;
+    std::copy_backward(winners + place, winners + most - 1, winners + most);
+    std::copy_backward(scores + place, scores + most - 1, scores + most);
+    winners[place] = row.ids[j], scores[place] = score;
   }
-  return best;
 }
 
 // The first of row i's greatest logits; -1 for a row with NaN, or whose greatest is infinite.
@@ -258,22 +264,39 @@ inline Row& own_row() {
   return row;
 }
 
-// How likely row i's greatest logit is, at temperature 1.
-inline float best_chance(const Draw* d, Index i) {
+// The `most` likeliest tokens of row i, likeliest first and of equals the first one, and how likely each is at
+// temperature 1. Its greatest logit is finite.
+inline void find_likeliest(const Draw* d, Index i, Index* ids, float* chances, Index most) {
   Row& row = own_row();
   find_gaps(d, i, row);
-  return (float)(UNIT_MASS / total_mass(row, 1));
+  const double total = total_mass(row, 1);
+  for (Index k = 0; k < most; k++) {
+    const Index block = std::min_element(row.smallest.begin(), row.smallest.end()) - row.smallest.begin();
+    float* gaps = &row.gaps[block * GAP_BLOCK];
+    float* nearest = std::min_element(gaps, gaps + GAP_BLOCK);
+    ids[k] = *nearest < INFINITY ? block * GAP_BLOCK + (nearest - gaps) : -1;
+    chances[k] = (float)(std::exp(-*nearest) * UNIT_MASS / total);
+    *nearest = INFINITY;
+    row.smallest[block] = *std::min_element(gaps, gaps + GAP_BLOCK);
+  }
 }
 
-// What row i draws at its temperature.
-inline Index draw_token(const Draw* d, Index i) {
+// What row i draws at its temperature: the `most` tokens with the greatest scores, as far as they could be the
+// greatest.
+inline void draw_tokens(const Draw* d, Index i, Index* winners, Index most) {
   Row& row = own_row();
   find_gaps(d, i, row);
   if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
     filter(d, i, row);
   else
     list_hopeful(d, i, row);
-  return winner(d, i, row);
+  find_winners(d, i, row, winners, most);
+}
+
+inline Index draw_token(const Draw* d, Index i) {
+  Index winner;
+  draw_tokens(d, i, &winner, 1);
+  return winner;
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// A drafter's one layer over a target's features: reads new rows of many sequences, then draws a chain for each.
+// A drafter's one layer over a target's features: reads new rows of many sequences, then draws a chain for each, and
+// what else might follow each of its tokens.
 // See engine/compute/drafters/eagle_layer.py for what it computes.
 
 #pragma once
@@ -27,8 +28,9 @@ struct EagleRound {  // records.py mirrors it. J sequences, those with most draf
   const Index* drawing;              // [D] how many sequences want so many drafts
   const Attention* attention;        // what is the same in all passes
   const Draw* draw;                  // of J rows; keys are [D, J, 2]
-  Index* token_ids;                  // [D, J] what is drawn, by its place in the embedding
-  float* chances;                    // [D, J] of all drafts so far
+  const Index* wanted;               // [J] drafts
+  Index* token_ids;                  // [D, J, GUESSES] the chain's, by its place in the embedding, then others
+  float* chances;                    // [D, J, GUESSES] of each guess and all drafts before it
   Element* scratch;                  // slip_eagle_scratch() numbers
   Index n, sequences, most;
 };
@@ -36,6 +38,11 @@ struct EagleRound {  // records.py mirrors it. J sequences, those with most draf
 }  // extern "C"
 
 namespace {
+
+constexpr Index GUESSES = 3;  // for each position of a chain; eagle_round.py has it too
+// Of a token drawn by the position's noise, as of those that come next, nobody can say how likely the target's draw
+// is to be the same. These are what it was for the default model's drafter.
+constexpr float DRAWN_CHANCES[GUESSES] = {.5f, .13f, .05f};
 
 // Where a round's intermediate results lie.
 struct EagleSpace {
@@ -89,24 +96,40 @@ void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpa
   product_in_team(me, e.down, at.act, hidden, n, at.blocks, hidden);
 }
 
-// One draft of sequence `j` from its logits.
+// Whether a guess behind a draft of such a chance could be among the best `wanted` of sequence `j`, which has `depths`.
+bool may_matter(const Eagle& e, const EagleRound& r, Index depths, Index j, float chance) {
+  if (chance < e.least_chance) return false;
+  Index better = 0;
+  for (Index depth = 0; depth < depths; depth++)
+    for (Index k = 0; k < GUESSES; k++) better += r.chances[(depth * r.sequences + j) * GUESSES + k] >= chance;
+  return better < r.wanted[j];
+}
+
+// One draft of sequence `j` from its logits, and others in its place. The chance of a chain that ends is -1.
 void draw_draft(const Eagle& e, const EagleRound& r, const EagleSpace& at, const Draw& draw, Index depth, Index j) {
-  const Index place = depth * r.sequences + j;
-  const float before = depth ? r.chances[place - r.sequences] : 1;
-  r.chances[place] = before;
-  if (before < e.least_chance) return;
-  Index token = best_token(draw.logits, draw.is_bf16, j, draw.vocab);
-  if (token >= 0 && draw.temperature[j] > 0) token = draw_token(&draw, j);
-  else if (token >= 0) r.chances[place] = before * best_chance(&draw, j);
-  if (token < 0) return (void)(r.chances[place] = -1);
-  r.token_ids[place] = token;
-  memcpy(at.embedded + j * e.hidden, e.embedding + token * e.hidden, e.hidden * sizeof(Element));
+  const Index step = r.sequences * GUESSES;
+  float* chances = r.chances + depth * step + j * GUESSES;
+  Index* token_ids = r.token_ids + depth * step + j * GUESSES;
+  const float before = depth ? chances[-step] : 1;
+  std::fill_n(chances, GUESSES, -1.f);
+  if (depth && !may_matter(e, r, depth, j, before)) return;
+  if (best_token(draw.logits, draw.is_bf16, j, draw.vocab) < 0) return;
+  Index guesses[GUESSES];
+  float own[GUESSES];
+  if (draw.temperature[j] > 0) {
+    draw_tokens(&draw, j, guesses, GUESSES);
+    std::copy_n(DRAWN_CHANCES, GUESSES, own);
+  } else {
+    find_likeliest(&draw, j, guesses, own, GUESSES);
+  }
+  for (Index k = 0; k < GUESSES && guesses[k] >= 0; k++) token_ids[k] = guesses[k], chances[k] = before * own[k];
+  if (guesses[0] >= 0) memcpy(at.embedded + j * e.hidden, e.embedding + guesses[0] * e.hidden, e.hidden * sizeof(Element));
 }
 
 // Whether any sequence goes on behind the draft of this depth. What it looks at is not written again.
 bool goes_on(const Eagle& e, const EagleRound& r, Index depth) {
   for (Index j = 0; depth + 1 < r.most && j < r.drawing[depth + 1]; j++)
-    if (r.chances[depth * r.sequences + j] >= e.least_chance) return true;
+    if (may_matter(e, r, depth + 1, j, r.chances[(depth * r.sequences + j) * GUESSES])) return true;
   return false;
 }
 

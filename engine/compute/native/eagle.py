@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from engine.compute.attention import PagedRows
 from engine.compute.drafters.eagle_kv import EagleKv
-from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.eagle_round import GUESSES, Chain, EagleRound, Guess
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.native import records
 from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, NativeKernels, NormWeights
@@ -20,7 +20,6 @@ from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Draw
 from engine.compute.native.rotation_table import RotationTable
 from engine.compute.native.scratch import kept_numbers
-from engine.plan.step_records import NO_TOKEN
 
 _GAP_BLOCK = 64  # as draw.h has it
 _DRAWN = (torch.bfloat16, torch.float32)  # what logits may be
@@ -80,7 +79,7 @@ class NativeEagle:
         )
 
     @torch.inference_mode()
-    def run(self, work: EagleRound) -> list[list[int]]:
+    def run(self, work: EagleRound) -> list[Chain]:
         """See EagleCompute."""
         sizes, most, num_sequences = self._weights.sizes, work.most_drafts, len(work.num_rows)
         places = _Places.of(work, self._kv.num_slots)
@@ -91,26 +90,33 @@ class NativeEagle:
         rows = PagedRows(counts[:num_sequences], lengths, tables[:, None], None, None)
         attention = self._kernels.attention_record(rows, self._kv.keys, sizes.heads)
         attention.window, attention.scale, attention.softcap = sizes.window, sizes.head_dim**-0.5, 0.0
-        indices = [array("q", part) for part in (places.slots, places.last, work.drawing)]
-        drafts = array("q", [NO_TOKEN] * most * num_sequences)
-        chances = array("f", bytes(4 * most * num_sequences))
+        indices = [array("q", part) for part in (places.slots, places.last, work.drawing, work.num_drafts)]
+        num_guesses = most * num_sequences * GUESSES
+        guesses, chances = array("q", bytes(8 * num_guesses)), array("f", [-1.0]) * num_guesses
         draw, kept = self._draw(work)
-        slots, last, drawing = map(_address, indices)
+        slots, last, drawing, wanted = map(_address, indices)
         self._kernels.draft(
             self._eagle,
             records.EagleRound(
                 *(tensor.data_ptr() for tensor in (features, embedded, cos, sin)),
                 *(slots, counts.data_ptr(), lengths.data_ptr(), last, drawing),
-                *(ctypes.pointer(attention), ctypes.pointer(draw), _address(drafts), _address(chances)),
+                *(ctypes.pointer(attention), ctypes.pointer(draw)),
+                *(wanted, _address(guesses), _address(chances)),
                 *(self._scratch_for(len(features), num_sequences), len(features), num_sequences, most),
             ),
         )
         del kept  # the kernel is done with it
-        return [self._named(drafts[sequence::num_sequences]) for sequence in range(num_sequences)]
+        return [self._chain(guesses, chances, sequence, num_sequences) for sequence in range(num_sequences)]
 
-    def _named(self, drafts: array[int]) -> list[int]:
-        """The target's ids of one sequence's drafts, given by their places in the embedding."""
-        return [int(self._token_ids[place]) for place in takewhile(lambda place: place >= 0, drafts)]
+    def _chain(self, guesses: array[int], chances: array[float], sequence: int, num_sequences: int) -> Chain:
+        """One sequence's guesses, which the kernel gives by their places in the embedding."""
+        chain: Chain = []
+        for first in range(sequence * GUESSES, len(chances), num_sequences * GUESSES):
+            if chances[first] < 0:
+                break
+            own = zip(guesses[first : first + GUESSES], chances[first : first + GUESSES], strict=True)
+            chain.append([Guess(int(self._token_ids[at]), chance) for at, chance in own if chance >= 0])
+        return chain
 
     def _draw(self, work: EagleRound) -> tuple[Draw, object]:
         """How the sequences draw, and the memory it points to."""

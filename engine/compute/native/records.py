@@ -155,6 +155,6 @@ class EagleRound(ctypes.Structure):
         *((name, POINTER) for name in ("last", "drawing")),
         ("attention", ctypes.POINTER(Attention)),
         ("draw", ctypes.POINTER(Draw)),
-        *((name, POINTER) for name in ("token_ids", "chances", "scratch")),
+        *((name, POINTER) for name in ("wanted", "token_ids", "chances", "scratch")),
         *((name, INDEX) for name in ("n", "sequences", "most")),
     )

@@ -44,10 +44,10 @@ class ForDrafts:
     ) -> tuple[torch.Tensor | None, ...]:
         """Of `hidden`, which is as PackedForward gives it, what each sequence keeps: [positions, width].
 
-        None for one of which nothing is of use. They are parts of `hidden` and not copies.
+        None for one of which nothing is of use. They are parts of `hidden` where its rows lie side by side.
         """
         if self.feature_layers:
-            return tuple(hidden[first:stop] for first, stop in verified_spans(inputs, verified))
+            return tuple(hidden[rows] for rows in verified_rows(inputs, verified))
         kept: list[torch.Tensor | None] = [None] * len(inputs.query_lens)
         last = last_rows(inputs, verified)
         sequences = np.searchsorted(np.cumsum(inputs.query_lens), inputs.logits_rows[last], side="right")
@@ -168,17 +168,20 @@ def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
     return rows
 
 
-def verified_spans(inputs: StepInputs, verified: Verified) -> list[tuple[int, int]]:
-    """Each sequence's tokens of the pass that are known to be right: the first, and behind the last. [S]
-
-    Where accepted drafts of a tree do not lie side by side, it is only the last of them.
-    """
+def verified_rows(inputs: StepInputs, verified: Verified) -> list[slice | list[int]]:
+    """The tokens of the pass that each sequence keeps, in order: the known ones and accepted drafts. [S]"""
     stops = list(accumulate(inputs.query_lens.tolist()))
-    spans = list(zip([0, *stops], stops, strict=False))
+    rows: list[slice | list[int]] = list(map(slice, [0, *stops[:-1]], stops))
     drafts, paths = inputs.drafts, verified.paths
     if drafts is not None and paths is not None:
-        last = inputs.logits_rows[paths.last_row].tolist()
-        of_each = zip(drafts.sequence.tolist(), last, paths.are_apart().tolist(), strict=True)
-        for sequence, row, is_apart in of_each:
-            spans[sequence] = (row if is_apart else spans[sequence][0], row + 1)
-    return spans
+        first = 0
+        counts = zip(drafts.num_drafts.tolist(), paths.num_accepted.tolist(), strict=True)
+        for sequence, (count, num_accepted) in zip(drafts.sequence.tolist(), counts, strict=True):
+            start, known = stops[sequence] - int(inputs.query_lens[sequence]), stops[sequence] - count
+            rows[sequence] = slice(start, known + num_accepted)
+            if paths.drafts is not None:
+                own = paths.drafts[first : first + num_accepted].tolist()
+                first += num_accepted
+                if own != list(range(num_accepted)):
+                    rows[sequence] = [*range(start, known), *(known + draft for draft in own)]
+    return rows

@@ -75,22 +75,34 @@ def without_logprobs(sampling: SamplingInputs) -> SamplingInputs:
     return replace(sampling, num_logprobs=np.full_like(sampling.num_logprobs, -1))
 
 
-def commit_chains(drafts: DraftInputs, rows: SampledRows) -> Verified:
-    """What `commit_rows` gives for chains whose `rows` were all drawn, without log-probabilities.
+def commit_drafts(drafts: DraftInputs, rows: SampledRows) -> Verified:
+    """What `commit_rows` gives where all `rows` were drawn, without log-probabilities.
 
     `rows` becomes what is committed. In plain Python: a step has few drafts, and dozens of operations on
     short arrays would take longer.
     """
     token_ids, drafted = rows.token_ids, drafts.token_ids.tolist()
-    accepted, stop = [], 0
+    parents = None if drafts.parents is None else drafts.parents.tolist()
+    num_accepted, last_rows, accepted, stop = [], [], [], 0
     for row, count in zip(drafts.first_row.tolist(), drafts.num_drafts.tolist(), strict=True):
-        own, stop = drafted[stop : stop + count], stop + count
-        drawn = token_ids[row : row + count]
-        right = next((place for place in range(count) if own[place] != drawn[place]), count)
-        token_ids[row + right + 1 : row + count + 1] = [NO_TOKEN] * (count - right)
-        accepted.append(right)
-    num_accepted = np.array(accepted, np.int32)
-    return Verified(rows, AcceptedPaths(num_accepted, drafts.first_row + num_accepted))
+        start, stop = stop, stop + count
+        before = range(-1, count - 1) if parents is None else parents[start:stop]
+        drawn = token_ids[row : row + count + 1]
+        path: list[int] = []
+        end = -1
+        for draft, (parent, token_id) in enumerate(zip(before, drafted[start:stop], strict=True)):
+            if parent == end and token_id == drawn[parent + 1]:  # parents come first: one pass finds all
+                path.append(draft)
+                end = draft
+        committed = [*(drafted[start + draft] for draft in path), drawn[end + 1]]
+        token_ids[row : row + count + 1] = committed + [NO_TOKEN] * (count - len(path))
+        num_accepted.append(len(path))
+        last_rows.append(row + end + 1)
+        accepted += path
+    path_drafts = None if parents is None else np.array(accepted, np.int32)
+    return Verified(
+        rows, AcceptedPaths(np.array(num_accepted, np.int32), np.array(last_rows, np.int64), path_drafts)
+    )
 
 
 def commit_rows(

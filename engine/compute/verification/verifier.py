@@ -26,7 +26,7 @@ from engine.compute.verification.rejection_rules import (
 from engine.compute.verification.verified import (
     Draws,
     Verified,
-    commit_chains,
+    commit_drafts,
     commit_rows,
     has_logprobs,
     without_logprobs,
@@ -74,8 +74,8 @@ class MatchVerifier:
         if drafts is None:
             return Verified(self._sampler.sample(logits, sampling))
         drawn = self._sampler.sample(logits, without_logprobs(sampling))
-        if drafts.parents is None and not drawn.row_errors and not has_logprobs(sampling):
-            return commit_chains(drafts, drawn)
+        if not drawn.row_errors and not has_logprobs(sampling):
+            return commit_drafts(drafts, drawn)
         rows = DraftRows.of(drafts)
         draws = Draws.of(drawn)
         return commit_rows(logits, sampling, rows, draws, rows.follow(draws.token_ids))

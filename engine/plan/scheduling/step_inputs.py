@@ -155,7 +155,7 @@ def _positions(indices: Int64, ends: Int64, drafted: Sequence[Sequence[DraftedTo
     """Each token's absolute position: its index, but a draft of a tree stands one behind its parent. [N]"""
     positions = indices.copy()
     for s, drafts in enumerate(drafted):
-        if drafts and drafts[0].parent is not None:
+        if _branches(drafts):
             first = int(ends[s]) - len(drafts)
             for i, parent in enumerate(_parents(drafts)):
                 positions[first + i] = positions[first + parent] + 1
@@ -187,7 +187,7 @@ def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -
     verified = [s for s, drafts in enumerate(drafted) if drafts]
     drafts = [draft for s in verified for draft in drafted[s]]
     parents = None
-    if any(draft.parent is not None for draft in drafts):
+    if any(_branches(drafted[s]) for s in verified):
         parents = np.array([p for s in verified for p in _parents(drafted[s])], np.int32)
     needs_probs = any(draft.probs is not None for draft in drafts)
     return DraftInputs(
@@ -198,6 +198,11 @@ def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -
         parents=parents,
         probs=tuple(draft.probs for draft in drafts) if needs_probs else (),
     )
+
+
+def _branches(drafts: Sequence[DraftedToken]) -> bool:
+    """True if any draft does not follow the one before it."""
+    return any(draft.parent not in (None, i - 1) for i, draft in enumerate(drafts))
 
 
 def _parents(drafts: Sequence[DraftedToken]) -> list[int]:

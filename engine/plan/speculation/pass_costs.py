@@ -24,6 +24,8 @@ _MEMORY = 1024  # steps, after which a size is forgotten and so tried again
 _LONE_MEMORY = 256  # steps; the same for a size that was seen once
 _PLAIN_EVERY = 256  # steps, after which one without drafts is wanted
 _SEED_WEIGHT = 4
+_FRESH = 512  # steps, in which a size is as good as just seen; the next so many halve what is known of it
+_PACE_SHARE = 1 / 32  # of the newest pass in the machine's pace
 _GUESS = 0.25  # of the way up between two knots, where unknown ones between them are assumed
 _FAR = 65536  # tokens
 _DRAWN_EVERY = 8  # observations of well-known sizes, after which lines are drawn again
@@ -48,7 +50,12 @@ class _Knot:
         """True if it was last seen too long before that step."""
         return step - self.last_step > (_LONE_MEMORY if self.is_lone else _MEMORY)
 
+    def trust(self, step: int) -> float:
+        """How much it still says at that step, 1 to 0."""
+        return float(0.5 ** max(0.0, (step - self.last_step) / _FRESH - 1))
+
     def observe(self, num_tokens: int, seconds: float, step: int) -> None:
+        self.weight = max(1.0, self.weight * self.trust(step))
         self.last_step = step
         if seconds < _TOO_FAST * self.seconds:
             self.num_tokens, self.seconds, self.weight = num_tokens, seconds, 2.0
@@ -107,10 +114,14 @@ class PassCosts:
     Passes of one token a sequence have their own curve, since a machine may run them faster; passes with
     drafts have one for each doubling of the sequences. A size never seen is guessed low, and one not seen for
     long is forgotten, because trying it costs one step and shows the truth.
+
+    A machine's pace drifts by more than a draft costs, and sizes are not seen at the same times. So averages
+    are kept of seconds at one pace, which is followed apart.
     """
 
     def __init__(self) -> None:
         self._step = 0
+        self._pace = 1.0  # seconds that a second of the averages takes now
         self._plain = _Curve()
         self._wider: list[_Curve] = []  # by bit length of the sequences
         self._lines: dict[int, tuple[list[float], list[float]] | None] = {}  # until there is news
@@ -120,13 +131,17 @@ class PassCosts:
         if num_seqs < 1 or num_tokens < num_seqs or seconds <= 0:
             return
         self._step += 1
-        if num_tokens == num_seqs:
-            is_news = self._plain.observe(num_tokens, seconds, self._step)
-        else:
+        curve = self._plain
+        if num_tokens > num_seqs:
             bucket = num_seqs.bit_length()
             while bucket >= len(self._wider):
                 self._wider.append(_Curve())
-            is_news = self._wider[bucket].observe(num_tokens, seconds, self._step)
+            curve = self._wider[bucket]
+        knot = curve.knot(num_tokens)
+        is_news = curve.observe(num_tokens, seconds / self._pace, self._step)
+        if knot is not None and not knot.is_lone:
+            surprise = min(seconds / (self._pace * knot.seconds), _MAX_SURPRISE)
+            self._pace *= 1 + _PACE_SHARE * (surprise - 1)
         if self._step % _LONE_MEMORY == 0:
             for curve in self._wider:
                 curve.forget(self._step)
@@ -147,14 +162,14 @@ class PassCosts:
     def seconds(self, num_seqs: int, num_tokens: int) -> float | None:
         """Seconds of a pass; None while nothing is known."""
         line = self._line_of(num_seqs)
-        return None if line is None else _at(*line, num_tokens)
+        return None if line is None else self._pace * _at(*line, num_tokens)
 
     def run(self, num_seqs: int, num_tokens: int, num_more: int) -> NDArray[np.float64] | None:
         """Seconds of a pass with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""
         line = self._line_of(num_seqs)
         if line is None:
             return None
-        return np.interp(np.arange(num_tokens, num_tokens + num_more + 1), *line)
+        return self._pace * np.interp(np.arange(num_tokens, num_tokens + num_more + 1), *line)
 
     def _line_of(self, num_seqs: int) -> tuple[list[float], list[float]] | None:
         if num_seqs not in self._lines:
@@ -170,12 +185,12 @@ class PassCosts:
             if not known:
                 return None
             plain_s = next((s for n, s in known if n > num_seqs), known[-1][1])
-        wider = _increasing([knot for knot in nearest if knot.num_tokens > num_seqs], plain_s)
+        wider = _increasing([knot for knot in nearest if knot.num_tokens > num_seqs], plain_s, self._step)
         if wider:
             plain_s = min(plain_s, wider[0][1])
         else:
             larger = [knot for knot in self._plain.knots() if knot.num_tokens > num_seqs]
-            wider = [(n, max(plain_s, s)) for n, s in _increasing(larger, plain_s)]
+            wider = [(n, max(plain_s, s)) for n, s in _increasing(larger, plain_s, self._step)]
         line = _lowered([(float(num_seqs), plain_s), *wider])
         last_n, last_s = line[-1]
         slope = (last_s - plain_s) / (last_n - num_seqs + _TRUSTED_SPAN)  # a few tokens tell little of many
@@ -219,13 +234,21 @@ def _lowered(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return lowered
 
 
-def _increasing(knots: Sequence[_Knot], floor_s: float | None) -> list[tuple[float, float]]:
-    """Tokens and seconds, none below the one before; `floor_s` is what a smaller pass takes, if known."""
+def _increasing(
+    knots: Sequence[_Knot], floor_s: float | None, step: int | None = None
+) -> list[tuple[float, float]]:
+    """Tokens and seconds, none below the one before; `floor_s` is what a smaller pass takes, if known.
+
+    What a size takes beyond a smaller one is believed less the longer before `step` it was seen: it may have
+    been an accident, and who avoids it would never know. None believes all.
+    """
     weighted: list[tuple[float, float]] = []
     for knot in knots:
         seconds = knot.seconds
         if knot.is_lone and floor_s is not None:
             seconds = min(seconds, _MAX_FIRST_SURPRISE * floor_s)
+        if step is not None and floor_s is not None and seconds > floor_s:
+            seconds = floor_s + (seconds - floor_s) * knot.trust(step)
         floor_s = seconds if floor_s is None else max(floor_s, seconds)
         weighted.append((seconds, knot.weight))
     return [(knot.num_tokens, s) for knot, s in zip(knots, never_decreasing(weighted), strict=True)]

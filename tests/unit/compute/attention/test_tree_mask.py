@@ -40,7 +40,7 @@ def sees(tree: TreeMask, window: int | None) -> list[str]:
 
 
 def test_gaps_are_differences_of_depth() -> None:
-    gaps = TreeMask(np.array(PARENTS, dtype=np.int32)).gaps()
+    gaps = TreeMask(PARENTS).gaps
     expected = ["0.....", "10....", "1.0...", "2.10..", "2.1.0.", "3.2.10"]
     rows = ["".join("." if gap == UNSEEN else str(gap) for gap in row) for row in gaps.tolist()]
     assert rows == expected
@@ -68,7 +68,7 @@ def test_a_kernel_gets_lengths_tables_and_trees() -> None:
 
 
 def test_a_draft_sees_its_branch_only() -> None:
-    assert sees(TreeMask(np.array(PARENTS, dtype=np.int32)), None) == [
+    assert sees(TreeMask(PARENTS), None) == [
         "xxx......",
         "xxxx.....",
         "xxx.x....",
@@ -79,7 +79,7 @@ def test_a_draft_sees_its_branch_only() -> None:
 
 
 def test_a_window_counts_the_branch() -> None:
-    assert sees(TreeMask(np.array(PARENTS, dtype=np.int32)), 3) == [
+    assert sees(TreeMask(PARENTS), 3) == [
         "xxx......",
         ".xxx.....",
         ".xx.x....",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.verified import Draws, Verified, commit_chains, commit_rows
+from engine.compute.verification.verified import Draws, Verified, commit_drafts, commit_rows
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import NO_TOKEN, DraftInputs, SampledRows
@@ -67,7 +67,7 @@ def test_without_drafts_it_is_the_sampler(verification: Verification, row: Row) 
 
 
 @given(data=st.data())
-def test_chains_are_committed_alike_one_by_one_and_as_arrays(data: st.DataObject) -> None:
+def test_drafts_are_committed_alike_one_by_one_and_as_arrays(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     plain = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
     first_row, row = [], 0
@@ -77,15 +77,23 @@ def test_chains_are_committed_alike_one_by_one_and_as_arrays(data: st.DataObject
     tokens = st.integers(0, 1)  # few, so that many agree
     chains = [data.draw(st.lists(tokens, min_size=length, max_size=length)) for length in lengths]
     drafts = drafts_at(first_row, chains)
+    if data.draw(st.booleans()):
+        trees = [[data.draw(st.integers(-1, draft - 1)) for draft in range(length)] for length in lengths]
+        drafts = drafts_at(first_row, chains, **tree_of([parent for tree in trees for parent in tree]))
     drawn = data.draw(st.lists(tokens, min_size=row, max_size=row))
     rows, draws = DraftRows.of(drafts), Draws(np.array(drawn), {})
     expected = commit_rows(None, inputs_of([GREEDY] * row), rows, draws, rows.follow(draws.token_ids))
-    found = commit_chains(drafts, SampledRows(list(drawn)))
+    found = commit_drafts(drafts, SampledRows(list(drawn)))
     assert found.rows == expected.rows
     assert found.paths is not None and expected.paths is not None
     assert found.paths.num_accepted.tolist() == expected.paths.num_accepted.tolist()
     assert found.paths.last_row.tolist() == expected.paths.last_row.tolist()
-    assert found.paths.drafts is None and expected.paths.drafts is None
+    if rows.are_chains:
+        assert expected.paths.drafts is None
+        assert not found.paths.are_apart().any()
+    else:
+        assert found.paths.drafts is not None and expected.paths.drafts is not None
+        assert found.paths.drafts.tolist() == expected.paths.drafts.tolist()
 
 
 @pytest.mark.parametrize("row", [GREEDY, Row(), Row(top_p=0.9)])

@@ -180,7 +180,7 @@ def test_rejects_a_later_draft_after_a_wrong_one(monkeypatch: pytest.MonkeyPatch
         no_logprobs = inputs_of([Row()] * len(drawn.token_ids))
         return commit_rows(None, no_logprobs, rows, draws, rows.follow(draws.token_ids))
 
-    monkeypatch.setattr("engine.compute.verification.verifier.commit_chains", commit_later)
+    monkeypatch.setattr("engine.compute.verification.verifier.commit_drafts", commit_later)
     assert p_of(MatchVerifier(SAMPLER), CERTAIN) < 1e-6
 
 
