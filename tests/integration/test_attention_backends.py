@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.compute.attention import AttentionContext, CpuAttention, LayerCall, ReferenceAttention
+from engine.compute.attention.key_bias import KeyBias
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.query_groups import group_sequences
@@ -45,6 +46,7 @@ def attend_both(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
     has_sinks: bool = False,
+    bias: KeyBias | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same layer of the same step by the CPU backend and by the reference, over equal noise."""
     inputs, num_blocks = make_step(chunks, block_size)
@@ -62,7 +64,7 @@ def attend_both(
             ]
             query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
             sinks = torch.randn(shapes[0][1], generator=generator) * 3 if has_sinks else None
-            call = LayerCall(0, 0.3, layer.window, softcap, layer.chunk, sinks)
+            call = LayerCall(0, 0.3, layer.window, softcap, layer.chunk, sinks, bias)
             results.append(context.attend(query, key, value, call))
     return results[0], results[1]
 
@@ -97,6 +99,17 @@ def test_sinks(layer: LayerKv) -> None:
     assert_equal(attend_both(MIXED, layer, has_sinks=True))
     assert_equal(attend_both(MIXED, layer, softcap=2.0, has_sinks=True))
     assert_equal(attend_both([(200, 1)], layer, has_sinks=True))
+
+
+@pytest.mark.parametrize("layer", [GROUPED, LayerKv(2, 16, 16, 33)])
+def test_biases_by_position(layer: LayerKv) -> None:
+    """In groups, for the one decode that a fused call would take, and beside a soft cap and sinks."""
+    bias = KeyBias(torch.tensor([0.5, 0.25, 0.1, -0.2, 0.0, 0.01]), scale=0.5)
+    assert_equal(attend_both(MIXED, layer, bias=bias))
+    assert_equal(attend_both([(200, 1)], layer, bias=bias))
+    assert_equal(attend_both(MIXED, layer, softcap=2.0, has_sinks=True, bias=bias))
+    plain, biased = attend_both(MIXED, layer)[0], attend_both(MIXED, layer, bias=bias)[0]
+    assert not torch.allclose(plain, biased, atol=0.1)
 
 
 @pytest.mark.parametrize("window", [None, 33])

@@ -17,7 +17,7 @@ from tests.support.packed import (
     random_tokens,
     run_schedule,
 )
-from tests.support.tiny_models import FAMILIES, PECULIAR_FAMILIES, WINDOW
+from tests.support.tiny_models import FAMILIES, PECULIAR_FAMILIES, REBOUND_FAMILIES, WINDOW
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
 BLOCK_SIZES = (4, 16)
@@ -111,8 +111,8 @@ def test_equal_runs_of_several_tokens(family: str, query_len: int, backend: Atte
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", PECULIAR_FAMILIES)
-def test_sinks_chunks_and_shared_keys(family: str, backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("family", PECULIAR_FAMILIES + REBOUND_FAMILIES)
+def test_families_that_attend_in_a_way_of_their_own(family: str, backend: AttentionBackend) -> None:
     """Far beyond the window, in mixed steps; the forward pass to compare with is another instance's."""
     rng = np.random.default_rng(0)
     lengths = [37, 9, 5 * WINDOW + 3, 5]

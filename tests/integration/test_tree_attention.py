@@ -88,7 +88,7 @@ def accept(rng: np.random.Generator, sequence: Growing) -> list[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "bloom", "falcon_alibi"))
 def test_rounds_of_verification(family: str, block_size: int, backend: AttentionBackend) -> None:
     """Trees beside chains, decodes and a prompt in chunks; whatever was accepted, the next round is right."""
     rng = np.random.default_rng(block_size)

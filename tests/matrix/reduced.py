@@ -75,6 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
     "gemma4_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "hrm_text": {"num_hidden_layers": 1},  # run eight times: more would make much of rounding
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {

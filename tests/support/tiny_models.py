@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
+    CodeGenConfig,
     Cohere2Config,
+    DiffLlamaConfig,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -29,10 +34,14 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
+    GPTNeoXJapaneseConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HrmTextConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -42,8 +51,10 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Olmo2Config,
     Olmo3Config,
+    OpenAIGPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -54,7 +65,10 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
+    XGLMConfig,
 )
+
+from engine.compute.attention.own_attention import built_with
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 256
@@ -174,6 +188,30 @@ _PECULIAR_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+_SIX_HEADS: dict[str, Any] = {"hidden_size": 96, "n_head": 6}  # no power of two: ALiBi has two series then
+# What computes attention itself, or several times a layer.
+_REBOUND_CONFIGS: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: BloomConfig(**_COMMON | _SIX_HEADS, n_layer=2),
+    "codegen": lambda: CodeGenConfig(**_COMMON, rotary_dim=8),
+    "diffllama": lambda: DiffLlamaConfig(**_GROUPED),
+    "falcon": lambda: FalconConfig(**_COMMON),
+    "falcon_alibi": lambda: FalconConfig(
+        **_COMMON | {"hidden_size": 96, "num_attention_heads": 6}, alibi=True, multi_query=False, bias=True
+    ),
+    "falcon_grouped": lambda: FalconConfig(**_COMMON, new_decoder_architecture=True, num_kv_heads=2),
+    "gpt_neo": lambda: GPTNeoConfig(
+        **_COMMON, num_layers=2, attention_types=[[["global", "local"], 1]], window_size=WINDOW
+    ),
+    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_COMMON),
+    "gptj": lambda: GPTJConfig(**_COMMON, rotary_dim=8),
+    "hrm_text": lambda: HrmTextConfig(**_COMMON | {"num_hidden_layers": 1}, L_cycles=1),
+    "mpt": lambda: MptConfig(
+        **_COMMON, d_model=96, n_heads=6, n_layers=2, max_seq_len=MAX_POSITIONS, attn_config={"clip_qkv": 2.0}
+    ),
+    "openai_gpt": lambda: OpenAIGPTConfig(**_COMMON, n_positions=MAX_POSITIONS),
+    "xglm": lambda: XGLMConfig(**_COMMON, d_model=64, ffn_dim=128, num_layers=2, attention_heads=4),
+}
+
 _RECURRENT: dict[str, Any] = {
     name: _COMMON[name]
     for name in _COMMON
@@ -226,6 +264,7 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
 FURTHER_FAMILIES: tuple[str, ...] = tuple(_FURTHER_CONFIGS)  # so they do here
 PECULIAR_FAMILIES: tuple[str, ...] = tuple(_PECULIAR_CONFIGS)  # so do these
+REBOUND_FAMILIES: tuple[str, ...] = tuple(_REBOUND_CONFIGS)  # and these
 RECURRENT_FAMILIES: tuple[str, ...] = tuple(_RECURRENT_CONFIGS)  # some or all carry a state instead
 
 
@@ -234,7 +273,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
     `changes` are set in it afterwards.
     """
-    config = (_CONFIGS | _FURTHER_CONFIGS | _PECULIAR_CONFIGS | _RECURRENT_CONFIGS)[family]()
+    attending = _CONFIGS | _FURTHER_CONFIGS | _PECULIAR_CONFIGS | _REBOUND_CONFIGS
+    config = (attending | _RECURRENT_CONFIGS)[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     return config
@@ -250,7 +290,8 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = tiny_config(family, **changes)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        eager = built_with(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "eager")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=eager)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start at one and zero, which would hide errors in them
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)

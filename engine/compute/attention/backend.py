@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.compute.attention.key_bias import KeyBias
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import Reach
 from engine.plan.step_records import StepInputs
@@ -16,6 +17,7 @@ class LayerCall(NamedTuple):
 
     With `chunk` a token sees its own chunk of so many positions alone. `sinks` [num_heads] are scores that
     take part in their heads' softmax and bring no value, as gpt-oss has them (StreamingLLM, Xiao et al.).
+    `bias` is added to the scores; the compiled kernels and Triton's know none.
     """
 
     layer: int
@@ -24,6 +26,7 @@ class LayerCall(NamedTuple):
     softcap: float | None = None
     chunk: int | None = None
     sinks: torch.Tensor | None = None
+    bias: KeyBias | None = None
 
     @property
     def reach(self) -> Reach | None:

@@ -21,16 +21,21 @@ log = logging.getLogger("slipstream.model")
 _LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and asynchronous copies
 
 
-def choose_backend(device: torch.device, rows: RowAttention | None = None) -> AttentionBackend:
+def choose_backend(
+    device: torch.device, rows: RowAttention | None = None, *, biased: bool = False
+) -> AttentionBackend:
     """The fastest backend that works on `device`; `rows` attends from all rows on a CPU, if there is such.
 
-    On CUDA that is Triton's, tried with one small step; where it cannot be had, one line of the log says why.
+    A `biased` model, whose keys are scored by their positions, gets one without compiled kernels. On CUDA the
+    fastest is Triton's, tried with one small step; where it cannot be had, one line of the log says why.
     """
     if device.type == "cpu":
-        return CpuAttention(rows)
+        return CpuAttention(None if biased else rows)
     if device.type != "cuda":
         return ReferenceAttention()
     try:
+        if biased:
+            raise RuntimeError("it knows no bias by position (ALiBi)")
         return _triton(device)
     except Exception as error:  # whatever a compiler, a driver or a missing package may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -98,7 +98,7 @@ def attend_tile(
     `keys` and `values` are [n, kv_heads, positions, dim]. Gives [n, kv_heads, tile, heads of each, dim].
     """
     shape = query.shape[:4]
-    if tile.fused and call.softcap is None and call.sinks is None:
+    if tile.fused and call.softcap is None and call.sinks is None and call.bias is None:
         mask = None if tile.mask is None else tile.mask.squeeze(3)
         attended = F.scaled_dot_product_attention(
             query.squeeze(2), keys, values, attn_mask=mask, scale=call.scaling
@@ -112,11 +112,20 @@ def attend_tile(
     )
     if call.softcap is not None:
         scores = scores.float().div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.bias is not None:
+        scores = scores.float()
+        scores.view(*shape, -1).add_(_of_heads(call.bias.at(tile.positions()), shape))
     if tile.mask is not None:
         scores.view(*shape, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
     weights = scores.softmax(-1) if call.sinks is None else _beside_sinks(scores.view(*shape, -1), call.sinks)
     attended = torch.bmm(weights.to(values.dtype), values.flatten(0, 1))
     return attended.view(*shape, -1)
+
+
+def _of_heads(bias: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`bias` [heads, n, positions] for scores of `shape` [n, kv_heads, tile, heads of each, positions]."""
+    by_kv_head = bias.view(shape[1], shape[3], *bias.shape[1:])  # [kv_heads, heads of each, n, positions]
+    return by_kv_head.permute(2, 0, 1, 3)[:, :, None]
 
 
 def _beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

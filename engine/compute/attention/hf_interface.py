@@ -73,6 +73,7 @@ def _read_options(
     window = options.pop("sliding_window", None)
     softcap = options.pop("softcap", None)
     sinks = options.pop("s_aux", None)
+    bias = options.pop("key_bias", None)
     if options.pop("dropout", 0.0):
         raise _refusal(module, "its attention drops out")
     if options.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
@@ -89,8 +90,10 @@ def _read_options(
             f"layer {layer} attends with sliding_window {window}, its K/V shape says "
             f"{context.kv.layers[layer].window}",
         )
+    if (bias is not None) != context.kv.layers[layer].biased:
+        raise _refusal(module, f"layer {layer} scores keys by position, or does not, unlike its K/V shape")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return context, LayerCall(layer, scaling, window, softcap, context.kv.layers[layer].chunk, sinks)
+    return context, LayerCall(layer, scaling, window, softcap, context.kv.layers[layer].chunk, sinks, bias)
 
 
 def _layer_index(module: nn.Module, context: AttentionContext) -> int:

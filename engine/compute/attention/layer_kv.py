@@ -38,7 +38,8 @@ class LayerKv:
 
     `window` is how many of the newest tokens a token sees, itself included; None sees all before it.
     With `chunk` it sees those of its own chunk of so many positions. `shares` is the place of an earlier
-    layer whose keys and values this one reads: it keeps none of its own.
+    layer whose keys and values this one reads: it keeps none of its own. `biased` where keys are scored by
+    their positions as well (KeyBias).
     """
 
     num_kv_heads: int
@@ -47,6 +48,7 @@ class LayerKv:
     window: int | None = None
     chunk: int | None = None
     shares: int | None = None
+    biased: bool = False
 
     @property
     def reach(self) -> Reach | None:

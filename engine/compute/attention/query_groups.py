@@ -5,8 +5,9 @@ Pure layout: computed once a step from lengths and block tables, the same for al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,7 +47,15 @@ class Tile:
     blocks: torch.Tensor
     mask: torch.Tensor | None
     fused: bool
+    _find_positions: Callable[[], Indices]
     _indices: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def positions(self) -> torch.Tensor:
+        """Where the keys of the blocks are in their sequences: int64 [n, max_blocks * block_size].
+
+        Drafts of a tree may be at the same place; those that no query sees may be anywhere.
+        """
+        return torch.from_numpy(self._find_positions())
 
     def index(self, kv: KvTensors, num_kv_heads: int) -> torch.Tensor:
         """What `KvTensors.gather` takes for a layer of `num_kv_heads`; made once a step."""
@@ -108,7 +117,16 @@ class QueryGroup:
         num_keys = blocks.shape[1] * block_size
         fused = self.query_len == 1 and self.num_sequences * num_keys <= _FUSED_KEYS
         mask = self._mask(offsets, first_block * block_size, num_keys, reach, fused)
-        return Tile(queries, torch.tensor(blocks, dtype=torch.long), mask, fused)
+        positions = partial(self._positions, first_block * block_size, num_keys)
+        return Tile(queries, torch.tensor(blocks, dtype=torch.long), mask, fused, positions)
+
+    def _positions(self, origins: NDArray[np.int64], num_keys: int) -> Indices:
+        """Where `num_keys` keys of each sequence are that begin at place `origins` [n]: [n, num_keys]."""
+        places = origins[:, None] + np.arange(num_keys)
+        for row, tree in self._trees.items():
+            newest = int(self._contexts[row])
+            places[row] = newest + tree.depths(places[row] - newest)
+        return places
 
     def _oldest(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The position that none of the queries at `places` [n, tile] is before: [n]."""

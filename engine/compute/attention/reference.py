@@ -29,7 +29,8 @@ class ReferenceAttention:
             zip(inputs.query_lens.tolist(), inputs.kv_lens.tolist(), strict=True)
         ):
             num_blocks = -(-kv_len // kv.block_size)
-            sequences.append(_Sequence(start, query_len, kv_len, tables[row, :num_blocks], trees.get(row)))
+            newest = inputs.positions[start : start + query_len]
+            sequences.append(_Sequence(start, newest, kv_len, tables[row, :num_blocks], trees.get(row)))
             start += query_len
         return ReferenceStep(inputs, kv, sequences)
 
@@ -39,11 +40,21 @@ class _Sequence:
     """Tokens [start, start + query_len) of the packed row; they are its newest of `kv_len`."""
 
     start: int
-    query_len: int
+    newest: NDArray[np.int64]  # where they are: [query_len]
     kv_len: int
     blocks: torch.Tensor  # [num_blocks]
     tree: TreeMask | None  # what the tokens are, if they are no chain
     masks: dict[Reach | None, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def query_len(self) -> int:
+        """How many of its tokens are in the row."""
+        return len(self.newest)
+
+    def positions(self) -> torch.Tensor:
+        """Where its tokens are: int64 [kv_len]. Drafts of a tree may be at the same place."""
+        before = np.arange(self.kv_len - self.query_len)
+        return torch.from_numpy(np.concatenate((before, self.newest))).to(self.blocks.device)
 
     def mask(self, reach: Reach | None) -> torch.Tensor:
         """True where a query token may look: [query_len, kv_len]."""
@@ -84,19 +95,25 @@ class ReferenceStep:
             key, value = (
                 _positions(blocks, sequence) for blocks in self._kv.read(call.layer, sequence.blocks)
             )
-            output[rows] = attend_sequence(query[rows], key, value, sequence.mask(call.reach), call)
+            mask = sequence.mask(call.reach)
+            if call.bias is not None:
+                mask = call.bias.at(sequence.positions())[:, None].masked_fill(~mask, float("-inf"))
+            output[rows] = attend_sequence(query[rows], key, value, mask, call)
         return output
 
 
 def attend_sequence(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, call: LayerCall
 ) -> torch.Tensor:
-    """Masked attention of one sequence: `query` [T, heads, dim], `key` and `value` [K, kv heads, dim]."""
+    """Masked attention of one sequence: `query` [T, heads, dim], `key` and `value` [K, kv heads, dim].
+
+    `mask` is True where a query may look, [T, K], or what is added to the scores, [heads, T, K].
+    """
     group = query.shape[1] // key.shape[1]
     query = query.transpose(0, 1)  # [heads, T, dim]
     key = key.transpose(0, 1).repeat_interleave(group, dim=0)  # [heads, K, dim]
     value = value.transpose(0, 1).repeat_interleave(group, dim=0)
-    if call.softcap is None and call.sinks is None:
+    if call.softcap is None and call.sinks is None and call.bias is None:
         attended = F.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, scale=call.scaling
         )[0]
@@ -104,11 +121,11 @@ def attend_sequence(
         scores = query.float() @ key.float().transpose(1, 2) * call.scaling  # [heads, T, K]
         if call.softcap is not None:
             scores = (scores / call.softcap).tanh() * call.softcap
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
         if call.sinks is None:
             weights = scores.softmax(-1)
         else:
-            sinks = call.sinks.float()[:, None, None].expand(-1, len(mask), 1)  # [heads, T, 1]
+            sinks = call.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)  # [heads, T, 1]
             weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
         attended = (weights @ value.float()).to(query.dtype)
     return attended.transpose(0, 1)  # [T, heads, dim]

@@ -40,9 +40,12 @@ class TreeMask:
         places = np.clip(keys, 0, len(self._depths) - 1)
         seen = self._seen[np.ix_(queries, places)] & (keys < len(self._depths))
         if reach is not None:
-            depths = np.where(keys < 0, keys, self._depths[places])
-            seen &= newest + depths >= reach.first(newest + self._depths[queries, None])
+            seen &= newest + self.depths(keys) >= reach.first(newest + self._depths[queries, None])
         return seen
+
+    def depths(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """How far tokens at `places` are from the newest one: below 0 before it, anything past the drafts."""
+        return np.where(places < 0, places, self._depths[np.clip(places, 0, len(self._depths) - 1)])
 
     @cached_property
     def gaps(self) -> Int32:

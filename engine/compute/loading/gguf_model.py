@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.compute import attention
+from engine.compute.attention.own_attention import built_with
 from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.compute.loading.gguf_names import tensor_names
 from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
 from engine.compute.loading.model_files import GGUF_FILE, first_line
 from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear, StoredWeight
+from engine.compute.loading.support import find_model_class
 from engine.errors import StartRefused, UnsupportedModel
 
 BLOCK_FORMATS = frozenset(
@@ -59,7 +61,9 @@ def load_gguf_model(source: Path, config: PreTrainedConfig, dtype: torch.dtype) 
     attention.register()
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.ATTENTION_NAME
+            config,
+            dtype=dtype,
+            attn_implementation=built_with(find_model_class(config), attention.ATTENTION_NAME),
         )
     try:
         _fill(model, read_gguf(source), dtype)

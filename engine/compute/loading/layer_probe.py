@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.own_attention import attending_with, is_rebound
 from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.support import CHUNKED_ATTENTION, HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
@@ -55,16 +56,12 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     if len(states) == config.num_hidden_layers and HYBRID not in _layer_types(config):
         seen, logits = _run(model)
     else:
-        before = model.config._attn_implementation
         AttentionInterface.register(_NAME, _record_attention)
-        model.set_attn_implementation(_NAME)
-        try:
+        with attending_with(model, _NAME):
             seen, logits = _run(model)
-        finally:
-            model.set_attn_implementation(before)
     _check_coverage(seen.layers, states, config)
     layers = dict(sorted(seen.layers.items()))
-    for index, layer in layers.items():
+    for index, layer in layers.items() if not is_rebound(type(model)) else ():
         _check_window(index, layer, config)
     places = {index: place for place, index in enumerate(layers)}
     shapes = (_in_chunks(index, _placed(layer, places), config) for index, layer in layers.items())
@@ -133,7 +130,14 @@ def _record_attention(
     if owner is None:
         seen.pairs[index] = key, value
     window = kwargs.get("sliding_window") or None
-    seen.layers[index] = LayerKv(key.shape[1], key.shape[3], value.shape[3], window, shares=owner)
+    seen.layers[index] = LayerKv(
+        key.shape[1],
+        key.shape[3],
+        value.shape[3],
+        window,
+        shares=owner,
+        biased=kwargs.get("key_bias") is not None,
+    )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

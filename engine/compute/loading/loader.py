@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from config import ModelSettings
 from engine.compute import attention
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.own_attention import built_with
 from engine.compute.loading.gguf_model import load_gguf_model
 from engine.compute.loading.layer_probe import ProbeResult, probe_layers
 from engine.compute.loading.model_files import (
@@ -253,7 +254,7 @@ def _load_weights(
                 **source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention.ATTENTION_NAME,
+                attn_implementation=built_with(find_model_class(config), attention.ATTENTION_NAME),
                 trust_remote_code=False,
                 use_safetensors=True,
                 local_files_only=True,

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from engine.compute.attention.own_attention import is_rebound
 from engine.compute.loading.model_files import first_line, tensor_names
 from engine.compute.loading.weight_formats import FormatRefused, WeightFormat, read_weight_format
 from engine.errors import StartRefused, UnsupportedModel
@@ -183,12 +184,14 @@ def _reasons(architecture: Architecture) -> Iterator[str]:
     if _is_whole(config, model_class):
         yield f"it is made of several models ({', '.join(parts)})"
     yield from _layer_reasons(architecture.text_config)
+    if getattr(architecture.text_config, "alibi", False) and not is_rebound(model_class):
+        yield "it biases attention by distance (ALiBi)"
     attends = FULL_ATTENTION in (getattr(architecture.text_config, "layer_types", None) or (FULL_ATTENTION,))
     is_known = architecture.text_config.model_type in _RECURRENT_MODELS
     if model_class._is_stateful and not is_known:
         yield "it carries recurrent state from token to token"
     # Not every class whose layers call the interface says so; that each layer does, the probe sees.
-    if attends and not (_calls_interface(model_class) or is_known):
+    if attends and not (_calls_interface(model_class) or is_known or is_rebound(model_class)):
         yield "it computes attention itself, not through transformers' attention interface"
     if architecture.is_text_half and getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantized, and it is a part of a model that sees or hears as well"
@@ -214,8 +217,6 @@ def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
     served = _LAYER_TYPES | (_RECURRENT_TYPES if config.model_type in _RECURRENT_MODELS else set())
     if foreign := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         yield f"it has layers of type {', '.join(foreign)}"
-    if getattr(config, "alibi", False):
-        yield "it biases attention by distance (ALiBi)"
     if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
         yield "it attends in chunks (attention_chunk_size)"
     # "vision" is for the tokens of images alone, which are not read.

@@ -15,6 +15,7 @@ from engine.compute.attention import (
     register,
 )
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.own_attention import attend_with
 from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.attention.query_temperature import scale_by_position
 from engine.compute.loading.loader import LoadedModel
@@ -29,12 +30,14 @@ class PackedForward:
     def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
         hand_on_keywords(loaded.model)
-        loaded.model.set_attn_implementation(ATTENTION_NAME)
+        attend_with(loaded.model, ATTENTION_NAME)
         scale_by_position(loaded.model)
         keep_rotation(loaded)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
-        self.backend = choose_backend(loaded.device, loaded.kernels)
+        self.backend = choose_backend(
+            loaded.device, loaded.kernels, biased=any(layer.biased for layer in loaded.layers)
+        )
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     def make_kv(self, num_blocks: int, block_size: int, kept: torch.dtype | None = None) -> KvTensors:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from engine.compute.attention.own_attention import attending_with
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -94,10 +96,7 @@ def _sequences(forward: PackedForward | RecurrentForward) -> list[list[int]]:
 def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
     """Transformers' own answer, sequence after sequence: [tokens, vocab] in float32."""
     model = forward.loaded.model
-    before = model.config._attn_implementation
-    if forward.loaded.layers:
-        model.set_attn_implementation("eager")
-    try:
+    with attending_with(model, "eager") if forward.loaded.layers else nullcontext():
         return torch.cat(
             [
                 model(input_ids=torch.tensor([tokens], device=forward.loaded.device), use_cache=False)
@@ -106,9 +105,6 @@ def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence
                 for tokens in sequences
             ]
         )
-    finally:
-        if forward.loaded.layers:
-            model.set_attn_implementation(before)
 
 
 def _packed_logits(

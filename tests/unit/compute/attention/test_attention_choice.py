@@ -34,6 +34,15 @@ def test_other_devices_have_their_own() -> None:
     assert isinstance(choose_backend(torch.device("meta")), ReferenceAttention)
 
 
+def test_a_bias_by_position_has_no_compiled_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    rows: Any = object()
+    on_cpu = choose_backend(torch.device("cpu"), rows, biased=True)
+    assert isinstance(on_cpu, CpuAttention) and on_cpu._rows is None
+    with caplog.at_level(logging.INFO, logger="slipstream"):
+        assert isinstance(choose_backend(CUDA, biased=True), ReferenceAttention)
+    assert "ALiBi" in caplog.text
+
+
 def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert refusal(caplog).endswith("this build of torch is not for CUDA")

@@ -15,7 +15,6 @@ from transformers import (
     BertConfig,
     Cohere2Config,
     DeepseekV3Config,
-    DiffLlamaConfig,
     DogeConfig,
     NemotronConfig,
     OPTConfig,
@@ -33,6 +32,7 @@ from engine.errors import UnsupportedModel
 from tests.support.tiny_models import (
     FAMILIES,
     PECULIAR_FAMILIES,
+    REBOUND_FAMILIES,
     RECURRENT_FAMILIES,
     WINDOW,
     tiny_config,
@@ -59,13 +59,11 @@ SIZES: dict[str, Any] = {
         ({"model_type": "no_such_thing"}, r"config\.json is not understood"),
         ({"model_type": "zamba"}, "ZambaForCausalLM .* layers of type hybrid, linear_attention"),
         ({"model_type": "rwkv"}, "RwkvForCausalLM .* recurrent state"),
-        ({"model_type": "bloom"}, "BloomForCausalLM .* computes attention itself"),
-        ({"model_type": "mpt"}, "MptForCausalLM .* computes attention itself"),
-        ({"model_type": "falcon", "alibi": True}, "FalconForCausalLM .*ALiBi"),
+        ({"model_type": "cpmant"}, "CpmAntForCausalLM .* computes attention itself"),
+        ({"model_type": "llama", "alibi": True}, "LlamaForCausalLM .*ALiBi"),
         ({"model_type": "moshi"}, r"MoshiForCausalLM .* several models \(audio_encoder_config, depth"),
         ({"model_type": "roberta"}, "RobertaForCausalLM .* an encoder, made to read"),
         ({"model_type": "gemma4_unified_assistant"}, "only drafts for another model"),
-        ({"model_type": "codegen"}, "CodeGenForCausalLM .* computes attention itself"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "quip"}}, "quantized by 'quip'"),
     ],
@@ -84,7 +82,7 @@ def test_an_unknown_rope_is_refused() -> None:
         check_supported(Architecture(config, find_model_class(config)))
 
 
-@pytest.mark.parametrize("family", FAMILIES + PECULIAR_FAMILIES + RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + PECULIAR_FAMILIES + REBOUND_FAMILIES + RECURRENT_FAMILIES)
 def test_the_common_families_are_not_refused(family: str, tmp_path: Path) -> None:
     tiny_config(family).save_pretrained(tmp_path)
     assert read_architecture(tmp_path).config.model_type.startswith(family.split("_")[0])
@@ -99,7 +97,6 @@ def make(config: Any) -> PreTrainedModel:
     [
         (BertConfig(**SIZES), "BertLMHeadModel .* attends to later tokens"),
         (DogeConfig(**SIZES), "DogeForCausalLM .* attention mask or position bias"),
-        (DiffLlamaConfig(**SIZES), "(DiffLlamaForCausalLM|'diffllama') cannot be served exactly"),
     ],
     ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
 )
