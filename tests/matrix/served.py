@@ -10,10 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import Engine, GenerationRequest, SamplingParams, StartRefused
-from engine.compute.loading.support import Architecture, check_supported, find_model_class, find_text_half
+from engine.compute.loading.support import (
+    Architecture,
+    check_supported,
+    find_model_class,
+    find_text_half,
+    make_model,
+)
 from engine.compute.native.families import is_known_class
 from tests.matrix.reduced import reduced_config
 from tests.support.speculated import engine_of, single_threaded
@@ -66,7 +72,7 @@ def judge(config_class: type[PreTrainedConfig], model_class: type) -> Row:
     try:
         check_supported(Architecture(config, model_class))
         with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(config)
+            outline = make_model(config)
         if sum(each.numel() for each in outline.parameters()) > MAX_PARAMETERS:
             return Row(*names, "not made", "no reduced configuration")
     except StartRefused as error:
@@ -86,7 +92,7 @@ def judge(config_class: type[PreTrainedConfig], model_class: type) -> Row:
 
 def _save(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = make_model(config, attn_implementation="eager", dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases start at one and zero, which would hide errors in them
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.layer_places import tell_layers_apart
 from engine.compute.attention.own_attention import attending_with, is_rebound
 from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.support import CHUNKED_ATTENTION, HYBRID, IDLE_LAYERS, SLIDING_ATTENTION
-from engine.compute.recurrent.slot_mixers import read_layer_states, tell_layers_apart
+from engine.compute.recurrent.slot_mixers import read_layer_states
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import UnsupportedModel
 
@@ -169,7 +170,8 @@ def _check_coverage(
     known = {index for index, layer_type in enumerate(types) if layer_type in IDLE_LAYERS}
     known |= {*attending, *(state.layer_idx for state in states)}
     both = {index for index, layer_type in enumerate(types) if layer_type == HYBRID}
-    if known != set(range(int(config.num_hidden_layers))) or not both <= set(attending):
+    passed_by = getattr(config, "cross_attention_layers", None) or ()  # without images
+    if known != set(range(int(config.num_hidden_layers) - len(passed_by))) or not both <= set(attending):
         raise UnsupportedModel(
             f"The architecture {config.model_type!r} cannot be served exactly: {len(attending)} of its "
             f"{config.num_hidden_layers} layers use attention, {len(states)} are recurrent in a known way."

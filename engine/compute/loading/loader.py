@@ -49,9 +49,9 @@ log = logging.getLogger("slipstream.model")
 
 # Where models that see or hear as well keep their language model's weights, now and in older files.
 _TEXT_HALF_NAMES = {
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.(language|text)_model\.": "model.",
+    r"^(language|text)_model\.model\.": "model.",
+    r"^(language|text)_model\.lm_head\.": "lm_head.",
 }
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

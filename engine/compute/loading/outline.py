@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from config import ModelSettings
 from engine.compute.loading.gguf_file import read_gguf
@@ -31,6 +31,7 @@ from engine.compute.loading.support import (
     check_num_layers,
     check_supported,
     find_model_class,
+    make_model,
     read_architecture,
 )
 from engine.errors import StartRefused, UnsupportedModel
@@ -77,7 +78,7 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     config.get_text_config(decoder=True).pad_token_id = None
     try:
         with torch.device("meta"), no_remarks():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+            model = make_model(config, dtype=dtype, experts_implementation="batched_mm")
             text_config = model.config.get_text_config(decoder=True)
             probe = probe_layers(model.eval(), text_config)
     except UnsupportedModel as refusal:

@@ -9,11 +9,18 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from engine.compute.attention.own_attention import is_rebound
 from engine.compute.loading.model_files import first_line, tensor_names
@@ -40,6 +47,10 @@ _RECURRENT_MODELS = frozenset(
         *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     }
 )
+# Text models that transformers has a causal class for only by the configuration of the whole.
+_OF_WHOLE = {"emu3_text_model": "emu3", "mllama_text_model": "mllama"}
+# Models whose configuration has no text model apart, and the one that their language model is computed as.
+_COMPUTED_AS = {"phi4_multimodal": "phi3"}
 # Of layers that mix no tokens, and of all that those models have besides.
 IDLE_LAYERS = frozenset({"mlp", "moe"})
 _RECURRENT_TYPES = frozenset({RECURRENT, HYBRID, "conv"}) | IDLE_LAYERS
@@ -86,10 +97,10 @@ def find_text_half(config: PreTrainedConfig, directory: Path | None = None) -> P
     the output embedding is one of its own the weights in `directory` tell, for configurations do not agree on
     who says it.
     """
-    text = config.get_text_config(decoder=True)
+    text = _as_another(config) or config.get_text_config(decoder=True)
     if _is_assistant(config):
         return None
-    if config.is_encoder_decoder or text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.is_encoder_decoder or text is config or _found_by(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_class = find_model_class(config)
@@ -103,6 +114,21 @@ def find_text_half(config: PreTrainedConfig, directory: Path | None = None) -> P
     if directory is not None and (names := _stored_names(directory)):
         half.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in names)
     return half
+
+
+def _as_another(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The language model as the other model that it is computed as; None where it is one of its own."""
+    if config.model_type not in _COMPUTED_AS:
+        return None
+    found = CONFIG_MAPPING[_COMPUTED_AS[config.model_type]]
+    names = {each.name for each in fields(found)} - {"architectures", "model_type"}
+    return found(**{name: value for name, value in config.to_dict().items() if name in names})
+
+
+def _found_by(config: PreTrainedConfig) -> type[PreTrainedConfig]:
+    """The configuration class by which transformers finds the causal class of `config`."""
+    whole = _OF_WHOLE.get(config.model_type)
+    return type(config) if whole is None else CONFIG_MAPPING[whole]
 
 
 def _stored_names(directory: Path) -> list[str]:
@@ -122,7 +148,7 @@ def _is_whole(config: PreTrainedConfig, model_class: Any) -> bool:
 def find_model_class(config: PreTrainedConfig) -> Any:
     """The transformers class that loads `config` as a causal language model. Raises UnsupportedModel."""
     try:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[_found_by(config)]
     except KeyError:
         raise UnsupportedModel(
             f"The architecture {config.model_type!r} is not a causal language model known to transformers."
@@ -131,6 +157,14 @@ def find_model_class(config: PreTrainedConfig) -> Any:
         return found
     named = [candidate for candidate in found if candidate.__name__ in (config.architectures or ())]
     return (named or found)[0]
+
+
+def make_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model of random weights. Raises UnsupportedModel, and whatever its class raises."""
+    if config.model_type not in _OF_WHOLE:
+        return AutoModelForCausalLM.from_config(config, **options)
+    made: PreTrainedModel = find_model_class(config)._from_config(config, **options)
+    return made
 
 
 def weight_format_of(config: PreTrainedConfig) -> WeightFormat | None:

@@ -6,25 +6,17 @@ way a layer computes what transformers computes.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from engine.compute.attention.layer_places import place_in
 from engine.compute.recurrent.mixer_kinds import KINDS
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates
 from engine.compute.recurrent.slot_step import SlotStep, take
-
-# Attention that several layers or turns share, and which of them calls it: by its own place and its keywords.
-_SHARED_ATTENTION: dict[str, Callable[[int, Mapping[str, Any]], int]] = {
-    "HrmTextAttention": lambda place, options: place + int(options.get("cycle_offset", 0)),
-    "Zamba2Attention": lambda _, options: int(options["layer_idx"]),
-}
-_IN_NAME = re.compile(r"\blayers\.(\d+)\.")
 
 
 class SlotMixer(nn.Module):
@@ -71,17 +63,6 @@ def install_mixers(model: nn.Module) -> dict[int, SlotMixer]:
     return mixers
 
 
-def tell_layers_apart(model: nn.Module) -> None:
-    """Make attention that several layers share say, in `layer_idx`, which of them calls it."""
-    for name, module in model.named_modules():
-        if type(module).__name__ in _SHARED_ATTENTION:
-            module.register_forward_pre_hook(partial(_take_index, _place_in(name)), with_kwargs=True)
-
-
-def _take_index(place: int, module: Any, _: Any, options: dict[str, Any]) -> None:
-    module.layer_idx = _SHARED_ATTENTION[type(module).__name__](place, options)
-
-
 @contextmanager
 def continuing(mixers: dict[int, SlotMixer], states: SlotStates, step: SlotStep) -> Iterator[None]:
     """For the length of the block, `mixers` continue the slots that `step` names."""
@@ -102,11 +83,4 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 def _index_of(name: str, layer: nn.Module) -> int:
     """The layer's place in the model; not every class tells it."""
     index: Any = getattr(layer, "layer_idx", None)
-    return _place_in(name) if index is None else int(index)
-
-
-def _place_in(name: str) -> int:
-    """The place of the layer that has a part called `name`."""
-    found = _IN_NAME.search(name)
-    assert found is not None, f"no layer's place in {name}"
-    return int(found[1])
+    return place_in(name) if index is None else int(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
+    Emu3Config,
+    Emu3ForConditionalGeneration,
     Gemma3Config,
     Mistral3Config,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    Phi4MultimodalConfig,
+    Phi4MultimodalForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
@@ -21,11 +28,14 @@ from transformers import (
 
 from config import ModelSettings
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.attention.own_attention import attend_with
 from engine.compute.loading import loader
 from engine.compute.loading.loader import choose_dtype, choose_max_model_len, load_model, read_eos_token_ids
 from engine.errors import StartRefused
 from tests.support.tiny_models import (
     FAMILIES,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
     WINDOW,
     save_tiny_model,
     tiny_config,
@@ -119,6 +129,71 @@ def test_of_a_model_that_sees_the_language_model_is_loaded_alone(
             assert not any("vision" in key for key in loaded.model.state_dict())
             loaded.model.set_attn_implementation("eager")
             assert torch.allclose(loaded.model(tokens).logits, expected, atol=1e-5), names
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+WHOLE_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "emu3": lambda: Emu3ForConditionalGeneration(
+        Emu3Config(
+            text_config=_SIZES,
+            vq_config={"base_channels": 32, "embed_dim": 4, "channel_multiplier": [1], "num_res_blocks": 1},
+            vocabulary_map={"<image>": 3},
+        )
+    ),
+    # Without images the second layer is passed by.
+    "mllama": lambda: MllamaForConditionalGeneration(
+        MllamaConfig(
+            text_config=_SIZES | {"cross_attention_layers": [1]},
+            vision_config=_SMALL | {"num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
+        )
+    ),
+    "phi4": lambda: Phi4MultimodalForCausalLM(
+        Phi4MultimodalConfig(
+            **_SIZES,
+            partial_rotary_factor=0.5,
+            original_max_position_embeddings=MAX_POSITIONS // 2,
+            rope_scaling={
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [4.0] * 4,
+            },
+            vision_config=_SMALL | {"num_hidden_layers": 2, "image_size": 28, "image_token_id": 500},
+            audio_config=_SMALL | {"num_blocks": 1, "audio_token_id": 501},
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_of_a_model_with_no_text_class_of_its_own_the_language_model_is_loaded_alone(
+    name: str, tmp_path: Path
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = WHOLE_MODELS[name]().eval()
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tokens = torch.tensor([[5, 9, 17, 33, 7, 5, 9, 17, 33, 7, 5, 9]])
+    with torch.inference_mode():
+        expected = whole(input_ids=tokens, use_cache=False).logits
+        loaded = load_model(tmp_path, ModelSettings(dtype="float32", device="cpu", max_model_len=64))
+        assert sum(map(torch.numel, loaded.model.parameters())) < sum(map(torch.numel, whole.parameters()))
+        attend_with(loaded.model, "eager")
+        assert torch.allclose(loaded.model(tokens).logits, expected, atol=1e-5)
+    assert len(loaded.layers) == (2 if name == "mllama" else 3)
 
 
 WINDOWS = {
