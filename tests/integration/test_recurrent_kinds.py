@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from tests.support.packed import random_tokens
 from tests.support.recurrent import pack_slots, with_drafts
 
 CLASSES = {
+    "BailingHybrid": "BailingHybridDeltaAttention",
     "Bamba": "BambaMixer",
     "FalconH1": "FalconH1Mixer",
     "FalconMamba": "FalconMambaMixer",
@@ -38,17 +41,20 @@ CLASSES = {
     "Qwen3_5": "Qwen3_5GatedDeltaNet",
     "Qwen3_5Moe": "Qwen3_5MoeGatedDeltaNet",
     "RecurrentGemma": "RecurrentGemmaRecurrentBlock",
+    "Zamba": "ZambaMambaMixer",
     "Zamba2": "Zamba2MambaMixer",
 }
 MAX_DRAFTS = 5
 LENGTHS = (80, 1, 25, 9)
 
 
-def tiny(name: str) -> PreTrainedModel:
-    """A random model of the class, with layers of each of its types."""
+def tiny(name: str, changes: Mapping[str, Any]) -> PreTrainedModel:
+    """A random model of the class, with layers of each of its types and `changes` in its configuration."""
     configs = {config.__name__: config for config, _ in causal_classes()}
     config_class = configs.get(f"{name}TextConfig") or configs[f"{name}Config"]
     config: PreTrainedConfig = reduced_config(config_class)
+    for setting, value in changes.items():
+        setattr(config, setting, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -76,9 +82,11 @@ def loaded_from(model: PreTrainedModel) -> LoadedModel:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", CLASSES)
-def test_pieces_with_drafts_equal_the_whole(name: str) -> None:
-    model, rng = tiny(name), np.random.default_rng(5)
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in CLASSES), ("BailingHybrid", {"kda_safe_gate": False})]
+)
+def test_pieces_with_drafts_equal_the_whole(name: str, changes: Mapping[str, Any]) -> None:
+    model, rng = tiny(name, changes), np.random.default_rng(5)
     sequences = [random_tokens(rng, length) for length in LENGTHS]
     expected = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
     assert CLASSES[name] in {type(module).__name__ for module in model.modules()}

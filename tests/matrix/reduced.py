@@ -85,6 +85,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * (NUM_LAYERS // 2)},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * (NUM_LAYERS // 2)},
     "zaya": {"num_experts_per_tok": 1},
 }

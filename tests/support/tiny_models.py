@@ -24,6 +24,7 @@ from transformers import (
     CodeGenConfig,
     Cohere2Config,
     DiffLlamaConfig,
+    DogeConfig,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -194,6 +195,7 @@ _REBOUND_CONFIGS: dict[str, Callable[[], Any]] = {
     "bloom": lambda: BloomConfig(**_COMMON | _SIX_HEADS, n_layer=2),
     "codegen": lambda: CodeGenConfig(**_COMMON, rotary_dim=8),
     "diffllama": lambda: DiffLlamaConfig(**_GROUPED),
+    "doge": lambda: DogeConfig(**_GROUPED),
     "falcon": lambda: FalconConfig(**_COMMON),
     "falcon_alibi": lambda: FalconConfig(
         **_COMMON | {"hidden_size": 96, "num_attention_heads": 6}, alibi=True, multi_query=False, bias=True

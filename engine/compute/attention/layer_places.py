@@ -12,6 +12,7 @@ from torch import nn
 # Attention that several layers or turns share, and which of them calls it: by its own place and its keywords.
 _SHARED: dict[str, Callable[[int, Mapping[str, Any]], int]] = {
     "HrmTextAttention": lambda place, options: place + int(options.get("cycle_offset", 0)),
+    "ZambaAttention": lambda _, options: int(options["layer_idx"]),
     "Zamba2Attention": lambda _, options: int(options["layer_idx"]),
 }
 # Attention beside layers that only read images, which are passed by where there is none.
@@ -27,7 +28,7 @@ def tell_layers_apart(model: nn.Module) -> None:
         if kind in _SHARED:
             module.register_forward_pre_hook(partial(_take_index, place_in(name)), with_kwargs=True)
         if kind in _COUNTED:
-            module.layer_idx = counted  # type: ignore[assignment]  # an attribute of this class
+            module.layer_idx = counted
             counted += 1
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -156,6 +157,16 @@ def _differential_heads(layer: Any, hidden_states: Tensor, **options: Any) -> He
     return query, key, torch.cat([half.repeat(1, 2, 1, 1) for half in value.chunk(2, dim=1)], dim=-1)
 
 
+def _gated_heads(layer: Any, hidden_states: Tensor, **options: Any) -> Heads:
+    """Doge's, where a key's own value adds to its scores: as one dimension more of queries and keys."""
+    query, key, value = _heads_apart(layer, hidden_states)
+    query, key = layer.q_norm(query), layer.k_norm(key)
+    query, key = (_rotated(states, options["position_embeddings"]) for states in (query, key))
+    gates = torch.exp(layer.A * F.softplus(layer.dt_proj(value.transpose(1, 2).flatten(2))))
+    whole = torch.full_like(query[..., :1], 1 / layer.scaling)
+    return torch.cat((query, whole), -1), torch.cat((key, gates.transpose(1, 2)[..., None]), -1), value
+
+
 def _differential_output(layer: Any, attended: Tensor, **_: Any) -> tuple[Tensor, None]:
     """The second half of the heads taken from the first (Ye et al. 2024, differential attention)."""
     first, second = attended.chunk(2, dim=2)
@@ -216,6 +227,9 @@ _REBINDINGS = {
     "CodeGenForCausalLM": _CORE._replace(layers="CodeGenAttention"),
     "DiffLlamaForCausalLM": Rebinding(
         "DiffLlamaAttention", "forward", _differential_heads, _differential_output, _of_head_dim
+    ),
+    "DogeForCausalLM": Rebinding(
+        "DogeAttention", "forward", _gated_heads, _projected("o_proj"), _of_head_dim
     ),
     "FalconForCausalLM": Rebinding(
         "FalconAttention", "forward", _falcon_heads, _projected("dense"), _of_head_dim, bias=_falcon_bias

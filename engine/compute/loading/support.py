@@ -7,6 +7,7 @@ what the loaded model really asks of attention.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -42,8 +43,26 @@ _ENCODERS = frozenset(
 # Architectures whose recurrent layers `mixer_kinds` knows; in most of them some layers attend.
 _RECURRENT_MODELS = frozenset(
     {
-        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2"),
-        *("nemotron_h", "zamba2", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_next", "recurrent_gemma"),
+        *(
+            "bailing_hybrid",
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "mamba",
+            "mamba2",
+        ),
+        *(
+            "nemotron_h",
+            "zamba",
+            "zamba2",
+            "kimi_linear",
+            "minimax",
+            "olmo_hybrid",
+            "qwen3_next",
+            "recurrent_gemma",
+        ),
         *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     }
 )
@@ -251,6 +270,8 @@ def _layer_reasons(config: PreTrainedConfig) -> Iterator[str]:
     served = _LAYER_TYPES | (_RECURRENT_TYPES if config.model_type in _RECURRENT_MODELS else set())
     if foreign := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         yield f"it has layers of type {', '.join(foreign)}"
+    if getattr(config, "keep_window_size", math.inf) < getattr(config, "max_position_embeddings", 0):
+        yield "it leaves tokens out of attention (keep_window_size)"
     if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
         yield "it attends in chunks (attention_chunk_size)"
     # "vision" is for the tokens of images alone, which are not read.

@@ -7,6 +7,7 @@ tokens meet in is float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,33 @@ def _mamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
 def _mamba_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
     output: Tensor = layer.out_proj((mixed * F.silu(gate.float())).to(gate.dtype))
     return output
+
+
+# --- Mamba in heads, each with projections of its own (Zamba) ---
+
+
+def _zamba_state(layer: Any) -> LayerState:
+    shape = (layer.n_mamba_heads, layer.mamba_head_dim, layer.ssm_state_size)
+    return LayerState(-1, layer.intermediate_size, layer.conv_kernel_size - 1, shape)
+
+
+def _zamba_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    projected = layer.in_proj(hidden).view(len(hidden), -1, 2)  # a channel's input and gate side by side
+    return projected[..., 0], projected[..., 1]
+
+
+def _zamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    inputs = _heads(F.silu(convolve(extended, layer.conv1d, slots)), layer.n_mamba_heads)
+    output = torch.empty_like(inputs, dtype=torch.float32)  # [M, heads, dim]
+    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
+    for head, fed in enumerate(inputs.unbind(1)):
+        steps, b, c = torch.split(F.linear(fed, layer.x_proj_weight[head]), sizes, dim=-1)
+        steps = F.linear(steps, layer.dt_proj_weight[head]).float() + layer.dt_proj_bias[head].float()
+        rates = -torch.exp(layer.A_log[head].float())
+        own = replace(slots, state=slots.state[:, head])
+        scanned = selective_scan(fed.float(), F.softplus(steps), rates, (b.float(), c.float()), own)
+        output[:, head] = scanned.addcmul_(fed.float(), layer.D[head].float())
+    return output.flatten(1)
 
 
 # --- Mamba 2 ---
@@ -190,14 +218,23 @@ def _kimi_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(rows, dim=-1), layer.g_b_proj(layer.g_a_proj(hidden))
 
 
+def _bailing_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    names = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "b_proj")
+    return torch.cat([layer.get_submodule(name)(hidden) for name in names], dim=-1), layer.g_proj(hidden)
+
+
 def _kimi_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
     query, key, value = (_heads(part, layer.num_heads) for part in mixed.chunk(3, dim=-1))
     gates = _gates(extended, layer.conv_dim, slots)
     steps, beta = torch.split(gates, [layer.qkv_dim, layer.num_heads], dim=-1)
     forget = layer.forget_gate
-    steps = F.softplus(_heads(steps.float() + forget.dt_bias.float(), layer.num_heads))
-    logs = -forget.A_log.float().exp().view(1, -1, 1) * steps
+    steps = _heads(steps.float() + forget.dt_bias.float(), layer.num_heads)
+    rates = forget.A_log.float().exp().view(1, -1, 1)
+    if getattr(forget, "safe_gate", False):
+        logs = forget.lower_bound * (rates * steps).sigmoid()
+    else:
+        logs = -rates * F.softplus(steps)
     query = _unit_keys(query) * layer.head_dim**-0.5
     inputs = DeltaInputs(query, _unit_keys(key), value.float(), logs, beta.sigmoid().float())
     return delta_scan(inputs, slots).to(extended.dtype)
@@ -285,18 +322,22 @@ def _lru_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
 
 
 _MAMBA = Kind(_mamba_state, _mamba_project, _mamba_mix, _mamba_finish)
+_ZAMBA = Kind(_zamba_state, _zamba_project, _zamba_mix, _mamba_finish)
 _MAMBA2 = Kind(_mamba2_state, _mamba2_project, _mamba2_mix, _mamba2_finish)
 _DELTA = Kind(_delta_state, _delta_project, _delta_mix, _delta_finish)
+_KIMI = Kind(_kimi_state, _kimi_project, _kimi_mix, _kimi_finish)
 _CONV = Kind(_conv_state, _conv_project, _conv_mix, _conv_finish)
 # By the names of transformers' classes.
 KINDS = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA),
+    "ZambaMambaMixer": _ZAMBA,
     **dict.fromkeys(("Mamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer"), _MAMBA2),
     **dict.fromkeys(("NemotronHMamba2Mixer", "FalconH1Mixer", "Zamba2MambaMixer"), _MAMBA2),
     **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
     "Qwen3NextGatedDeltaNet": _DELTA._replace(project=_delta_project_together),
     "OlmoHybridGatedDeltaNet": _DELTA._replace(project=_delta_project_apart, finish=_delta_finish_apart),
-    "KimiLinearDeltaAttention": Kind(_kimi_state, _kimi_project, _kimi_mix, _kimi_finish),
+    "BailingHybridDeltaAttention": _KIMI._replace(project=_bailing_project),
+    "KimiLinearDeltaAttention": _KIMI,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
     "MiniMaxLightningAttention": Kind(
         _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, is_pair=True
