@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.compute.attention import AttentionBackend
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.attention.own_attention import attend_with
+from engine.compute.attention.own_attention import EAGER, attend_with
 from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -52,7 +52,7 @@ def packed_forward(loaded: LoadedModel, backend: AttentionBackend) -> PackedForw
 @torch.inference_mode()
 def plain_logits(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Transformers' own forward pass: [tokens, vocab]."""
-    attend_with(loaded.model, "eager")
+    attend_with(loaded.model, EAGER)
     logits: torch.Tensor = loaded.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
 

@@ -189,17 +189,16 @@ _PECULIAR_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 
-_SIX_HEADS: dict[str, Any] = {"hidden_size": 96, "n_head": 6}  # no power of two: ALiBi has two series then
+# No power of two: ALiBi has two series then.
+_SIX_HEADS: dict[str, Any] = _COMMON | {"hidden_size": 96, "num_attention_heads": 6}
 # What computes attention itself, or several times a layer.
 _REBOUND_CONFIGS: dict[str, Callable[[], Any]] = {
-    "bloom": lambda: BloomConfig(**_COMMON | _SIX_HEADS, n_layer=2),
+    "bloom": lambda: BloomConfig(**_SIX_HEADS),
     "codegen": lambda: CodeGenConfig(**_COMMON, rotary_dim=8),
     "diffllama": lambda: DiffLlamaConfig(**_GROUPED),
     "doge": lambda: DogeConfig(**_GROUPED),
     "falcon": lambda: FalconConfig(**_COMMON),
-    "falcon_alibi": lambda: FalconConfig(
-        **_COMMON | {"hidden_size": 96, "num_attention_heads": 6}, alibi=True, multi_query=False, bias=True
-    ),
+    "falcon_alibi": lambda: FalconConfig(**_SIX_HEADS, alibi=True, multi_query=False, bias=True),
     "falcon_grouped": lambda: FalconConfig(**_COMMON, new_decoder_architecture=True, num_kv_heads=2),
     "gpt_neo": lambda: GPTNeoConfig(
         **_COMMON, num_layers=2, attention_types=[[["global", "local"], 1]], window_size=WINDOW
@@ -207,9 +206,7 @@ _REBOUND_CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_COMMON),
     "gptj": lambda: GPTJConfig(**_COMMON, rotary_dim=8),
     "hrm_text": lambda: HrmTextConfig(**_COMMON | {"num_hidden_layers": 1}, L_cycles=1),
-    "mpt": lambda: MptConfig(
-        **_COMMON, d_model=96, n_heads=6, n_layers=2, max_seq_len=MAX_POSITIONS, attn_config={"clip_qkv": 2.0}
-    ),
+    "mpt": lambda: MptConfig(**_SIX_HEADS, max_seq_len=MAX_POSITIONS, attn_config={"clip_qkv": 2.0}),
     "openai_gpt": lambda: OpenAIGPTConfig(**_COMMON, n_positions=MAX_POSITIONS),
     "xglm": lambda: XGLMConfig(**_COMMON, d_model=64, ffn_dim=128, num_layers=2, attention_heads=4),
 }

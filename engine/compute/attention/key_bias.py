@@ -22,6 +22,6 @@ class KeyBias:
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """What the heads add for keys at `positions`: float32 [num_heads, *positions.shape]."""
-        slopes = self.slopes.to(positions.device, self.dtype)
+        slopes = self.slopes.to(self.dtype)
         products = slopes.view(-1, *[1] * positions.dim()) * positions.to(self.dtype)
         return products.float() * self.scale

@@ -1,7 +1,7 @@
 """Models that compute attention themselves, rebound to go through transformers' attention interface.
 
 Projections and everything after attention stay the class's own; only how tokens meet is asked of the function
-that the interface knows by name. Outside a pass of ours such a model computes what it always did.
+that the interface knows by name. Until there is one such a model computes what it always did.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.compute.attention.key_bias import KeyBias
 from engine.compute.attention.pass_keywords import PassKeywords, keywords_of
 
+EAGER = "eager"
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, each [1, heads, N, dim]
 
 
@@ -32,7 +34,8 @@ class Rebinding(NamedTuple):
 
     The `method` of each layer of class `layers` is replaced. `read` finds the call's queries, keys and values
     in the layer and the method's arguments; `give` makes of what they attend to, [1, N, heads, dim], what the
-    method returns. `scaling`, `window` and `bias` are read from the layer, as they are wanted.
+    method returns. `scaling`, `window` and `bias` are read from the layer, as they are wanted. A model that
+    `needs_mask` fails without one, though nothing reads it.
     """
 
     layers: str
@@ -42,30 +45,45 @@ class Rebinding(NamedTuple):
     scaling: Callable[[Any], float]
     window: Callable[[Any], int | None] = _nothing
     bias: Callable[[Any], KeyBias | None] = _nothing
+    needs_mask: bool = False
 
 
 class OwnAttention:
-    """The rebound layers of one model, which attend with one function."""
+    """The rebound layers of one model. `name` is the function they attend with, None the class's own."""
 
-    def __init__(self, keywords: PassKeywords) -> None:
-        self.keywords = keywords
-        self.name = ""  # of the function
+    def __init__(self, model: PreTrainedModel, rebinding: Rebinding) -> None:
+        self.name: str | None = None
+        self._config = model.config
+        self._built_with = model.config._attn_implementation
+        self._needs_mask = rebinding.needs_mask
+        keywords = keywords_of(model)
+        found = [layer for layer in model.modules() if type(layer).__name__ == rebinding.layers]
+        for place, layer in enumerate(found):
+            layer.layer_idx = place  # not every class says it
+            setattr(layer, rebinding.method, _Rebound(layer, rebinding, self, keywords))
+
+    def attend_with(self, name: str | None) -> None:
+        """Take another function. With one of ours the model builds no mask, if it can do without."""
+        self.name = name
+        self._config._attn_implementation = self._built_with if name is None or self._needs_mask else name
 
 
 class _Rebound:
     """Stands for a layer's method."""
 
-    def __init__(self, layer: Any, rebinding: Rebinding, own: OwnAttention) -> None:
-        self._layer, self._rebinding, self._own = layer, rebinding, own
+    def __init__(self, layer: Any, rebinding: Rebinding, own: OwnAttention, keywords: PassKeywords) -> None:
+        self._layer, self._rebinding, self._own, self._keywords = layer, rebinding, own, keywords
         self._unbound = getattr(type(layer), rebinding.method)
-        self._bias = rebinding.bias(layer)
+        bias = rebinding.bias(layer)
+        device = next(layer.parameters()).device
+        self._bias = None if bias is None else replace(bias, slopes=bias.slopes.to(device))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, rebinding, told = self._layer, self._rebinding, self._own.keywords.held
-        if not told:
+        layer, rebinding, name = self._layer, self._rebinding, self._own.name
+        if name is None:
             return self._unbound(layer, *args, **kwargs)
         query, key, value = rebinding.read(layer, *args, **kwargs)
-        attended, _ = ALL_ATTENTION_FUNCTIONS[self._own.name](
+        attended, _ = ALL_ATTENTION_FUNCTIONS[name](
             layer,
             query.to(value.dtype),
             key.to(value.dtype),
@@ -74,7 +92,7 @@ class _Rebound:
             scaling=rebinding.scaling(layer),
             sliding_window=rebinding.window(layer),
             key_bias=self._bias,
-            **told,
+            **self._keywords.held,
         )
         return rebinding.give(layer, attended, *args, **kwargs)
 
@@ -250,6 +268,7 @@ _REBINDINGS = {
         _projected("out_proj"),
         lambda layer: float(layer.softmax_scale),
         bias=lambda layer: KeyBias(_mpt_slopes(layer.n_heads)),
+        needs_mask=True,
     ),
     "OpenAIGPTLMHeadModel": _CORE._replace(
         layers="Attention",
@@ -274,29 +293,26 @@ def built_with(model_class: Any, name: str) -> str:
     if not is_rebound(model_class):
         return name
     # Falcon's eager attention adds its bias by position twice.
-    return "sdpa" if model_class._supports_sdpa else "eager"
+    return "sdpa" if model_class._supports_sdpa else EAGER
 
 
 def attend_with(model: PreTrainedModel, name: str) -> None:
-    """Have `model` attend with the function that transformers' interface knows as `name`."""
-    if not is_rebound(type(model)):
-        model.set_attn_implementation(name)
-        return
-    own: OwnAttention | None = getattr(model, _NAME, None)
+    """Have `model` attend with the function that transformers' interface knows as `name`.
+
+    With `EAGER` it attends as transformers does.
+    """
+    own = _own_attention(model)
     if own is None:
-        own = OwnAttention(keywords_of(model))
-        setattr(model, _NAME, own)
-        rebinding = _REBINDINGS[type(model).__name__]
-        for layer in _layers(model, rebinding):
-            setattr(layer, rebinding.method, _Rebound(layer, rebinding, own))
-    own.name = name
+        model.set_attn_implementation(name)
+    else:
+        own.attend_with(None if name == EAGER else name)
 
 
 @contextmanager
 def attending_with(model: PreTrainedModel, name: str) -> Iterator[None]:
     """As `attend_with` for the length of the block."""
-    own: OwnAttention | None = getattr(model, _NAME, None)
-    before = model.config._attn_implementation if own is None else own.name
+    own = _own_attention(model)
+    before = model.config._attn_implementation if own is None else own.name or EAGER
     attend_with(model, name)
     try:
         yield
@@ -304,9 +320,8 @@ def attending_with(model: PreTrainedModel, name: str) -> Iterator[None]:
         attend_with(model, before)
 
 
-def _layers(model: nn.Module, rebinding: Rebinding) -> Iterator[nn.Module]:
-    """The layers to rebind, each with its place as `layer_idx`."""
-    found = [layer for layer in model.modules() if type(layer).__name__ == rebinding.layers]
-    for place, layer in enumerate(found):
-        layer.layer_idx = place  # type: ignore[assignment]  # not every class has one
-        yield layer
+def _own_attention(model: PreTrainedModel) -> OwnAttention | None:
+    """The rebound layers of `model`, the same at every call; None for a model that needs none."""
+    if is_rebound(type(model)) and not hasattr(model, _NAME):
+        setattr(model, _NAME, OwnAttention(model, _REBINDINGS[type(model).__name__]))
+    return getattr(model, _NAME, None)

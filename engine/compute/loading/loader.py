@@ -36,6 +36,7 @@ from engine.compute.loading.support import (
     find_model_class,
     read_architecture,
     weight_format_of,
+    without_padding,
 )
 from engine.compute.native.compiler import find_compiler
 from engine.compute.native.families import is_known_class
@@ -141,10 +142,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
 
 def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> ProbeResult:
     """What the layers of such a model are; stored weights are slow to compute with."""
-    config = copy.deepcopy(config)
-    config.get_text_config(
-        decoder=True
-    ).pad_token_id = None  # models look for it in the numbers of their input
+    config = without_padding(config)
     with torch.device("meta"), no_remarks():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return probe_layers(model.eval(), model.config.get_text_config(decoder=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from engine.compute.loading.support import (
     find_model_class,
     make_model,
     read_architecture,
+    without_padding,
 )
 from engine.errors import StartRefused, UnsupportedModel
 
@@ -73,9 +73,7 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     on_kernels = may_use_kernels(architecture.model_class, device, settings)
     dtype = choose_dtype(settings.dtype, stored, device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture.text_config)
-    config = copy.deepcopy(architecture.config)
-    # Models look for padding in the numbers of their input, of which there are none here.
-    config.get_text_config(decoder=True).pad_token_id = None
+    config = without_padding(architecture.config)
     try:
         with torch.device("meta"), no_remarks():
             model = make_model(config, dtype=dtype, experts_implementation="batched_mm")

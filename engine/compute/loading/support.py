@@ -178,6 +178,14 @@ def find_model_class(config: PreTrainedConfig) -> Any:
     return (named or found)[0]
 
 
+def without_padding(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy in which no token is padding, which models look for in the numbers of their input."""
+    config = copy.deepcopy(config)
+    # Some classes check that it is a number.
+    object.__setattr__(config.get_text_config(decoder=True), "pad_token_id", None)
+    return config
+
+
 def make_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A model of random weights. Raises UnsupportedModel, and whatever its class raises."""
     if config.model_type not in _OF_WHOLE:

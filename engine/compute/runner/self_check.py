@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.compute.attention.own_attention import attending_with
+from engine.compute.attention.own_attention import EAGER, attending_with
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -96,7 +96,7 @@ def _sequences(forward: PackedForward | RecurrentForward) -> list[list[int]]:
 def _plain_logits(forward: PackedForward | RecurrentForward, sequences: Sequence[list[int]]) -> torch.Tensor:
     """Transformers' own answer, sequence after sequence: [tokens, vocab] in float32."""
     model = forward.loaded.model
-    with attending_with(model, "eager") if forward.loaded.layers else nullcontext():
+    with attending_with(model, EAGER) if forward.loaded.layers else nullcontext():
         return torch.cat(
             [
                 model(input_ids=torch.tensor([tokens], device=forward.loaded.device), use_cache=False)
