@@ -16,7 +16,7 @@ from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
-from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.loader import LoadedModel, load_model, own_context_length
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import exact_context_limit, read_architecture
@@ -148,7 +148,7 @@ def _load(directory: Path, settings: ModelSettings, max_model_len: int) -> Loade
     """The model with as much context as it has, at most `max_model_len`."""
     architecture = read_architecture(directory)
     config = architecture.text_config
-    limits = (getattr(config, "max_position_embeddings", None), exact_context_limit(config), max_model_len)
+    limits = (own_context_length(config), exact_context_limit(config), max_model_len)
     longest = min(limit for limit in limits if limit is not None)
     loaded = load_model(directory, settings.model_copy(update={"max_model_len": longest}))
     if loaded.keeps_state:

@@ -54,6 +54,8 @@ _TEXT_HALF_NAMES = {
     r"^(language|text)_model\.model\.": "model.",
     r"^(language|text)_model\.lm_head\.": "lm_head.",
 }
+# The context length's name, and what MPT and BLOOM call it.
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -198,15 +200,21 @@ def may_use_kernels(model_class: type, device: torch.device, settings: ModelSett
     return True
 
 
+def own_context_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens that the model says it is for; None where it does not say it."""
+    found = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    return next((length for length in found if length is not None), None)
+
+
 def choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
     """The most tokens one sequence may have; None = the model's own. Raises StartRefused for too many."""
-    own: int | None = getattr(config, "max_position_embeddings", None)
+    own = own_context_length(config)
     exact = exact_context_limit(config)
     chosen = own if asked is None else asked
     if chosen is None:
         raise StartRefused("The model does not say its context length: give --max-model-len.")
     if chosen < 1:
-        raise StartRefused(f"The model's own context is {chosen} tokens (max_position_embeddings).")
+        raise StartRefused(f"The model's own context is {chosen} tokens ({_CONTEXT_NAMES[0]}).")
     if own is not None and chosen > own:
         raise StartRefused(f"--max-model-len {chosen} is more than the model's own {own} positions.")
     if exact is not None and chosen > exact:

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
+    BloomConfig,
     Emu3Config,
     Emu3ForConditionalGeneration,
     Gemma3Config,
     Mistral3Config,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    MptConfig,
     Phi4MultimodalConfig,
     Phi4MultimodalForCausalLM,
     PreTrainedConfig,
@@ -281,6 +283,13 @@ def test_the_context_is_the_models_own_or_less() -> None:
 
 def test_the_context_of_learned_positions_is_known() -> None:
     assert choose_max_model_len(None, tiny_config("gpt2")) == 256
+
+
+def test_the_context_is_known_by_other_names() -> None:
+    assert choose_max_model_len(None, MptConfig(max_seq_len=70)) == 70
+    assert choose_max_model_len(None, BloomConfig(seq_length=80)) == 80
+    with pytest.raises(StartRefused, match="give --max-model-len"):
+        choose_max_model_len(None, BloomConfig())
 
 
 def test_longrope_is_served_only_where_it_does_not_switch() -> None:
