@@ -43,6 +43,7 @@ CLASSES = {
     "RecurrentGemma": "RecurrentGemmaRecurrentBlock",
     "Zamba": "ZambaMambaMixer",
     "Zamba2": "Zamba2MambaMixer",
+    "Zaya": "ZayaCCAProjection",
 }
 MAX_DRAFTS = 5
 LENGTHS = (80, 1, 25, 9)
@@ -83,7 +84,12 @@ def loaded_from(model: PreTrainedModel) -> LoadedModel:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("name", "changes"), [*((name, {}) for name in CLASSES), ("BailingHybrid", {"kda_safe_gate": False})]
+    ("name", "changes"),
+    [
+        *((name, {}) for name in CLASSES),
+        ("BailingHybrid", {"kda_safe_gate": False}),
+        ("Zaya", {"attention_bias": True}),
+    ],
 )
 def test_pieces_with_drafts_equal_the_whole(name: str, changes: Mapping[str, Any]) -> None:
     model, rng = tiny(name, changes), np.random.default_rng(5)

@@ -43,27 +43,10 @@ _ENCODERS = frozenset(
 # Architectures whose recurrent layers `mixer_kinds` knows; in most of them some layers attend.
 _RECURRENT_MODELS = frozenset(
     {
-        *(
-            "bailing_hybrid",
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "mamba",
-            "mamba2",
-        ),
-        *(
-            "nemotron_h",
-            "zamba",
-            "zamba2",
-            "kimi_linear",
-            "minimax",
-            "olmo_hybrid",
-            "qwen3_next",
-            "recurrent_gemma",
-        ),
-        *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
+        *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
+        *("zamba", "zamba2", "zaya"),
     }
 )
 # Text models that transformers has a causal class for only by the configuration of the whole.

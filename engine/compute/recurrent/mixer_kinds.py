@@ -21,8 +21,17 @@ from engine.compute.recurrent.state_space import (
     convolve,
     diagonal_scan,
     selective_scan,
+    shifted,
     structured_scan,
 )
+
+
+def _alone(_layer: Any, output: Tensor) -> Tensor:
+    return output[None]
+
+
+def _with_nothing(_layer: Any, output: Tensor) -> tuple[Tensor, None]:
+    return output[None], None
 
 
 class Kind(NamedTuple):
@@ -30,14 +39,14 @@ class Kind(NamedTuple):
 
     `state` says what it keeps; `project` gives each new token's row, [N, row_width], and whatever else
     `finish` needs; `mix` is given the rows as `LayerSlots.extend` gives them and gives [M, ...]; `finish`
-    makes [N, hidden] of the new ones. `is_pair` where the layer is expected to give a second value.
+    makes [N, hidden] of the new ones, and `give` of these what the layer is expected to return.
     """
 
     state: Callable[[Any], LayerState]
     project: Callable[[Any, Tensor], tuple[Tensor, Any]]
     mix: Callable[[Any, Tensor, LayerSlots], Tensor]
     finish: Callable[[Any, Tensor, Any], Tensor]
-    is_pair: bool = False
+    give: Callable[[Any, Tensor], Any] = _alone
 
 
 def _gates(extended: Tensor, first: int, slots: LayerSlots) -> Tensor:
@@ -267,6 +276,46 @@ def _conv_finish(layer: Any, mixed: Tensor, c: Tensor) -> Tensor:
     return output
 
 
+# --- convolutions before attention (Zaya), which gets queries, keys and values ---
+
+
+def _zaya_state(layer: Any) -> LayerState:
+    row_width = layer.conv_qk_depthwise.in_channels + layer.v_proj_delayed.out_features
+    return LayerState(-1, row_width, layer.conv_kernel_size, (0,))
+
+
+def _zaya_project(layer: Any, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    query, key = layer.q_proj(hidden), layer.k_proj(hidden)
+    each = layer.num_key_value_groups
+    keys = key.view(len(hidden), -1, layer.head_dim).repeat_interleave(each, 1)
+    mean = (query.view_as(keys) + keys) * 0.5  # [N, heads, dim]
+    kept = mean, mean.unflatten(1, (-1, each)).mean(2), layer.v_proj_current(hidden)
+    return torch.cat((query, key, layer.v_proj_delayed(hidden)), dim=-1), kept
+
+
+def _zaya_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    step, channels = slots.step, layer.conv_qk_depthwise.in_channels
+    mixed = layer.conv_qk_grouped(layer.conv_qk_depthwise(extended[:, :channels].T[None]))[0].T
+    delayed = take(extended[:, channels:], shifted(step.mixed, 1))
+    if layer.v_proj_delayed.bias is not None:  # before a sequence there is a token of zeros
+        nothing = layer.v_proj_delayed.bias.expand(len(step.begins), -1)
+        delayed = delayed.index_copy(0, step.begins, nothing)
+    return torch.cat((take(mixed, shifted(step.mixed, layer.conv_kernel_size)), delayed), dim=-1)
+
+
+def _zaya_finish(layer: Any, mixed: Tensor, kept: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    mean, key_mean, value = kept
+    residual = torch.cat((mean.flatten(1), key_mean.flatten(1)), dim=-1)
+    states, delayed = torch.split(mixed, [residual.shape[1], value.shape[1]], dim=-1)
+    return torch.cat((states + residual, value, delayed), dim=-1)
+
+
+def _in_heads(layer: Any, output: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each [1, N, heads, dim]."""
+    sizes = [layer.num_attention_heads, layer.num_key_value_heads, layer.num_key_value_heads]
+    return torch.split(output.view(1, len(output), -1, layer.head_dim), sizes, dim=2)
+
+
 # --- lightning attention ---
 
 
@@ -339,8 +388,9 @@ KINDS = {
     "BailingHybridDeltaAttention": _KIMI._replace(project=_bailing_project),
     "KimiLinearDeltaAttention": _KIMI,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
+    "ZayaCCAProjection": Kind(_zaya_state, _zaya_project, _zaya_mix, _zaya_finish, give=_in_heads),
     "MiniMaxLightningAttention": Kind(
-        _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, is_pair=True
+        _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, give=_with_nothing
     ),
-    "RecurrentGemmaRecurrentBlock": Kind(_lru_state, _lru_project, _lru_mix, _lru_finish, is_pair=True),
+    "RecurrentGemmaRecurrentBlock": Kind(_lru_state, _lru_project, _lru_mix, _lru_finish, give=_with_nothing),
 }

@@ -38,7 +38,7 @@ class SlotMixer(nn.Module):
         mixed = kind.mix(inner, extended, slots)
         slots.keep(extended)
         output = kind.finish(inner, mixed if slots.step.new is None else take(mixed, slots.step.new), rest)
-        return (output[None], None) if kind.is_pair else output[None]
+        return kind.give(inner, output)
 
 
 def read_layer_states(model: nn.Module) -> tuple[LayerState, ...]:

@@ -35,10 +35,11 @@ def convolve(extended: Tensor, conv: Any, slots: LayerSlots) -> Tensor:
         mixed.addcmul_(inputs[tap : tap + length], weight[:, tap])
     if conv.bias is not None:
         mixed += conv.bias.float()
-    return take(mixed, _shifted(step.mixed, step.conv_width)).to(extended.dtype)
+    return take(mixed, shifted(step.mixed, step.conv_width)).to(extended.dtype)
 
 
-def _shifted(index: slice | Tensor, by: int) -> slice | Tensor:
+def shifted(index: slice | Tensor, by: int) -> slice | Tensor:
+    """An index of rows that lie `by` rows before those of `index`."""
     return slice(index.start - by, index.stop - by) if isinstance(index, slice) else index - by
 
 
