@@ -13,13 +13,12 @@ from engine.compute.attention import ATTENTION_NAME, register
 from engine.compute.attention.key_bias import KeyBias
 from engine.compute.attention.own_attention import (
     EAGER,
-    _alibi_slopes,
-    _mpt_slopes,
     attend_with,
     attending_with,
     built_with,
     is_rebound,
 )
+from engine.compute.attention.rebindings import alibi_slopes, mpt_slopes
 from engine.compute.loading.outline import outline_model
 from engine.compute.loading.support import Architecture, find_model_class
 from engine.errors import UnsupportedModel
@@ -32,12 +31,12 @@ TOKENS = torch.tensor([[5, 9, 17, 33, 7]])
 def test_the_slopes_are_those_of_the_models(num_heads: int) -> None:
     ones, places = torch.ones(1, 300, dtype=torch.long), torch.arange(300)
     bloom = bloom_alibi(ones, num_heads, torch.float32)[:, 0]
-    torch.testing.assert_close(KeyBias(_alibi_slopes(num_heads)).at(places), bloom)
+    torch.testing.assert_close(KeyBias(alibi_slopes(num_heads)).at(places), bloom)
     falcon = falcon_alibi(ones, num_heads, torch.float32)[:, 0]
-    rounded = KeyBias(_alibi_slopes(num_heads), torch.bfloat16, 0.5).at(places)
+    rounded = KeyBias(alibi_slopes(num_heads), torch.bfloat16, 0.5).at(places)
     assert torch.equal(rounded, falcon * 0.5)
     mpt = mpt_alibi(num_heads, 300)[:, 0]
-    own = KeyBias(_mpt_slopes(num_heads)).at(places)
+    own = KeyBias(mpt_slopes(num_heads)).at(places)
     torch.testing.assert_close(own - own[:, -1:], mpt - mpt[:, -1:], atol=1e-4, rtol=1e-5)
 
 
