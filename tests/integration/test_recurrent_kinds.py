@@ -41,6 +41,7 @@ CLASSES = {
     "Qwen3_5": "Qwen3_5GatedDeltaNet",
     "Qwen3_5Moe": "Qwen3_5MoeGatedDeltaNet",
     "RecurrentGemma": "RecurrentGemmaRecurrentBlock",
+    "Rwkv": "RwkvBlock",
     "Zamba": "ZambaMambaMixer",
     "Zamba2": "Zamba2MambaMixer",
     "Zaya": "ZayaCCAProjection",
@@ -88,6 +89,7 @@ def loaded_from(model: PreTrainedModel) -> LoadedModel:
     [
         *((name, {}) for name in CLASSES),
         ("BailingHybrid", {"kda_safe_gate": False}),
+        ("Rwkv", {"rescale_every": 2}),
         ("Zaya", {"attention_bias": True}),
     ],
 )

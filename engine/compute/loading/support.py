@@ -46,7 +46,7 @@ _RECURRENT_MODELS = frozenset(
         *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
         *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h"),
         *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
-        *("zamba", "zamba2", "zaya"),
+        *("rwkv", "zamba", "zamba2", "zaya"),
     }
 )
 # Text models that transformers has a causal class for only by the configuration of the whole.

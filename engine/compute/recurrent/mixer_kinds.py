@@ -24,6 +24,7 @@ from engine.compute.recurrent.state_space import (
     shifted,
     structured_scan,
 )
+from engine.compute.recurrent.wkv import previous_scan, wkv_scan
 
 
 def _alone(_layer: Any, output: Tensor) -> Tensor:
@@ -340,6 +341,53 @@ def _lightning_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
     return output
 
 
+# --- RWKV: a block's second half reads of the token before what the first half made, so both are mixed ---
+
+
+def _rwkv_state(block: Any) -> LayerState:
+    width = block.config.hidden_size
+    return LayerState(-1, 2 * width, 1, (3 * block.attention.attention_hidden_size + width,))
+
+
+def _rwkv_project(block: Any, hidden: Tensor) -> tuple[Tensor, None]:
+    hidden = block.pre_ln(hidden) if hasattr(block, "pre_ln") else hidden
+    return torch.cat((block.ln1(hidden), hidden), dim=-1), None
+
+
+def _rwkv_mix(block: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+    attention, feed_forward = block.attention, block.feed_forward
+    normed, hidden = take(extended, slots.step.mixed).chunk(2, dim=-1)
+    before = take(extended, shifted(slots.step.mixed, 1)).chunk(2, dim=-1)[0]
+    size = 3 * attention.attention_hidden_size
+    sums = replace(slots, state=slots.state[:, :size].view(len(slots.state), 3, -1))
+
+    def between(part: Any, name: str, before: Tensor, now: Tensor) -> Tensor:
+        """`part`'s projection `name` of a token and the one before it."""
+        share = getattr(part, f"time_mix_{name}").view(-1)
+        projected: Tensor = getattr(part, name)(now * share + before * (1 - share))
+        return projected
+
+    keys, values = (between(attention, name, before, normed).float() for name in ("key", "value"))
+    decay = -torch.exp(attention.time_decay.float())
+    mixed = wkv_scan(keys, values, decay, attention.time_first.float(), sums).to(hidden.dtype)
+    gate = between(attention, "receptance", before, normed).sigmoid()
+    hidden = hidden + attention.output(gate * mixed)
+    normed = block.ln2(hidden)
+    before = previous_scan(normed.float(), replace(slots, state=slots.state[:, size:])).to(hidden.dtype)
+    fed = between(feed_forward, "key", before, normed).relu().square()
+    gate = between(feed_forward, "receptance", before, normed).sigmoid()
+    output: Tensor = hidden + gate * feed_forward.value(fed)
+    return output
+
+
+def _mixed_whole(_block: Any, mixed: Tensor, _: None) -> Tensor:
+    return mixed
+
+
+def _with_two_nothings(_block: Any, output: Tensor) -> tuple[Tensor, None, None]:
+    return output[None], None, None
+
+
 # --- RG-LRU ---
 
 
@@ -388,6 +436,7 @@ KINDS = {
     "BailingHybridDeltaAttention": _KIMI._replace(project=_bailing_project),
     "KimiLinearDeltaAttention": _KIMI,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
+    "RwkvBlock": Kind(_rwkv_state, _rwkv_project, _rwkv_mix, _mixed_whole, give=_with_two_nothings),
     "ZayaCCAProjection": Kind(_zaya_state, _zaya_project, _zaya_mix, _zaya_finish, give=_in_heads),
     "MiniMaxLightningAttention": Kind(
         _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, give=_with_nothing

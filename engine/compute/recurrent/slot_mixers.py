@@ -82,5 +82,5 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _index_of(name: str, layer: nn.Module) -> int:
     """The layer's place in the model; not every class tells it."""
-    index: Any = getattr(layer, "layer_idx", None)
+    index: Any = getattr(layer, "layer_idx", getattr(layer, "layer_id", None))
     return place_in(name) if index is None else int(index)

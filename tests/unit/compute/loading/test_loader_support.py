@@ -62,7 +62,7 @@ SIZES: dict[str, Any] = {
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "no_such_thing"}, r"config\.json is not understood"),
         ({"model_type": "inkling_text"}, "InklingForCausalLM .* layers of type hybrid"),
-        ({"model_type": "rwkv"}, "RwkvForCausalLM .* recurrent state"),
+        ({"model_type": "xlstm"}, "xLSTMForCausalLM .* recurrent state"),
         ({"model_type": "cpmant"}, "CpmAntForCausalLM .* computes attention itself"),
         ({"model_type": "llama", "alibi": True}, "LlamaForCausalLM .*ALiBi"),
         ({"model_type": "doge", "keep_window_size": 64}, "DogeForCausalLM .*keep_window_size"),
