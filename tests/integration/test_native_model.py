@@ -18,6 +18,7 @@ from config import load_settings
 from engine import GenerationRequest, SamplingParams
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import compiler, install
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
@@ -53,10 +54,16 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "ministral": ({}, (2, 2, 5)),
     "olmo2": ({}, (2, 2, 5)),
     "olmo3": ({}, (2, 2, 5)),
+    "olmoe": ({"head_dim": 16}, (0, 0, 0)),
+    "qwen3_moe": ({}, (2, 1, 5)),
     "seed_oss": ({}, (2, 2, 5)),
     "smollm3": ({}, (2, 2, 5)),
     "starcoder2": ({}, (2, 2, 5)),
 }
+
+
+# How many of their layers are mixtures.
+MIXTURES = {"mixtral": 2, "olmoe": 2, "qwen3_moe": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,8 +98,10 @@ def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: Nativ
     exact, plain = fresh(family, torch.float32, **changes), fresh(family, **changes)
     native = install.install(fresh(family, **changes), kernels)
     assert counts(native.model)[:3] == (attentions, mlps, norms)
+    mixtures = sum(isinstance(module, NativeExperts) for module in native.model.modules())
+    assert mixtures == MIXTURES.get(family, 0)
     assert isinstance(native.model.get_output_embeddings(), NativeLinear)
-    assert native.kernels is kernels
+    assert native.kernels is (kernels if attentions else None)
     rng = np.random.default_rng(0)
     lengths = [53, 12, 30]
     sequences = [random_tokens(rng, length) for length in lengths]

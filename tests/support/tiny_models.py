@@ -55,6 +55,7 @@ from transformers import (
     MptConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OpenAIGPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -63,6 +64,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -154,6 +156,22 @@ _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "seed_oss": lambda: SeedOssConfig(**_GROUPED_16, attention_out_bias=True),
     "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
     "starcoder2": lambda: Starcoder2Config(**_GROUPED),
+}
+
+# More with mixtures of experts than Mixtral, which attend as others do.
+_MIXTURE_CONFIGS: dict[str, Callable[[], Any]] = {
+    "olmoe": lambda: OlmoeConfig(
+        **_GROUPED | {"intermediate_size": 64}, num_experts=6, num_experts_per_tok=3
+    ),
+    # The second layer has an MLP in place of experts.
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_GROUPED_16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
 }
 
 _OF_BOTH_KINDS = ["sliding_attention", "full_attention"] * 2
@@ -272,7 +290,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
     `changes` are set in it afterwards.
     """
-    attending = _CONFIGS | _FURTHER_CONFIGS | _PECULIAR_CONFIGS | _REBOUND_CONFIGS
+    attending = _CONFIGS | _FURTHER_CONFIGS | _MIXTURE_CONFIGS | _PECULIAR_CONFIGS | _REBOUND_CONFIGS
     config = (attending | _RECURRENT_CONFIGS)[family]()
     for name, value in changes.items():
         setattr(config, name, value)

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "attention.h"
-#include "products.h"
-#include "rows.h"
+#include "gated_products.h"
 
 extern "C" {
 
@@ -46,30 +45,6 @@ struct DecoderStep {  // records.py mirrors it
 }  // extern "C"
 
 namespace {
-
-// How a product's outputs become what the next one reads.
-struct Gate {
-  Index activation, is_gated;
-};
-
-// act [n, width] = activation(gate) * up of x [n, k], or activation of all. For every thread of a team, with a barrier
-// behind it.
-void gated_product_in_team(Worker& me, const Product& w, Gate gate, const Element* x, Element* act, Index n,
-                           RowBlock* shared) {
-  const Index panels = w.out / PANEL / (gate.is_gated ? 2 : 1), width = panels * PANEL;
-  Input input(me, w, x, n, shared);
-  for_panels(me, n, panels, [&](Index first, Index stop, Index panel, Index last) {
-    alignas(64) Element gates[ROW_BLOCK * PANEL], ups[ROW_BLOCK * PANEL];
-    const Rows rows = input.rows(first, stop);
-    for (; panel < last; panel++) {
-      times_panel(w, panel, rows, stop - first, {gates, nullptr, PANEL});
-      if (gate.is_gated) times_panel(w, panels + panel, rows, stop - first, {ups, nullptr, PANEL});
-      for (Index i = 0; i < stop - first; i++)
-        apply_gate(gate.activation, gates + i * PANEL, gate.is_gated ? ups + i * PANEL : nullptr,
-                   act + (first + i) * width + panel * PANEL, PANEL);
-    }
-  });
-}
 
 // Where a step's intermediate results lie: those of a layer's two halves in one place.
 struct Scratch {

@@ -73,7 +73,39 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(norm=NormKind.CENTRED),
 }
 # Of these, projections are plain modules that are only ever called.
-PROJECTIONS = frozenset({"cohere", "gpt_neox", "granitemoe", "phi", "stablelm"})
+PROJECTIONS = frozenset({"cohere", "gpt_neox", "phi", "stablelm"})
+# Of these too, and experts are called with rows, with those that each row goes through and their shares.
+EXPERTS = frozenset(
+    {
+        "afmoe",
+        "axk1",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "hy_v3",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "solar_open",
+    }
+)
 
 
 def is_known(model: nn.Module) -> bool:
@@ -84,7 +116,7 @@ def is_known(model: nn.Module) -> bool:
 def is_known_class(model_class: type) -> bool:
     """The same of a model that is not there yet."""
     name = _name_of(model_class)
-    return name in FAMILIES or name in PROJECTIONS
+    return name in FAMILIES or name in PROJECTIONS or name in EXPERTS
 
 
 def family_of(module: nn.Module) -> Family | None:
@@ -95,6 +127,11 @@ def family_of(module: nn.Module) -> Family | None:
 def is_whole(module: nn.Module, kind: str) -> bool:
     """True for an `Attention`, `MLP` or `Norm` (`kind`) that is one of those read."""
     return family_of(module) is not None and type(module).__name__.endswith(kind)
+
+
+def has_read_experts(module: nn.Module) -> bool:
+    """True for all experts of a layer, gated and without biases, whose code was read."""
+    return _name_of(type(module)) in EXPERTS and type(module).__name__.endswith("Experts")
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:

@@ -7,3 +7,4 @@
 #include "decoder.h"
 #include "draw.h"
 #include "eagle.h"
+#include "experts.h"

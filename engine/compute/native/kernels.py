@@ -23,10 +23,12 @@ from engine.compute.native.records import (
     POINTER,
     Activation,
     Attention,
+    ChosenExperts,
     Decoder,
     DecoderStep,
     Eagle,
     EagleRound,
+    Experts,
     Heads,
     Norm,
     NormKind,
@@ -111,6 +113,7 @@ class NativeKernels:
         self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._normalize = function("slip_normalize", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._activate = function("slip_activate", POINTER, POINTER, *[INDEX] * 4)
+        self._experts = function("slip_experts", ctypes.POINTER(Experts), ctypes.POINTER(ChosenExperts))
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = function("slip_attend", ctypes.POINTER(Attention))
         self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
@@ -203,6 +206,22 @@ class NativeKernels:
         n, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
         y = x.new_empty(n, width)
         self._activate(self.team.handle, x.data_ptr(), y.data_ptr(), n, width, activation, is_gated)
+        return y
+
+    def compute_experts(
+        self, x: torch.Tensor, experts: Experts, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row of x [n, hidden] through its experts, their outputs times their shares summed: the same.
+
+        `chosen`, int64 [n, each], are numbers of experts, and `shares` float32 like it; a number that none
+        has is left out. A row's result depends on that row alone. Hidden and the width of an expert are
+        multiples of PANEL.
+        """
+        y = torch.empty_like(x)
+        num_choices = chosen.numel()
+        scratch = x.new_empty(num_choices, experts.gate_up.k + experts.down.k)
+        given = (tensor.data_ptr() for tensor in (x, chosen, shares, y, scratch))
+        self._experts(self.team.handle, experts, ChosenExperts(*given, *chosen.shape))
         return y
 
     def rotate_and_write(

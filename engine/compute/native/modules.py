@@ -130,7 +130,7 @@ class NativeNorm(nn.Module):
 
 
 # By the classes of torch and transformers.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
@@ -153,7 +153,7 @@ class NativeMlp(nn.Module):
         self.gate_up = NativeLinear(kernels, *(getattr(mlp, name) for name in names.first))
         self.down = NativeLinear(kernels, getattr(mlp, names.last))
         self.is_gated = names.is_gated
-        self.activation = _ACTIVATIONS[type(getattr(mlp, names.activation)).__name__]
+        self.activation = ACTIVATIONS[type(getattr(mlp, names.activation)).__name__]
 
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
@@ -161,7 +161,7 @@ class NativeMlp(nn.Module):
         names = _mlp_names(mlp)
         if names is None or not is_whole(mlp, "MLP"):
             return False
-        if type(getattr(mlp, names.activation)).__name__ not in _ACTIVATIONS:
+        if type(getattr(mlp, names.activation)).__name__ not in ACTIVATIONS:
             return False
         linears = _linears(mlp, (*names.first, names.last), dtype)
         if not linears:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 
 
@@ -19,6 +20,7 @@ class Place:
 
     ATTENTION: ClassVar[str] = "attentions"
     MLP: ClassVar[str] = "MLPs"
+    EXPERTS: ClassVar[str] = "expert layers"
     NORM: ClassVar[str] = "norms"
     LINEAR: ClassVar[str] = "projections"
 
@@ -29,6 +31,7 @@ class Place:
 _KINDS: tuple[tuple[str, Any], ...] = (
     (Place.ATTENTION, NativeAttention),
     (Place.MLP, NativeMlp),
+    (Place.EXPERTS, NativeExperts),
     (Place.NORM, NativeNorm),
     (Place.LINEAR, NativeLinear),
 )

@@ -41,6 +41,24 @@ class Product(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """See experts.h."""
+
+    _fields_ = (
+        *((name, Product) for name in ("gate_up", "down")),
+        *((name, INDEX) for name in ("count", "activation")),
+    )
+
+
+class ChosenExperts(ctypes.Structure):
+    """See experts.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("x", "experts", "shares", "y", "scratch")),
+        *((name, INDEX) for name in ("n", "each")),
+    )
+
+
 class Norm(ctypes.Structure):
     """See rows.h. No weight where there is no norm."""
 

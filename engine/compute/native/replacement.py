@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.observation import Observation, Seen
@@ -35,6 +36,9 @@ def make_equal(
         return None
     if place.name_of_kind == Place.ATTENTION:
         return _equal_attention(original, seen, observation, context, kernels)
+    if place.name_of_kind == Place.EXPERTS:
+        experts = NativeExperts(kernels, original)
+        return experts if is_close(experts(*seen.args, **seen.options), seen.output) else None
     made = _SIMPLE[place.name_of_kind](kernels, original)
     return made if is_close(made(given), seen.output) else None
 

@@ -54,6 +54,52 @@ void check_products(Index k, Index out) {
   }
 }
 
+// Experts of which one gets no row, one more than a block of rows, and one number is nobody's.
+void check_experts() {
+  const Index count = 4, hidden = 64, width = 32, n = 130, each = 2;
+  const auto gate_up = noise(count * 2 * width * hidden, 1.f / 8), down = noise(count * hidden * width, 1.f / 4);
+  const auto x = noise(n * hidden);
+  std::vector<Element> packed(gate_up.size()), packed_down(down.size()), scratch(n * each * (hidden + width));
+  std::vector<Element> whole(n * hidden), few(n * hidden);
+  std::vector<Index> chosen(n * each);
+  std::vector<float> shares(n * each);
+  for (Index i = 0; i < n; i++) {
+    chosen[2 * i] = i % 10 ? 3 : 0, chosen[2 * i + 1] = i % 7 ? 1 : count;
+    shares[2 * i] = .75f, shares[2 * i + 1] = .25f;
+  }
+  Team one(1), three(3);
+  slip_pack(&three, gate_up.data(), packed.data(), count * 2 * width, hidden);
+  slip_pack(&three, down.data(), packed_down.data(), count * hidden, width);
+  const Experts experts{{ELEMENTS, packed.data(), nullptr, count * 2 * width, hidden},
+                        {ELEMENTS, packed_down.data(), nullptr, count * hidden, width}, count, SILU};
+  const auto compute = [&](Team& team, Index first, Index rows, Element* y) {
+    const ChosenExperts c{x.data() + first * hidden, chosen.data() + first * each, shares.data() + first * each, y,
+                          scratch.data(), rows, each};
+    slip_experts(&team, &experts, &c);
+  };
+  compute(one, 0, n, whole.data());
+  for (Index i = 0; i < n; i++) {
+    std::vector<double> expected(hidden);
+    for (Index c = 0; c < each; c++) {
+      const Index e = chosen[each * i + c];
+      if (e == count) continue;
+      std::vector<double> both(2 * width);
+      for (Index o = 0; o < 2 * width; o++)
+        for (Index j = 0; j < hidden; j++)
+          both[o] += (double)value(x[i * hidden + j]) * value(gate_up[(e * 2 * width + o) * hidden + j]);
+      for (Index o = 0; o < hidden; o++)
+        for (Index j = 0; j < width; j++)
+          expected[o] += shares[each * i + c] * both[j] / (1 + std::exp(-both[j])) * both[width + j] *
+                         value(down[(e * hidden + o) * width + j]);
+    }
+    for (Index o = 0; o < hidden; o++) check(is_near(value(whole[i * hidden + o]), expected[o], 1), "experts", i, o);
+  }
+  for (Index rows : {1, 2, 9, 97}) {
+    compute(rows % 2 ? three : one, 5, rows, few.data());
+    check(is_same(few.data(), whole.data() + 5 * hidden, rows * hidden), "experts in other company", rows);
+  }
+}
+
 // Weights rounded to few bits: each as near as half a step of its 32.
 void check_quantized(Format format, double step) {
   const Index k = 96, out = 64;
@@ -265,6 +311,7 @@ int main() {
   check_products(2, 32);
   check_products(34, 64);
   check_products(130, 96);
+  check_experts();
   check_quantized(Q8_0, 0.51 / 127);
   check_quantized(Q4_1, 2. / 15);
   check_all_blocks();

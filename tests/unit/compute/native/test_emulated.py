@@ -45,6 +45,7 @@ def test_every_answer_is_right(element: int, tmp_path: Path) -> None:
         ("block_layout.h", "J * L::HIGH % 8, L::HIGH", "J * L::HIGH % 4, L::HIGH"),
         ("pages.h", "      transpose(r);\n", ""),
         ("products.h", "size = (n + parts - 1)", "size = (n + parts)"),
+        ("experts.h", "first += ROW_BLOCK)", "first += 2 * ROW_BLOCK)"),
     ],
 )
 def test_a_mistake_is_found(file: str, right: str, wrong: str, tmp_path: Path) -> None:

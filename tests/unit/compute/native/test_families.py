@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.native.families import FAMILIES, PROJECTIONS
+from engine.compute.native.families import EXPERTS, FAMILIES, PROJECTIONS
 from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
 
@@ -20,10 +20,8 @@ PLAIN = sorted(name for name, family in FAMILIES.items() if family.is_plain)
 @cache
 def code_of(family: str) -> dict[str, str]:
     """What each function and each class's `forward` in the family's file does, by name."""
-    spec = find_spec(f"transformers.models.{family}.modeling_{family}")
-    assert spec is not None and spec.origin is not None
     found = {}
-    for node in ast.parse(Path(spec.origin).read_text()).body:
+    for node in ast.parse(source_of(family)).body:
         functions = node.body if isinstance(node, ast.ClassDef) else [node]
         for function in functions:
             if isinstance(function, ast.FunctionDef) and (
@@ -328,11 +326,50 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize("family", sorted(PROJECTIONS.union(FAMILIES)))
-def test_no_familys_code_reads_a_projections_weights(family: str) -> None:
-    """Only calls of a replaced module give what the original's give: its weights are gone."""
+@pytest.mark.parametrize("family", sorted(EXPERTS))
+def test_experts_are_what_was_read(family: str) -> None:
+    lines = (
+        only(code_of(family), "Experts").replace("nn.functional", "F").replace("torch.F", "F").splitlines()
+    )
+    assert lines == EXPERTS_OF_A_MIXTURE
+    (made,) = re.findall(r"(@.*)\nclass \w+Experts\(nn.Module\):\n((?:    .*\n|\n)+)", source_of(family))
+    decorator, body = made
+    assert decorator == "@use_experts_implementation"  # concatenated, not transposed, gated, without biases
+    assert re.findall(r"def (\w+)", body) == ["__init__", "forward"]  # gated as the decorator has it
+    assert re.findall(r"self\.(\w+) = nn.Parameter", body) == ["gate_up_proj", "down_proj"]
+
+
+EXPERTS_OF_A_MIXTURE = [
+    "final_hidden_states = torch.zeros_like(hidden_states)",
+    "with torch.no_grad():",
+    "    expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts + 1)",
+    "    expert_mask = expert_mask.permute(2, 1, 0)",
+    "    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()",
+    "for expert_idx in expert_hit:",
+    "    expert_idx = expert_idx[0]",
+    "    if expert_idx == self.num_experts:",
+    "        continue",
+    "    top_k_pos, token_idx = torch.where(expert_mask[expert_idx])",
+    "    current_state = hidden_states[token_idx]",
+    "    gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)",
+    "    current_hidden_states = self.act_fn(gate) * up",
+    "    current_hidden_states = F.linear(current_hidden_states, self.down_proj[expert_idx])",
+    "    current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
+    "    final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))",
+    "return final_hidden_states",
+]
+
+
+def source_of(family: str) -> str:
     spec = find_spec(f"transformers.models.{family}.modeling_{family}")
     assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).read_text()
+    return Path(spec.origin).read_text()
+
+
+@pytest.mark.parametrize("family", sorted(PROJECTIONS.union(FAMILIES, EXPERTS)))
+def test_no_familys_code_reads_a_projections_weights(family: str) -> None:
+    """Only calls of a replaced module give what the original's give: its weights are gone."""
+    source = source_of(family)
+    assert "experts.gate_up_proj" not in source and "experts.down_proj" not in source
     reads = re.findall(r"self\.(?!weight|bias)\w+(?:\[\w+\])?\.(?:weight|bias)\b.*", source)
     assert reads == []

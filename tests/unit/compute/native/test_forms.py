@@ -24,6 +24,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree
+from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.gguf_blocks import BLOCK_FORMATS, in_blocks, random_blocks, unpacked
 from tests.support.native import EVERY_INSTRUCTION, compiled_draw, compiled_kernels
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
@@ -99,6 +100,34 @@ def test_products(side: Side, width: int, out: int) -> None:
         side.kernels.team.resize(threads)
         for n in (1, 5, 6, 7, 8, 9, 95, 97):
             assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
+
+
+def test_experts(side: Side) -> None:
+    mixture = Mixture.random(64, 96, side.dtype)
+    x, chosen, shares = random_rows(200, 64, side.dtype)
+    packed = mixture.packed(side.kernels)
+    whole = packed(x, chosen, shares)
+    expected = mixture.expected(x, chosen, shares)
+    assert ((whole.double() - expected).norm(dim=-1) <= 4 * side.rounding * expected.norm(dim=-1)).all()
+    for threads in (1, 3, 2):
+        side.kernels.team.resize(threads)
+        for n in (1, 5, 13, 97):
+            rows = slice(3, 3 + n)
+            assert torch.equal(packed(x[rows].contiguous(), chosen[rows], shares[rows]), whole[rows])
+
+
+def test_experts_with_rounded_weights(side_with_formats: Side) -> None:
+    side = side_with_formats
+    mixture = Mixture.random(64, 96, side.dtype)
+    x, chosen, shares = random_rows(40, 64, side.dtype)
+    expected = mixture.expected(in_blocks(x), chosen, shares)
+    for block_format, near in ((Q8_0, 0.02), (Q4_1, 0.15)):
+        packed = mixture.packed(side.kernels, block_format)
+        whole = packed(x, chosen, shares)
+        assert (whole.double() - expected).norm() <= near * expected.norm()
+        for n in (1, 2, 7):
+            rows = slice(3, 3 + n)
+            assert torch.equal(packed(x[rows].contiguous(), chosen[rows], shares[rows]), whole[rows])
 
 
 def test_products_with_rounded_weights(side_with_formats: Side) -> None:

@@ -1,0 +1,61 @@
+"""NativeExperts: a stand-in for the experts of a mixture, which a model's own router chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.compute.native.families import has_read_experts
+from engine.compute.native.kernels import PANEL, NativeKernels
+from engine.compute.native.modules import ACTIVATIONS, NativeLinear
+from engine.compute.native.records import Experts
+
+
+class NativeExperts(nn.Module):
+    """down(activation(gate(x)) * up(x)) of each expert that a row was given to, by their shares summed.
+
+    `gate_up` and `down` are projections to the outputs of all experts, one behind the other; of `gate_up`
+    each has those of its gate first.
+    """
+
+    def __init__(self, kernels: NativeKernels, original: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.gate_up = _packed(kernels, original.gate_up_proj)
+        self.down = _packed(kernels, original.down_proj)
+        self.num_experts = len(original.down_proj)
+        self.activation = ACTIVATIONS[type(original.act_fn).__name__]
+
+    @staticmethod
+    def fits(original: Any, dtype: torch.dtype) -> bool:
+        """True for experts that can be computed; their output is still to be compared."""
+        if not has_read_experts(original) or type(original.act_fn).__name__ not in ACTIVATIONS:
+            return False
+        gate_up, down = original.gate_up_proj, original.down_proj
+        num_experts, hidden, width = down.shape
+        return (
+            gate_up.dtype is down.dtype is dtype
+            and gate_up.shape == (num_experts, 2 * width, hidden)
+            and hidden % PANEL == width % PANEL == 0
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, hidden] to the same; chosen experts and their shares are [N, each]."""
+        experts = Experts(
+            self.gate_up.weights.record, self.down.weights.record, self.num_experts, self.activation
+        )
+        return self._kernels.compute_experts(
+            hidden_states.contiguous(),
+            experts,
+            top_k_index.long().contiguous(),
+            top_k_weights.float().contiguous(),
+        )
+
+
+def _packed(kernels: NativeKernels, weight: torch.Tensor) -> NativeLinear:
+    """Weights [experts, out, in] as one projection."""
+    return NativeLinear.of(kernels, kernels.pack(weight.detach().flatten(0, 1)))
