@@ -27,6 +27,7 @@ from tests.bench.kv import run_kv
 from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.memory import run_memory
+from tests.bench.moe import run_moe
 from tests.bench.peer import Peer
 from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "attention": run_attention,
     "kernels": run_kernels,
     "families": run_families,
+    "moe": run_moe,
     "kv": run_kv,
     "quantization": run_quantization,
     "scale": run_scale,
