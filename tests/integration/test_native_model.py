@@ -22,6 +22,7 @@ from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
+from engine.compute.native.router import NativeRouter
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import StartRefused
@@ -98,8 +99,8 @@ def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: Nativ
     exact, plain = fresh(family, torch.float32, **changes), fresh(family, **changes)
     native = install.install(fresh(family, **changes), kernels)
     assert counts(native.model)[:3] == (attentions, mlps, norms)
-    mixtures = sum(isinstance(module, NativeExperts) for module in native.model.modules())
-    assert mixtures == MIXTURES.get(family, 0)
+    for kind in (NativeExperts, NativeRouter):
+        assert sum(isinstance(part, kind) for part in native.model.modules()) == MIXTURES.get(family, 0)
     assert isinstance(native.model.get_output_embeddings(), NativeLinear)
     assert native.kernels is (kernels if attentions else None)
     rng = np.random.default_rng(0)
@@ -116,6 +117,39 @@ def test_logits_are_the_plain_models_in_any_schedule(family: str, kernels: Nativ
         packed = run_schedule(PackedForward(native), sequences, steps, block_size, rng)
         for logits, expected, true in zip(packed, wanted, truth, strict=True):
             assert_within_rounding(logits, expected[: len(logits)], true[: len(logits)])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_tokens_experts_are_the_same_in_any_company(family: str, kernels: NativeKernels) -> None:
+    """And so are its logits, bit for bit: no crowd and no draft sends it to other experts."""
+    many: dict[str, Any] = {"num_local_experts": 40, "num_experts": 40, "num_experts_per_tok": 4}
+    native = PackedForward(install.install(fresh(family, **many), kernels))
+    lengths = [70, 5, 40]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+
+    def logits(max_chunk: int) -> torch.Tensor:
+        rng = np.random.default_rng(max_chunk)
+        return torch.cat(run_schedule(native, texts, random_schedule(rng, lengths, max_chunk), 4, rng))
+
+    alone = logits(1)
+    assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+async def test_a_mixture_speaks_as_without_kernels(family: str, tmp_path: Path) -> None:
+    target = save_tiny_model(family, tmp_path / "target")
+    tiny_model(family, head_dim=32).save_pretrained(target)
+    texts = []
+    for compile_kernels in ("off", "on"):
+        base = ("--dtype", "float32", "--compile", compile_kernels, "--speculative-method", "none")
+        async with engine_of(target, *base, home=compiled_home(torch.float32)) as engine:
+            sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+            streams = [
+                engine.submit(GenerationRequest(str(seed), [7 + seed, 40 + seed, 300 + seed], sampling))
+                for seed in range(6)
+            ]
+            texts.append(await asyncio.gather(*(_hear(stream) for stream in streams)))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from config import load_settings
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import compiler
 from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeLinear
-from engine.compute.native.quantization import Q4_1, Q8_0
+from engine.compute.native.quantization import Q4_1, Q8_0, foresee_weights
 from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
@@ -62,12 +63,29 @@ def kinds(loaded: LoadedModel) -> set[int]:
     return {module.weights.kind for module in loaded.model.modules() if isinstance(module, NativeLinear)}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2"])
 def test_logits_are_near_the_plain_models(family: str, home: Path) -> None:
     plain = packed_sample(PackedForward(fresh(family)))
     loaded = served(fresh(family), home, "--quantization", "int8")
     assert kinds(loaded) == {BLOCKS}
     assert 0.002 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.1
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_experts_are_rounded_as_foreseen(asked: str, home: Path) -> None:
+    plain = fresh("mixtral")
+    foreseen = foresee_weights(plain.model, torch.bfloat16, asked)
+    loaded = served(plain, home, "--quantization", asked)
+    num_bytes = sum(
+        part.panels.nbytes
+        for module in loaded.model.modules()
+        if isinstance(module, NativeLinear)
+        for part in module.weights.parts
+    )
+    assert foreseen.startswith(f"{asked}: {num_bytes / 2**20:.0f} MiB to multiply with")
+    experts = [module for module in loaded.model.modules() if isinstance(module, NativeExperts)]
+    assert len(experts) == 2
+    assert all(part.weights.kind == BLOCKS for each in experts for part in (each.gate_up, each.down))
 
 
 def test_four_bits_leave_the_head_eight(home: Path) -> None:

@@ -106,6 +106,8 @@ EXPERTS = frozenset(
         "solar_open",
     }
 )
+# And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
+ROUTERS = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
 def is_known(model: nn.Module) -> bool:
@@ -132,6 +134,11 @@ def is_whole(module: nn.Module, kind: str) -> bool:
 def has_read_experts(module: nn.Module) -> bool:
     """True for all experts of a layer, gated and without biases, whose code was read."""
     return _name_of(type(module)) in EXPERTS and type(module).__name__.endswith("Experts")
+
+
+def has_read_router(module: nn.Module) -> bool:
+    """True for what chooses experts for rows, whose code was read."""
+    return _name_of(type(module)) in ROUTERS and type(module).__name__.endswith("Router")
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:

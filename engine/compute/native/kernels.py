@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engine.compute.attention import LayerCall, PagedRows
+from engine.compute.attention.huge_pages import HugePages
 from engine.compute.attention.kv_rows import SCALE_BYTES
 from engine.compute.native.block_panels import PLAIN, BlockPanels, joined
 from engine.compute.native.forms import NativeUnavailable
@@ -42,6 +45,7 @@ PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
 MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
+_LARGE_BYTES = 32 << 20  # of weights: worth huge pages, of which the last one is half empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class NativeKernels:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
         """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
         weight = weight.contiguous()
-        packed = torch.empty_like(weight)
+        packed = _memory_for(weight.shape, weight.dtype)
         self._pack(self.team.handle, weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedWeights(ELEMENTS, packed, bias, *weight.shape)
 
@@ -143,7 +147,7 @@ class NativeKernels:
         Each 32 inputs of an output have a scale, that with the least error. For a multiple of 32 inputs.
         """
         out, in_features = weights.out, weights.in_features
-        panels = torch.empty(out // PANEL, self._panel_bytes(block_format, in_features), dtype=torch.uint8)
+        panels = _memory_for((out // PANEL, self._panel_bytes(block_format, in_features)), torch.uint8)
         addresses = (weights.packed.data_ptr(), panels.data_ptr())
         self._quantize(self.team.handle, block_format, *addresses, out, in_features)
         return joined([BlockPanels(block_format, panels, out, in_features)], weights.bias)
@@ -164,9 +168,7 @@ class NativeKernels:
         `order`, int64 [out], names the stored row of each output; None keeps theirs.
         """
         out = len(stored) if order is None else len(order)
-        panels = torch.empty(
-            -(-out // PANEL), self._panel_bytes(block_format, in_features), dtype=torch.uint8
-        )
+        panels = _memory_for((-(-out // PANEL), self._panel_bytes(block_format, in_features)), torch.uint8)
         rows = None if order is None else order.ctypes.data
         addresses = (stored.ctypes.data, rows, panels.data_ptr())
         self._pack_blocks(self.team.handle, block_format, *addresses, out, in_features)
@@ -331,6 +333,13 @@ class NativeKernels:
     def draft(self, eagle: Eagle, work: EagleRound) -> None:
         """Read rows and draw chains with a drafter's one layer; see eagle.h."""
         self._draft(self.team.handle, eagle, work)
+
+
+def _memory_for(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Weights yet to be written; large ones, which each step reads all of, in huge pages."""
+    if prod(shape) * dtype.itemsize < _LARGE_BYTES:
+        return torch.empty(*shape, dtype=dtype)
+    return HugePages(0).zeros(shape, dtype)
 
 
 def norm_record(norm: NormWeights | None) -> Norm:

@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
+from engine.compute.native.router import NativeRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Place:
     ATTENTION: ClassVar[str] = "attentions"
     MLP: ClassVar[str] = "MLPs"
     EXPERTS: ClassVar[str] = "expert layers"
+    ROUTER: ClassVar[str] = "routers"
     NORM: ClassVar[str] = "norms"
     LINEAR: ClassVar[str] = "projections"
 
@@ -32,6 +34,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     (Place.ATTENTION, NativeAttention),
     (Place.MLP, NativeMlp),
     (Place.EXPERTS, NativeExperts),
+    (Place.ROUTER, NativeRouter),
     (Place.NORM, NativeNorm),
     (Place.LINEAR, NativeLinear),
 )

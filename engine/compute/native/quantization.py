@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.families import has_read_experts
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeLinear
 from engine.compute.native.places import find_places
@@ -66,14 +67,16 @@ def unquantized(reason: object, asked: str) -> StartRefused:
 def foresee_weights(outline: nn.Module, dtype: torch.dtype, asked: str) -> str:
     """What `quantize` would make of a model whose weights are not there, in words."""
     replaced = [outline.get_submodule(place.name) for place in find_places(outline, dtype)]
-    linears = [part for module in replaced for part in module.modules() if isinstance(part, nn.Linear)]
+    parts = [part for module in replaced for part in module.modules()]
     head = getattr(outline, "get_output_embeddings", lambda: None)()
-    numbers = sum(part.weight.numel() for part in linears)
+    weights = [(part.weight, part is head) for part in parts if isinstance(part, nn.Linear)]
+    weights += [(each, False) for part in parts if has_read_experts(part) for each in part.parameters()]
+    numbers = sum(weight.numel() for weight, _ in weights)
     bits = sum(
-        part.weight.numel() * _BITS["int8" if part is head else asked]
-        if part.in_features % _GROUP == 0
-        else 8 * dtype.itemsize * part.weight.numel()
-        for part in linears
+        weight.numel() * _BITS["int8" if is_head else asked]
+        if weight.shape[-1] % _GROUP == 0
+        else 8 * dtype.itemsize * weight.numel()
+        for weight, is_head in weights
     )
     return f"{asked}: {_size(bits / 8)} to multiply with instead of {_size(dtype.itemsize * numbers)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.observation import Observation, Seen
 from engine.compute.native.places import Place
+from engine.compute.native.router import NativeRouter
 
 # By how much of its length a row may differ: half of them, and any one. Rounding to bfloat16 makes 0.003,
 # attention's roundings together up to 0.02 in few rows; a scale that is ten percent off makes 0.1.
@@ -36,6 +38,8 @@ def make_equal(
         return None
     if place.name_of_kind == Place.ATTENTION:
         return _equal_attention(original, seen, observation, context, kernels)
+    if place.name_of_kind == Place.ROUTER:
+        return _equal_router(original, given, seen.output, kernels)
     if place.name_of_kind == Place.EXPERTS:
         experts = NativeExperts(kernels, original)
         return experts if is_close(experts(*seen.args, **seen.options), seen.output) else None
@@ -48,6 +52,21 @@ _SIMPLE: dict[str, Any] = {
     Place.NORM: NativeNorm,
     Place.LINEAR: NativeLinear,
 }
+
+
+def _equal_router(
+    original: Any, given: torch.Tensor, expected: Sequence[torch.Tensor], kernels: NativeKernels
+) -> nn.Module | None:
+    """As `make_equal`; a few rows may choose another of two experts that are as likely within rounding."""
+    made = NativeRouter(kernels, original)
+    logits, shares, chosen = made(given)
+    expected_logits, expected_shares, expected_chosen = expected
+    found = torch.zeros(logits.shape).scatter(1, chosen, shares.float())
+    wanted = torch.zeros(logits.shape).scatter(1, expected_chosen, expected_shares.float())
+    distances = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    typical, _ = _LIMITS[kernels.dtype]
+    is_same = is_close(logits, expected_logits) and bool(distances.quantile(0.75) <= typical)
+    return made if is_same and shares.dtype is expected_shares.dtype else None
 
 
 def _equal_attention(

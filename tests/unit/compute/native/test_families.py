@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.native.families import EXPERTS, FAMILIES, PROJECTIONS
+from engine.compute.native.families import EXPERTS, FAMILIES, PROJECTIONS, ROUTERS
 from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
 
@@ -357,6 +357,34 @@ EXPERTS_OF_A_MIXTURE = [
     "    current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
     "    final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))",
     "return final_hidden_states",
+]
+
+
+@pytest.mark.parametrize("family", sorted(ROUTERS))
+def test_routers_are_what_was_read(family: str) -> None:
+    code = code_of(family)
+    assert only(code, "Router").splitlines() == (MIXTRALS_ROUTER if family == "mixtral" else ROUTER)
+    block = only(code, "SparseMoeBlock")
+    assert "self.gate(" in block and "self.experts(" in block
+
+
+ROUTER = [
+    "hidden_states = hidden_states.reshape(-1, self.hidden_dim)",
+    "router_logits = F.linear(hidden_states, self.weight)",
+    "router_probs = torch.nn.functional.softmax(router_logits, dtype=torch.float, dim=-1)",
+    "router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)",
+    "if self.norm_topk_prob:",
+    "    router_top_value /= router_top_value.sum(dim=-1, keepdim=True)",
+    "router_top_value = router_top_value.to(router_logits.dtype)",
+    "router_scores = router_top_value",
+    "return (router_logits, router_scores, router_indices)",
+]
+MIXTRALS_ROUTER = [
+    *ROUTER[:2],
+    "router_probs = torch.nn.functional.softmax(router_logits.float(), dim=-1)",
+    ROUTER[3],
+    ROUTER[5].strip(),
+    *ROUTER[7:],
 ]
 
 

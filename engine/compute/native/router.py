@@ -1,0 +1,47 @@
+"""NativeRouter: a stand-in for what chooses the experts of each row.
+
+Another product may round a row's logits otherwise among many rows than alone: they would send it to other
+experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.compute.native.families import has_read_router
+from engine.compute.native.kernels import PANEL, NativeKernels
+
+
+class NativeRouter(nn.Module):
+    """The likeliest experts of each row by a softmax over all, and their chances for shares."""
+
+    def __init__(self, kernels: NativeKernels, original: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        weight = original.weight.detach()
+        self._num_experts = len(weight)
+        spare = weight.new_zeros(-len(weight) % PANEL, weight.shape[1])  # panels are whole
+        self._weights = kernels.pack(torch.cat((weight, spare)))
+        self._num_chosen: int = original.top_k
+        self._is_normed = bool(getattr(original, "norm_topk_prob", True))
+        self._rounds_shares = hasattr(original, "norm_topk_prob")  # but Mixtral's
+
+    @staticmethod
+    def fits(original: Any, dtype: torch.dtype) -> bool:
+        """True for one that can be computed; its output is still to be compared."""
+        if not has_read_router(original):
+            return False
+        weight = original.weight
+        return weight.dtype is dtype and weight.shape[1] % 2 == 0
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows [N, hidden] the logits [N, experts], and shares and numbers of those chosen, [N, each]."""
+        rows = hidden_states.reshape(-1, self._weights.in_features).contiguous()
+        logits = self._kernels.linear(rows, self._weights)[:, : self._num_experts]
+        shares, chosen = logits.softmax(dim=-1, dtype=torch.float).topk(self._num_chosen, dim=-1)
+        if self._is_normed:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return logits, shares.to(logits.dtype) if self._rounds_shares else shares, chosen
