@@ -1,4 +1,4 @@
-"""Every family whose experts the kernels compute: replaced where they stand, with the plain model's logits."""
+"""Every family whose experts the kernels compute: replaced where they stand, with a plain model's logits."""
 
 from __future__ import annotations
 
