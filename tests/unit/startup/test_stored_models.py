@@ -71,10 +71,10 @@ def test_what_is_there_is_named_as_serve_takes_it(cache: Path, tmp_path: Path) -
 def test_what_cannot_be_served_says_why(cache: Path, tmp_path: Path) -> None:
     pickled = save_tiny_model("llama", snapshot(cache, "org/pickled"))
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    (snapshot(cache, "org/rwkv") / "config.json").write_text('{"model_type": "rwkv"}')
+    (snapshot(cache, "org/xlstm") / "config.json").write_text('{"model_type": "xlstm"}')
     found = listed(tmp_path)
     assert "only pytorch_model.bin" in (found["org/pickled"].reason or "")
-    assert found["org/rwkv"].reason
+    assert found["org/xlstm"].reason
 
 
 def test_the_last_used_come_first_and_looking_is_no_use(cache: Path, tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_a_file_that_is_not_what_the_hub_names_is_deleted(hub: FakeHub, tmp_path
 
 
 def test_weights_that_cannot_be_served_are_never_asked_for(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repos["org/rwkv"] = {"config.json": b'{"model_type": "rwkv"}', WEIGHTS: b"x"}
-    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM"):
-        resolve(tmp_path, "org/rwkv")
+    hub.repos["org/xlstm"] = {"config.json": b'{"model_type": "xlstm"}', WEIGHTS: b"x"}
+    with pytest.raises(UnsupportedModel, match="xLSTMForCausalLM"):
+        resolve(tmp_path, "org/xlstm")
     assert WEIGHTS not in hub.fetched()
 
 
