@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from config import load_settings
+from engine.compute.loading.loader import load_model
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.families import EXPERTS, FAMILIES, has_read_experts
-from engine.compute.native.install import install
+from engine.compute.native.install import install, with_kernels
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_sample
 from tests.matrix.reduced import causal_classes, reduced_config
-from tests.support.native import compiled_kernels
+from tests.support.native import compiled_home, compiled_kernels
 from tests.support.packed import as_loaded
 from tests.support.speculated import single_threaded
+from tests.support.tiny_models import tiny_tokenizer
 
 FLOAT32 = torch.float32
+MAPS = Path("/proc/self/maps")
 CLASSES = {
     model_class.__module__.split(".")[-2]: config_class
     for config_class, model_class in causal_classes()
@@ -58,3 +64,19 @@ def test_experts_are_computed_by_the_kernels(family: str) -> None:
     assert len(experts) == layers > 0
     found = packed_sample(PackedForward(loaded))
     assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells what is mapped")
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
+def test_no_weight_holds_its_file(family: str, tmp_path: Path) -> None:
+    """Not even those of a router that stays: else a model would take its memory twice."""
+    fresh(family).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    flags = ("--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-model-len", "64", "--compile")
+    home = compiled_home(FLOAT32)
+    plain = load_model(tmp_path, load_settings(["m", *flags, "off"], environ={}).model)
+    assert str(tmp_path) in MAPS.read_text()
+    settings = load_settings(["m", *flags, "on"], environ={}).model
+    loaded = with_kernels(plain, settings, home, lambda: plain)
+    gc.collect()
+    assert loaded.model is plain.model and str(tmp_path) not in MAPS.read_text()

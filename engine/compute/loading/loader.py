@@ -287,10 +287,21 @@ def leave_file(model: PreTrainedModel) -> None:
 
     Weights lie in their file's memory, which is given back with the last of them.
     """
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
     for parameter in model.parameters():
-        if parameter is embedding or parameter.dim() == 1:
+        if _is_never_packed(parameter, model):
             parameter.data = parameter.data.clone()
+
+
+def leave_file_wholly(model: PreTrainedModel) -> None:
+    """The same for all that is left once kernels have packed theirs: a router's weights hold a whole file."""
+    for parameter in model.parameters():
+        if not _is_never_packed(parameter, model):
+            parameter.data = parameter.data.clone()
+
+
+def _is_never_packed(parameter: torch.nn.Parameter, model: PreTrainedModel) -> bool:
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    return parameter is embedding or parameter.dim() == 1
 
 
 def stored_dtype(directory: Path, config: PreTrainedConfig) -> torch.dtype:

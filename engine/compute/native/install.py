@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from config import ModelSettings
-from engine.compute.loading.loader import LoadedModel, leave_file
+from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.families import is_known
@@ -51,6 +51,7 @@ def with_kernels(
         kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
         loaded = install(loaded, kernels)
+        leave_file_wholly(loaded.model)
         if settings.quantization != "none":
             if kernels_of_stored is not None:
                 raise unquantized("the weights are quantized already", settings.quantization)
