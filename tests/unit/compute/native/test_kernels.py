@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.compute.attention.huge_pages import PAGE_BYTES
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
 from engine.compute.native.records import Activation, NormKind
@@ -57,6 +58,14 @@ def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
     sideways = weight.T.contiguous().T
     assert not sideways.is_contiguous()
     assert torch.equal(kernels.pack(sideways).packed, kernels.pack(weight).packed)
+
+
+def test_large_weights_begin_with_a_huge_page(kernels: NativeKernels) -> None:
+    weight = noise(64, 64).repeat(64, 64)  # 32 MiB
+    packed = kernels.pack(weight)
+    assert packed.packed.data_ptr() % PAGE_BYTES == 0
+    x = noise(3, 4096, seed=2) / 64
+    assert_close(kernels.linear(x, packed), x.float() @ weight.float().T)
 
 
 @pytest.mark.parametrize("kind", NormKind)
