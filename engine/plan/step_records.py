@@ -48,6 +48,13 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class StateCopy(NamedTuple):
+    """Copy a recurrent state: from a slot of a sequence into a snapshot, or the other way round."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCounts:
     """Which tokens a sequence holds, as penalties count them: each once, and how often the output has it."""
@@ -126,7 +133,8 @@ class StepInputs:
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
     Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
     `state_slots` are constant and exclusive while a request runs: where a recurrent model keeps its state,
-    which begins anew where `positions` begin at 0.
+    which begins anew where `positions` begin at 0, and is first copied from a snapshot by `state_restores`.
+    `state_saves` keep in snapshots what the pass leaves behind each sequence's tokens, drafts left out.
 
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
     block that `swap_out` saves may be reused in the same step; what `swap_in` reads must not be its target.
@@ -146,6 +154,8 @@ class StepInputs:
     drafts: DraftInputs | None = None
     prompt_rows: PromptRows | None = None  # None when no prompt's log-probabilities are asked for
     state_slots: Int32 | None = None  # [S]
+    state_restores: tuple[StateCopy, ...] = ()  # snapshot -> slot, before the pass
+    state_saves: tuple[StateCopy, ...] = ()  # slot -> snapshot, after it
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block

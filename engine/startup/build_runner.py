@@ -28,6 +28,7 @@ class RunnerSizes(NamedTuple):
     max_num_seqs: int
     max_num_tokens: int
     max_draft_tokens: int = 0
+    num_snapshots: int = 0  # of a recurrent model's states
 
 
 def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
@@ -36,7 +37,9 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
     if loaded.keeps_state:
         recurrent = RecurrentRunner(
             loaded,
-            MemorySizes(num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens),
+            MemorySizes(
+                num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens, sizes.num_snapshots
+            ),
             sampler,
             for_drafts.verification,
         )

@@ -95,7 +95,7 @@ class Draw(random.Random):
             rewindable = self.choice((Rewindable.DRAFTS, Rewindable.DRAFTS, Rewindable.NEVER))
         limits = self.limits()
         if rewindable is not Rewindable.ANYWHERE:
-            limits |= {"prefix_caching": False, "preemption": "recompute"}
+            limits |= {"preemption": "recompute", "num_snapshots": self.choice((0, 1, 2, 8))}
         has_drafts = self.random() < 0.85
         return Scenario(
             limits=limits,
@@ -264,6 +264,7 @@ class Run:
     right: dict[str, list[int]] = field(default_factory=dict)
     flying: list[Flight] = field(default_factory=list)
     states: dict[str, range] = field(default_factory=dict)  # tokens that the state of each has seen
+    snapshots: dict[int, list[int]] = field(default_factory=dict)  # the tokens that each has seen
     last_was_empty: bool = False
     failed_in_a_row: int = 0
 
@@ -275,6 +276,8 @@ class Run:
             **scenario.limits, clock=self.clock, decoder=self.decoder
         )
         self.batcher.kv.rewindable = scenario.rewindable
+        self.batcher.running.lookup.stops.least = draw.choice((1, 4, 8))
+        self.batcher.running.lookup.stops.period = draw.choice((4, 12, 512))
         faults = Faults(scenario.rates.bad_pass, draw)
         self.drafters = list(scenario.drafters)
         self.asked: list[list[DraftJob]] = [[] for _ in self.drafters]
@@ -437,6 +440,7 @@ class Run:
         """Each token has the slot of its place in its own sequence, and state goes on where it is."""
         kv = self.batcher.kv
         slots: list[int] = []
+        self._restore(decision, inputs)
         for name, first, count, _, num_drafts in decision.scheduled:
             held = kv.block_ids(name)
             assert first + count <= len(held) * kv.block_size, (
@@ -449,6 +453,25 @@ class Run:
             assert not kv.keeps_state or first == 0 or first in self.states.get(name, ())
             self.states[name] = range(first + count - num_drafts, first + count + 1)
         assert inputs.slot_mapping.tolist() == slots
+        self._save(decision, inputs)
+
+    def _restore(self, decision: BatchDecision, inputs: StepInputs) -> None:
+        """States go on where a snapshot saw the same tokens."""
+        of_row = {self.batcher.kv.row(entry.request_id): entry for entry in decision.scheduled}
+        for snapshot, row in inputs.state_restores:
+            name, first, *_ = of_row[row]
+            assert self.snapshots[snapshot] == self.right[name][:first], f"{name} begins on another's state"
+            self.states[name] = range(first, first + 1)
+            self.seen["restored"] += 1
+
+    def _save(self, decision: BatchDecision, inputs: StepInputs) -> None:
+        of_row = {self.batcher.kv.row(entry.request_id): entry for entry in decision.scheduled}
+        for row, snapshot in inputs.state_saves:
+            name, first, count, _, num_drafts = of_row[row]
+            end = first + count - num_drafts
+            assert end % self.batcher.kv.block_size == 0, "no block ends where the state is saved"
+            self.snapshots[snapshot] = self.right[name][:end]
+            self.seen["saved"] += 1
 
     def _check_writes(self) -> None:
         """What the device writes is held once, and nobody can find it."""

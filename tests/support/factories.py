@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.in_flight import CommittedToken
@@ -58,9 +58,12 @@ def make_kv(
     max_num_seqs: int = 4,
     max_blocks_per_seq: int = 8,
     num_host_blocks: int = 0,
+    **further: Any,
 ) -> PagedKvManager:
     """A small KV manager."""
-    return PagedKvManager(num_blocks, block_size, max_num_seqs, max_blocks_per_seq, num_host_blocks)
+    return PagedKvManager(
+        num_blocks, block_size, max_num_seqs, max_blocks_per_seq, num_host_blocks, **further
+    )
 
 
 def make_batcher(
@@ -76,6 +79,8 @@ def make_batcher(
     aging_s: float = 0.0,
     clock: Callable[[], float] | None = None,
     num_host_blocks: int = 0,
+    num_snapshots: int = 0,
+    rewindable: Rewindable = Rewindable.ANYWHERE,
     decoder: SpeculativeDecoder | None = None,
     **further: Any,
 ) -> ContinuousBatcher:
@@ -88,7 +93,15 @@ def make_batcher(
         max_model_len=max_model_len,
         **further,
     )
-    kv = make_kv(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size), num_host_blocks)
+    kv = make_kv(
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        -(-max_model_len // block_size),
+        num_host_blocks,
+        num_snapshots=num_snapshots,
+        rewindable=rewindable,
+    )
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
 
 

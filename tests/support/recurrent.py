@@ -53,11 +53,13 @@ def make_recurrent_runner(
     num_blocks: int = 64,
     num_slots: int = 4,
     max_drafts: int = 8,
+    num_snapshots: int = 0,
 ) -> RecurrentRunner:
     """A runner over the shared tiny model."""
     loaded = load_recurrent(family, dtype)
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    return RecurrentRunner(loaded, MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts), sampler)
+    sizes = MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts, num_snapshots)
+    return RecurrentRunner(loaded, sizes, sampler)
 
 
 def pack_slots(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:

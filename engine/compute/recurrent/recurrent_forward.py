@@ -19,7 +19,7 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_mixers import continuing, install_mixers
-from engine.compute.recurrent.slot_states import SlotStates
+from engine.compute.recurrent.slot_states import SlotStates, Snapshots
 from engine.plan.step_records import StepInputs
 
 
@@ -30,13 +30,18 @@ class MemorySizes(NamedTuple):
     block_size: int
     num_slots: int
     max_drafts: int = 0
+    num_snapshots: int = 0
 
 
 class SequenceMemory(NamedTuple):
-    """What a pass reads and writes: paged K/V of the layers that attend, slots of those that do not."""
+    """What a pass reads and writes: paged K/V of the layers that attend, slots of those that do not.
+
+    Passes leave `snapshots` alone.
+    """
 
     kv: KvTensors
     states: SlotStates
+    snapshots: Snapshots
 
 
 class RecurrentForward:
@@ -52,11 +57,13 @@ class RecurrentForward:
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     def make_memory(self, sizes: MemorySizes) -> SequenceMemory:
-        """Zeros of the model's shape."""
+        """Zeros of the model's shape, and snapshots of nothing."""
         loaded = self.loaded
+        states = SlotStates(loaded.states, sizes.num_slots, loaded.dtype, loaded.device, sizes.max_drafts)
         return SequenceMemory(
             KvTensors(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device),
-            SlotStates(loaded.states, sizes.num_slots, loaded.dtype, loaded.device, sizes.max_drafts),
+            states,
+            Snapshots(states, sizes.num_snapshots),
         )
 
     def __call__(self, inputs: StepInputs, memory: SequenceMemory) -> torch.Tensor:

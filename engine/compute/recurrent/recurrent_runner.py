@@ -27,8 +27,8 @@ class RecurrentRunner:
     """Owns one state slot for each running request, and the paged K/V of the layers that attend.
 
     A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, and to no
-    other token; nor can it be copied or moved: no forks, no shared prefixes, no swaps. After a step that
-    failed, its sequences must be computed again from their first tokens. Every method runs on the one thread
+    other token; nor can it be forked or swapped. It may begin where a snapshot was saved. After a step that
+    failed, its sequences must be computed again from their first tokens, or restored. Every method runs on the one thread
     that made it.
     """
 
@@ -64,8 +64,10 @@ class RecurrentRunner:
         try:
             start = mark(device)
             self.kv.scrub_blocks(inputs.scrub_blocks)
+            self._memory.snapshots.restore(inputs.state_restores)
             with self._scorer.watching(inputs.prompt_rows) as seen:
                 logits = self._forward(inputs, self._memory)
+            self._memory.snapshots.save(inputs.state_saves)
             middle = mark(device)
             rows = SampledRows([])
             if len(logits):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.errors import RewindError, RewindFault
-from engine.plan.step_records import StepInputs
+from engine.plan.step_records import StateCopy, StepInputs
 
 _STATE_DTYPE = torch.float32  # it sums over a whole sequence
 
@@ -46,6 +46,41 @@ def state_bytes(
         + prod(state.shape) * _STATE_DTYPE.itemsize
         for state in states
     )
+
+
+class Snapshots:
+    """Copies of states, of up to `num` sequences or positions, without the rows of drafts behind them.
+
+    Used on the model's thread only. What a snapshot that nothing was saved in holds is not defined.
+    """
+
+    def __init__(self, slots: SlotStates, num: int) -> None:
+        self._slots = slots
+        self._rows = {
+            layer_idx: torch.empty(num, slots.conv_width, *rows.shape[2:], dtype=rows.dtype, device=rows.device)
+            for layer_idx, rows in slots.rows.items()
+        }
+        self._state = {
+            layer_idx: torch.empty(num, *state.shape[1:], dtype=state.dtype, device=state.device)
+            for layer_idx, state in slots.state.items()
+        }
+        self._lengths = np.zeros(num, np.int64)  # tokens that each has taken in
+
+    def save(self, copies: Sequence[StateCopy]) -> None:
+        """Copy what slots have behind the last committed pass, its drafts left out, into snapshots."""
+        for source, target in copies:
+            for layer_idx, rows in self._rows.items():
+                rows[target] = self._slots.rows[layer_idx][source, : self._slots.conv_width]
+                self._state[layer_idx][target] = self._slots.state[layer_idx][source]
+            self._lengths[target] = self._slots.length(source)
+
+    def restore(self, copies: Sequence[StateCopy]) -> None:
+        """Copy snapshots into slots, whose sequences go on behind what was saved."""
+        for source, target in copies:
+            for layer_idx, rows in self._rows.items():
+                self._slots.rows[layer_idx][target, : self._slots.conv_width] = rows[source]
+                self._slots.state[layer_idx][target] = self._state[layer_idx][source]
+            self._slots.set_length(target, int(self._lengths[source]))
 
 
 class SlotStates:
@@ -80,6 +115,14 @@ class SlotStates:
         }
         self._lengths = np.zeros(num_slots, np.int64)  # tokens that a slot's state has taken in
         self._kept = np.zeros(num_slots, np.int64)  # rows of drafts behind them
+
+    def length(self, slot: int) -> int:
+        """The tokens that this slot's state has taken in."""
+        return int(self._lengths[slot])
+
+    def set_length(self, slot: int, num_tokens: int) -> None:
+        """The slot has been filled with the state behind so many tokens, and keeps no drafts."""
+        self._lengths[slot], self._kept[slot] = num_tokens, 0
 
     def begin(self, inputs: StepInputs) -> SlotStep:
         """Make the slots of a pass ready: those of sequences that begin are zeroed.

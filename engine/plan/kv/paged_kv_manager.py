@@ -13,6 +13,7 @@ import numpy as np
 from engine.errors import RewindError, RewindFault
 from engine.plan.kv.block_pool import BlockPool
 from engine.plan.kv.prefix_cache import PrefixCache
+from engine.plan.kv.state_snapshots import StateSnapshots
 from engine.plan.kv.swap import SwapSpace
 from engine.plan.step_records import BlockCopy, Int32
 
@@ -46,7 +47,8 @@ class PagedKvManager:
 
     `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
     them, and `host` has the KV of swapped-out sequences. Sequences of a model that `keeps_state` outside the
-    blocks can be neither shared, forked nor swapped, and cut only as far as it is `rewindable`.
+    blocks can be neither forked nor swapped, cut only as far as it is `rewindable`, and begin on published
+    blocks only where `snapshots` has the state behind them.
 
     KV is *suspect* from `mark_kv_suspect` until `mark_kv_good`: it may be non-finite. Blocks that a suspect
     sequence leaves are zeroed before the next pass, since a NaN spoils a weighted sum even at weight zero.
@@ -60,6 +62,7 @@ class PagedKvManager:
         max_num_seqs: int,
         max_blocks_per_seq: int,
         num_host_blocks: int = 0,
+        num_snapshots: int = 0,
         *,
         rewindable: Rewindable = Rewindable.ANYWHERE,
     ) -> None:
@@ -72,6 +75,8 @@ class PagedKvManager:
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
+        self.snapshots = StateSnapshots(num_snapshots)
+        self.prefixes.on_gone = self.snapshots.forget
         self.host = SwapSpace(num_host_blocks)
         self._sequences: dict[str, _Sequence] = {}
         self._reserved: set[int] = set()
@@ -240,6 +245,7 @@ class PagedKvManager:
         """
         sequence = self._sequences.pop(request_id)
         self.prefixes.unclaim(request_id)
+        self.snapshots.close(request_id)
         self.pool.release(reversed(sequence.block_ids))
         self.block_tables[sequence.row, : len(sequence.block_ids)] = 0
         self._free_rows.append(sequence.row)
@@ -300,6 +306,7 @@ class PagedKvManager:
         sequence = self._sequences[request_id]
         for block_id in sequence.block_ids:
             self.prefixes.withdraw(block_id)
+        self.snapshots.withdraw(request_id)
         sequence.num_published, sequence.is_suspect = 0, True
 
     def scrub(self, block_ids: Iterable[int]) -> None:
@@ -328,6 +335,7 @@ class PagedKvManager:
         """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""
         self.pool.check_integrity()
         self.prefixes.check_integrity()
+        self.snapshots.check_integrity(self.prefixes.has)
         self.host.check_integrity()
         tables = [sequence.block_ids for sequence in self._sequences.values()]
         held = np.bincount(np.fromiter(chain(self._reserved, *tables), np.int64), minlength=self.num_blocks)

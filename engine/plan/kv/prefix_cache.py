@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import eq
 
 from engine.plan.kv.block_pool import BlockPool
@@ -50,12 +50,17 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         pool.on_taken = self._forget
+        self.on_gone: Callable[[bytes], None] = lambda block_hash: None  # no block of this hash is found now
         self._block_of: dict[bytes, int] = {}
         self._claimant_of: dict[bytes, str] = {}
         self._claims: dict[str, list[bytes]] = {}
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._pool.kept
+
+    def has(self, block_hash: bytes) -> bool:
+        """True if a block of this hash can be found."""
+        return block_hash in self._block_of
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest run of these hashes from the first on, at most `limit`."""
@@ -77,11 +82,13 @@ class PrefixCache:
     def withdraw(self, block_id: int) -> None:
         """Let this block be found no more, if it was."""
         if block_id in self._pool.kept:
-            del self._block_of[self._pool.kept[block_id]]
+            block_hash = self._pool.kept[block_id]
             self._pool.drop(block_id)
+            self._forget(block_hash)
 
     def _forget(self, block_hash: bytes) -> None:
         del self._block_of[block_hash]
+        self.on_gone(block_hash)
 
     def reset(self, owner: str | None = None) -> int:
         """Withdraw every free block of `owner`, or of all if None; how many they were."""

@@ -201,7 +201,7 @@ class ContinuousBatcher:
         """Decide what to compute next. Empty if there is no work, or if all it did was to preempt."""
         assert not self._in_flight, "the last decision is neither committed nor abandoned"
         plan = self._planner.plan(self._step_id + 1)
-        moves = self.running.block_moves() if plan.items else NO_MOVES
+        moves = self.running.block_moves(plan.items) if plan.items else NO_MOVES
         return self._decide(plan.items, moves, plan.budget, plan.preempted)
 
     def step_ahead(self, decision: BatchDecision) -> BatchDecision | None:
@@ -210,7 +210,7 @@ class ContinuousBatcher:
         items = self._planner.plan_ahead(self._oldest(decision))
         if items is None:
             return None
-        moves = BlockMoves(scrub=self.kv.take_scrub_blocks())  # the others are asked for already
+        moves = self.running.block_moves_ahead(items)
         return self._decide(items, moves, TokenBudget(0, 0, num_decode_tokens=len(items)))
 
     def _decide(
@@ -297,6 +297,7 @@ class ContinuousBatcher:
         self._release_ended()
         for request in requests:
             self.kv.mark_kv_suspect(request.request_id)
+            self.kv.snapshots.drop_pending(request.request_id)
         for request_id in chain.from_iterable(self.running.undo_block_moves(step.moves) for step in steps):
             lost = self.queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"
@@ -313,7 +314,12 @@ class ContinuousBatcher:
         requests = self.abandon(decision)
         blamed = self._planner.search.failed(requests)
         for request in requests:
-            num_good = request.num_computed_tokens // self.kv.block_size if not self.kv.keeps_state else 0
+            if self.kv.keeps_state:
+                if request not in blamed and not self.running.restart(request):
+                    self.running.preempt(request, may_swap=False)
+                    self._planner.requeue([request])
+                continue
+            num_good = request.num_computed_tokens // self.kv.block_size
             request.recompute_from(num_good * self.kv.block_size)
             self.kv.scrub(self.kv.block_ids(request.request_id)[num_good:])
         for request in blamed:

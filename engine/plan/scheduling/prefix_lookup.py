@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine.plan.kv.disk_tier import DiskTier
@@ -12,6 +12,7 @@ from engine.plan.kv.prefix_cache import extend_block_hashes
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.next_turns import NextTurns
 from engine.plan.scheduling.policy import PolicyKey
+from engine.plan.scheduling.state_stops import StateStops
 
 _FIRST_HASHES = 4  # blocks to hash before the first look-up; then twice as many as were found
 
@@ -22,7 +23,8 @@ class PrefixLookup:
 
     A request whose prefix is published begins on those blocks; one that forks begins on the blocks of its
     parent's prompt. Both still compute their last prompt token, whose logits they need. `caching` False
-    publishes and finds nothing; forks need only a model whose KV can be rewound.
+    publishes and finds nothing; forks need only a model whose KV can be rewound. Where a model keeps state
+    beside the KV, a prefix is found as far as there is a snapshot of that, which is taken at `stops`.
 
     A prefix is hashed no further than it is found, and hashing for waiting requests is bounded in each step
     (`may_look_up`), so that many of them do not hold up the event loop.
@@ -37,6 +39,10 @@ class PrefixLookup:
     _num_hashed: int = 0  # blocks, in this step
     disk: DiskTier | None = None  # behind the prefix cache
     next_turns: NextTurns | None = None  # told of what is found
+    stops: StateStops = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stops = StateStops(self._kv)
 
     def begin_step(self) -> None:
         """A step is to be planned: HASHES_A_STEP blocks may be hashed again."""
@@ -50,6 +56,12 @@ class PrefixLookup:
 
     def find(self, request: Request) -> list[int]:
         """The published blocks that this waiting request can begin on."""
+        found = self._find_published(request)
+        if self._kv.keeps_state:
+            del found[self._kv.snapshots.longest(request.block_hashes[: len(found)]) :]
+        return found
+
+    def _find_published(self, request: Request) -> list[int]:
         if not self._caching:
             return []
         limit, hashes = self._num_findable(request), request.block_hashes
@@ -91,7 +103,27 @@ class PrefixLookup:
             return None
         if claimant.is_background and not request.is_background:
             return None  # its prompt is computed slowly
+        if self._kv.keeps_state and not self.stops.gain(
+            claimant, self._num_shared(claimant, request), num_found * self._kv.block_size
+        ):
+            return None
         return claimant.request_id
+
+    def part(self, request: Request, other: Request) -> None:
+        """Have what a running request shares with a waiting one be found by that one, if it is much."""
+        if self._caching and self._kv.keeps_state and self.may_look_up(other):
+            self.stops.ask(request.request_id, self._num_shared(request, other))
+
+    def _num_shared(self, running: Request, waiting: Request) -> int:
+        """Tokens of the full blocks that both prompts begin with."""
+        limit = min(self._num_findable(waiting), len(running.block_hashes))
+        while True:
+            hashes = waiting.block_hashes[:limit]
+            pairs = enumerate(zip(running.block_hashes, hashes, strict=False))
+            shared = next((index for index, (one, other) in pairs if one != other), len(hashes))
+            if shared < len(hashes) or len(hashes) >= limit:
+                return shared * self._kv.block_size
+            self._hashes(waiting, min(limit, max(_FIRST_HASHES, 2 * len(hashes))))
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a waiting request that no request has computed or is computing; at least one."""
@@ -102,6 +134,9 @@ class PrefixLookup:
     def claim(self, request: Request, num_found: int) -> None:
         """Note that the request computes its known full blocks behind the `num_found` first."""
         if self._caching:
+            if self._kv.keeps_state:
+                block_size, num_known = self._kv.block_size, len(self._find_published(request))
+                self.stops.begin(request.request_id, num_found * block_size, num_known * block_size)
             if self.next_turns is not None:
                 self.next_turns.note_found(request.request_id, request.block_hashes[:num_found])
             hashes = self._hashes(request, len(request.token_ids) // self._kv.block_size)
@@ -115,6 +150,12 @@ class PrefixLookup:
             return
         hashes = self._hashes(request, num_blocks)
         self._kv.publish(request.request_id, hashes, num_blocks)
+        self._kv.snapshots.publish(
+            request.request_id,
+            hashes[:num_blocks],
+            request.num_prompt_tokens // self._kv.block_size,
+            self._kv.prefixes.has,
+        )
         if self.disk is not None:
             is_first = num_before * self._kv.block_size == request.num_cached_tokens
             self.disk.note_published(hashes[num_before:num_blocks], hashes[:num_before] if is_first else ())

@@ -10,8 +10,8 @@ from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.prefix_lookup import PrefixLookup
 from engine.plan.scheduling.sampling_table import SamplingTable
-from engine.plan.scheduling.step_inputs import BlockMoves
-from engine.plan.step_records import BlockCopy
+from engine.plan.scheduling.step_inputs import BlockMoves, ScheduledItem
+from engine.plan.step_records import BlockCopy, StateCopy
 
 
 class RunningSet:
@@ -42,6 +42,7 @@ class RunningSet:
         self._preemption = preemption or PreemptionPolicy()
         self._copies: list[BlockCopy] = []  # for forks, in the next step
         self._forked: list[Request] = []  # the requests that need these copies
+        self._restores: list[StateCopy] = []  # of states, in the next step
 
     def __len__(self) -> int:
         return len(self._running)
@@ -87,6 +88,9 @@ class RunningSet:
         if request_id in kv.host:
             return request.num_computed_tokens, 0
         self.lookup.claim(request, len(found))
+        if kv.keeps_state and found:
+            snapshot = kv.snapshots.begin_on(request_id, request.block_hashes[len(found) - 1])
+            self._restores.append(StateCopy(snapshot, kv.row(request_id)))
         return len(found) * kv.block_size, len(found) * kv.block_size
 
     def _fork(self, parent: Request, child: Request) -> tuple[int, int]:
@@ -108,6 +112,7 @@ class RunningSet:
     def remove(self, request: Request) -> None:
         """The request runs no more; its row and blocks stay held until `kv.free`."""
         del self._running[request.request_id]
+        self.lookup.stops.end(request.request_id)
 
     def take_turns(self, decodes: list[Request], limit: int) -> list[Request]:
         """The `limit` of `decodes` that were served least recently, or, without turns, that rank best."""
@@ -182,6 +187,19 @@ class RunningSet:
         kv.free(request_id)
         request.preempt(self._clock(), swapped=swapped)
 
+    def restart(self, request: Request) -> bool:
+        """Have a running request's state and KV computed from its first token on; False if blocks are short.
+
+        Nothing has changed then. Its blocks are its own afterwards, and are zeroed before the next pass.
+        """
+        kv, request_id = self.kv, request.request_id
+        if kv.copy_on_write(request_id, 0) is None:  # what they hold is not needed
+            return False
+        request.recompute_from(0)
+        kv.scrub(kv.block_ids(request_id))
+        self.lookup.stops.begin(request_id, 0, 0)
+        return True
+
     def oldest(self) -> Request:
         """The running request that arrived first. There must be one."""
         return min(self._running.values(), key=lambda request: request.arrival)
@@ -197,27 +215,39 @@ class RunningSet:
         own = [request for request in self if lane is not None and self._policy.lane(request) == lane]
         return self._preemption.victim(own, self.oldest(), self._policy.key) if own else None
 
-    def block_moves(self) -> BlockMoves:
-        """The blocks to move with the next step; `confirm_block_moves` or `undo_block_moves` must follow."""
+    def block_moves(self, items: Sequence[ScheduledItem] = ()) -> BlockMoves:
+        """What to move with the next step of these; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.host.copies()
-        return BlockMoves(swap_out, self.kv.take_scrub_blocks(), tuple(self._copies), swap_in)
+        return BlockMoves(
+            swap_out,
+            self.kv.take_scrub_blocks(),
+            tuple(self._copies),
+            swap_in,
+            tuple(self._restores),
+            self.lookup.stops.saves(items),
+        )
+
+    def block_moves_ahead(self, items: Sequence[ScheduledItem]) -> BlockMoves:
+        """What to move with a step of these behind the one in flight, which does all the rest."""
+        return BlockMoves(scrub=self.kv.take_scrub_blocks(), state_saves=self.lookup.stops.saves(items))
 
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
         self.kv.end_scrub()
         self.kv.host.confirm_copies()
-        self._copies, self._forked = [], []
+        self._copies, self._forked, self._restores = [], [], []
         self.lookup.begin_step()
 
     def undo_block_moves(self, moves: BlockMoves) -> tuple[str, ...]:
         """A step failed and may have done any of its moves: ask again for those that can be repeated.
 
         Zeroing and copies from the host are repeated. What was copied or saved may have changed since: a fork
-        computes its last block from the start, and the waiting requests returned have lost their KV.
+        computes its last block from the start, and the waiting requests returned have lost their KV. States
+        are the caller's: they have to be computed from the first token on, or found again.
         """
         self.kv.end_scrub()
         self.kv.scrub(moves.scrub)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
-        self._copies, self._forked = [], []
+        self._copies, self._forked, self._restores = [], [], []
         return self.kv.host.drop_unsure()

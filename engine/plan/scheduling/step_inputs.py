@@ -20,17 +20,20 @@ from engine.plan.step_records import (
     Int64,
     PromptRows,
     ScheduledRequest,
+    StateCopy,
     StepInputs,
 )
 
 
 class BlockMoves(NamedTuple):
-    """What happens to whole blocks before a pass, in this order; see StepInputs."""
+    """What happens to whole blocks before a pass, in this order, and to states around it; see StepInputs."""
 
     swap_out: tuple[BlockCopy, ...] = ()
     scrub: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockCopy, ...] = ()
+    state_restores: tuple[StateCopy, ...] = ()
+    state_saves: tuple[StateCopy, ...] = ()
 
 
 NO_MOVES = BlockMoves()
@@ -100,6 +103,8 @@ def build_step_inputs(
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         state_slots=rows.astype(np.int32),
+        state_restores=moves.state_restores,
+        state_saves=moves.state_saves,
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
         swap_out=moves.swap_out,

@@ -268,12 +268,14 @@ class StepPlanner:
                 request = self._queue.pop()
                 self._running.admit(request)
                 self._decoder.open(request)
+                if (behind := self._queue.peek()) is not None:
+                    self._running.lookup.part(request, behind)
             elif running:
                 request = running.pop()
             else:
                 break
             is_felt = is_felt or not request.is_background
-            wanted = len(request.token_ids) - request.num_computed_tokens
+            wanted = self._running.lookup.stops.next_stop(request) - request.num_computed_tokens
             count = budget.take_chunk(1 if is_felt and request.is_background else wanted)
             self._policy.charge(request, count, 0)
             chunks.append(next_tokens(request, count))

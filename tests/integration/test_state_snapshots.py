@@ -1,0 +1,119 @@
+"""Prompts that begin alike begin on a kept state, and their tokens are those without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.plan.kv.paged_kv_manager import Rewindable
+from engine.plan.request import FinishReason, Request
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from tests.support.factories import make_batcher, make_request
+from tests.support.packed import random_tokens
+from tests.support.recurrent import generated, make_recurrent_runner, serve
+from tests.support.tiny_models import RECURRENT_FAMILIES
+
+RNG = np.random.default_rng(7)
+SHARED = random_tokens(RNG, 21)
+TAILS = [random_tokens(RNG, length) for length in (3, 9, 1, 14, 6, 11)]
+MAX_TOKENS = 9
+SNAPSHOTS = (1, 2, 16)
+
+
+def caching_batcher(num_snapshots: int, num_blocks: int = 64, budget: int = 16) -> ContinuousBatcher:
+    """With stops as close as the tiny prompts need."""
+    batcher = make_batcher(
+        max_num_batched_tokens=budget,
+        num_blocks=num_blocks,
+        num_snapshots=num_snapshots,
+        rewindable=Rewindable.DRAFTS,
+        prefix_caching=True,
+    )
+    batcher.running.lookup.stops.least = 4
+    return batcher
+
+
+def make_requests() -> list[Request]:
+    return [
+        make_request(
+            f"request-{index}", [*SHARED, *tail], arrival=index, max_tokens=MAX_TOKENS, temperature=0.0
+        )
+        for index, tail in enumerate(TAILS)
+    ]
+
+
+def output_of(request: Request) -> list[int]:
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def expected_outputs(family: str) -> list[list[int]]:
+    return [generated(family, [*SHARED, *tail], MAX_TOKENS) for tail in TAILS]
+
+
+@pytest.mark.parametrize("num_snapshots", SNAPSHOTS)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_requests_one_after_another_share_what_they_begin_with(family: str, num_snapshots: int) -> None:
+    """The first is computed, the second up to where they part, and the others begin there."""
+    requests, batcher = make_requests(), caching_batcher(num_snapshots)
+    runner = make_recurrent_runner(family, num_snapshots=num_snapshots)
+    for request in requests:
+        serve(batcher, runner, {0: [request]})
+        batcher.kv.check_integrity()
+    assert [output_of(request) for request in requests] == expected_outputs(family)
+    if num_snapshots == 16:
+        assert [request.num_cached_tokens for request in requests[2:]] == [20] * 4
+
+
+@pytest.mark.parametrize("num_snapshots", SNAPSHOTS)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_requests_that_come_together_wait_for_the_first_one_s_state(family: str, num_snapshots: int) -> None:
+    requests, batcher = make_requests(), caching_batcher(num_snapshots, budget=24)
+    serve(batcher, make_recurrent_runner(family, num_snapshots=num_snapshots), {0: requests})
+    assert [output_of(request) for request in requests] == expected_outputs(family)
+    if num_snapshots == 16:
+        assert [request.num_cached_tokens for request in requests[1:]] == [20] * 5
+    batcher.kv.check_integrity()
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_the_next_turn_and_an_equal_prompt_begin_behind_what_was_computed(family: str) -> None:
+    batcher, runner = caching_batcher(8), make_recurrent_runner(family, num_snapshots=8)
+    prompt = [*SHARED, *TAILS[1]]
+    first = make_request("first", prompt, max_tokens=15, temperature=0.0)
+    again = make_request("again", prompt, arrival=1, max_tokens=15, temperature=0.0)
+    serve(batcher, runner, {0: [first]})
+    serve(batcher, runner, {0: [again]})
+    assert output_of(first) == output_of(again) == generated(family, prompt, 15)
+    assert again.num_cached_tokens == 28
+    next_prompt = [*first.token_ids, *TAILS[3]]
+    following = make_request("following", next_prompt, arrival=2, max_tokens=5, temperature=0.0)
+    serve(batcher, runner, {0: [following]})
+    assert following.num_cached_tokens == (len(first.token_ids) - 1) // 4 * 4
+    assert output_of(following) == generated(family, next_prompt, 5)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_preempted_requests_go_on_from_the_last_snapshot(family: str) -> None:
+    requests, batcher = make_requests(), caching_batcher(8, num_blocks=17)
+    serve(batcher, make_recurrent_runner(family, num_blocks=17, num_snapshots=8), {0: requests})
+    assert any(request.preemptions for request in requests)
+    assert [output_of(request) for request in requests] == expected_outputs(family)
+    batcher.kv.check_integrity()
+
+
+def test_a_request_that_is_aborted_half_way_leaves_nothing_that_is_not_good() -> None:
+    requests, batcher = make_requests(), caching_batcher(4, budget=8)
+    runner = make_recurrent_runner("qwen3_5_hybrid", num_snapshots=4)
+    batcher.add(requests[0])
+    for _ in range(2):
+        decision = batcher.step()
+        assert decision.inputs is not None
+        batcher.commit(decision, runner.run(decision.inputs).rows)
+    decision = batcher.step()
+    assert decision.inputs is not None
+    batcher.finish(requests[0].request_id, FinishReason.ABORT)
+    batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert len(batcher.kv.snapshots) == 0
+    batcher.kv.check_integrity()
+    serve(batcher, runner, {0: requests[1:]})
+    assert [output_of(request) for request in requests[1:]] == expected_outputs("qwen3_5_hybrid")[1:]
