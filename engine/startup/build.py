@@ -54,6 +54,9 @@ from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
 
+_SNAPSHOT_SHARE = 8  # one part in so many of the memory for K/V: a state weighs what many blocks do
+_MOST_SNAPSHOTS = 1024
+
 
 def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
@@ -117,6 +120,7 @@ def put_together(
         settings.scheduler.max_num_seqs,
         settings.scheduler.max_num_batched_tokens,
         max_draft_tokens(sources),
+        count_snapshots(settings, loaded, block_bytes),
     )
     for_drafts = ForDrafts(
         verification=settings.speculation.draft_verification,
@@ -138,6 +142,7 @@ def put_together(
         draft_methods=draft_methods(sources),
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=num_host_blocks,
+        num_state_snapshots=sizes.num_snapshots,
         scratch_bytes=scratch_bytes(loaded, settings.scheduler.max_num_batched_tokens),
         kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes_by_format(loaded.model),
@@ -228,8 +233,8 @@ def read_chat_template(settings: Settings) -> str | None:
 def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
     """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused.
 
-    What a recurrent model keeps for each seat comes out of the same memory. One that attends nowhere needs
-    none for its blocks, which then only count tokens.
+    What a recurrent model keeps for each seat, and its snapshots, come out of the same memory. One that
+    attends nowhere needs none for its blocks, which then only count tokens.
     """
     cache = settings.cache
     needed = -(-loaded.max_model_len // cache.kv_block_size)
@@ -248,7 +253,8 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     elif block_bytes == 0:
         return needed * num_seats
     else:
-        num_blocks = left // block_bytes
+        snapshots = count_snapshots(settings, loaded, block_bytes)
+        num_blocks = (left - state_bytes(loaded.states, loaded.dtype, snapshots)) // block_bytes
     if num_blocks < needed:
         raise StartRefused(
             f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "
@@ -256,6 +262,22 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
             f"{max(0, num_blocks)}. Raise it, or lower --max-model-len."
         )
     return num_blocks
+
+
+def count_snapshots(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
+    """How many states of a recurrent model are kept for prompts that begin alike; 0 without a prefix cache.
+
+    They get a share of the memory behind the seats, but nothing that one sequence of max_model_len needs.
+    """
+    cache = settings.cache
+    each = state_bytes(loaded.states, loaded.dtype)
+    if not each or not cache.prefix_caching:
+        return 0
+    num_drafts = foreseen_draft_tokens(settings)
+    seats_bytes = state_bytes(loaded.states, loaded.dtype, settings.scheduler.max_num_seqs, num_drafts)
+    left = kv_memory(settings, loaded)[0] - seats_bytes
+    spare = left - -(-loaded.max_model_len // cache.kv_block_size) * block_bytes
+    return min(_MOST_SNAPSHOTS, max(0, min(left // _SNAPSHOT_SHARE, spare)) // each)
 
 
 def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
@@ -290,6 +312,7 @@ def make_kv_manager(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
         num_host_blocks=num_host_blocks,
+        num_snapshots=info.num_state_snapshots,
         rewindable=rewindable,
     )
 
@@ -303,7 +326,7 @@ def make_batcher(
 ) -> ContinuousBatcher:
     """The scheduler with its limits and its policy.
 
-    State that lies in no block is neither shared nor swapped.
+    State that lies in no block is not swapped, and shared only where snapshots of it are kept.
     """
     scheduler = settings.scheduler
     config = BatchConfig(
@@ -312,7 +335,7 @@ def make_batcher(
         max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
         max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
         max_model_len=info.max_model_len,
-        prefix_caching=settings.cache.prefix_caching and not kv.keeps_state,
+        prefix_caching=settings.cache.prefix_caching and (not kv.keeps_state or kv.snapshots.num_slots > 0),
         preemption="recompute" if kv.keeps_state else scheduler.preemption,
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
         gap_limit_s=step_limit_s(settings) if scheduler.max_prefill_tokens is None else None,

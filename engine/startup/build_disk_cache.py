@@ -33,7 +33,7 @@ def open_disk_cache(
     directory = settings.cache.prefix_cache_dir
     if directory is None:
         return None
-    if not batcher.config.prefix_caching:
+    if batcher.kv.keeps_state or not batcher.config.prefix_caching:
         log.warning("--prefix-cache-dir is not used: this model keeps a state that is in no block of K/V")
         return None
     fingerprint = kv_fingerprint(settings, loaded, weights_digest(model), kv)

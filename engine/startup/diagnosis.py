@@ -88,6 +88,8 @@ class CacheFacts:
     seats_bytes: int
     num_host_blocks: int
     host_bytes: int
+    num_snapshots: int = 0
+    snapshot_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -135,7 +137,8 @@ class Diagnosis:
         model_bytes = self.model.weight_bytes + self.model.scratch_bytes
         if self.embeddings is not None:
             model_bytes += self.embeddings.weight_bytes or 0
-        return model_bytes + self.cache.kv_bytes + self.cache.seats_bytes + draft_bytes
+        states_bytes = self.cache.seats_bytes + self.cache.snapshot_bytes
+        return model_bytes + self.cache.kv_bytes + states_bytes + draft_bytes
 
     def attempt(self, check: Callable[[], T]) -> T | None:
         """What `check` finds; None, with a problem noted, when it refuses the start."""

@@ -38,6 +38,7 @@ from engine.errors import StartRefused
 from engine.startup.build import (
     count_host_blocks,
     count_kv_blocks,
+    count_snapshots,
     kv_memory,
     read_chat_template,
     use_compute_threads,
@@ -236,6 +237,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
     if num_blocks is None:
         return
     host_blocks = count_host_blocks(settings, outline, block_bytes) if block_bytes else 0
+    num_snapshots = count_snapshots(settings, outline, block_bytes)
     given = settings.cache.num_kv_blocks
     seats = settings.scheduler.max_num_seqs
     needed = -(-outline.max_model_len // block_size)
@@ -246,6 +248,8 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
         source=kv_memory(settings, outline)[1].split()[0] if given is None else "--num-kv-blocks",
         num_full_seqs=num_blocks // needed,
         max_num_seqs=seats,
+        num_snapshots=num_snapshots,
+        snapshot_bytes=state_bytes(outline.states, outline.dtype, num_snapshots),
         seats_bytes=state_bytes(outline.states, outline.dtype, seats, foreseen_draft_tokens(settings)),
         num_host_blocks=host_blocks,
         host_bytes=host_blocks * block_bytes,

@@ -28,8 +28,8 @@ class RecurrentRunner:
 
     A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, and to no
     other token; nor can it be forked or swapped. It may begin where a snapshot was saved. After a step that
-    failed, its sequences must be computed again from their first tokens, or restored. Every method runs on the one thread
-    that made it.
+    failed, its sequences must be computed again from their first tokens, or restored. Every method runs on
+    the one thread that made it.
     """
 
     def __init__(

@@ -56,13 +56,12 @@ class Snapshots:
 
     def __init__(self, slots: SlotStates, num: int) -> None:
         self._slots = slots
-        self._rows = {
-            layer_idx: torch.empty(num, slots.conv_width, *rows.shape[2:], dtype=rows.dtype, device=rows.device)
+        self._rows = {  # by layer_idx: [num, conv_width, row_width]
+            layer_idx: rows.new_empty(num, slots.conv_width, *rows.shape[2:])
             for layer_idx, rows in slots.rows.items()
         }
-        self._state = {
-            layer_idx: torch.empty(num, *state.shape[1:], dtype=state.dtype, device=state.device)
-            for layer_idx, state in slots.state.items()
+        self._state = {  # by layer_idx: [num, *shape]
+            layer_idx: state.new_empty(num, *state.shape[1:]) for layer_idx, state in slots.state.items()
         }
         self._lengths = np.zeros(num, np.int64)  # tokens that each has taken in
 

@@ -62,8 +62,8 @@ class PagedKvManager:
         max_num_seqs: int,
         max_blocks_per_seq: int,
         num_host_blocks: int = 0,
-        num_snapshots: int = 0,
         *,
+        num_snapshots: int = 0,
         rewindable: Rewindable = Rewindable.ANYWHERE,
     ) -> None:
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""StateSnapshots: where the states of recurrent models are kept that stood at the ends of published blocks."""
+"""StateSnapshots: where the states of recurrent models are kept that stood at the ends of blocks."""
 
 from __future__ import annotations
 

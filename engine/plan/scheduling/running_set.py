@@ -216,7 +216,7 @@ class RunningSet:
         return self._preemption.victim(own, self.oldest(), self._policy.key) if own else None
 
     def block_moves(self, items: Sequence[ScheduledItem] = ()) -> BlockMoves:
-        """What to move with the next step of these; `confirm_block_moves` or `undo_block_moves` must follow."""
+        """What the next step, of these, moves; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.host.copies()
         return BlockMoves(
             swap_out,

@@ -24,11 +24,11 @@ class _Course:
 class StateStops:
     """At which tokens the states of running requests are saved: all counts here are of tokens.
 
-    A state can only be saved where a step ends, and costs a step more there, so the stops are few. A prompt is
+    A state can only be saved where a step ends, which costs a step more, so the stops are few. A prompt is
     computed up to its last whole block, which its next turn begins with, up to each multiple of `period`, and
     up to where another prompt is known to differ, found by its blocks in the cache or beside it in the queue
-    (as Marconi's branch points: Pan et al. 2024); no stop is closer than `least` to the one before. A decode
-    is saved where it happens to be at the end of a block.
+    (as at the branch points of Marconi, Pan et al. 2024); no stop is closer than `least` to the one before.
+    The state of a decode is saved where it happens to be at the end of a block.
     """
 
     _kv: PagedKvManager
@@ -37,7 +37,7 @@ class StateStops:
     _courses: dict[str, _Course] = field(default_factory=dict)
 
     def begin(self, request_id: str, num_found: int, num_known: int) -> None:
-        """The request is computed behind the first `num_found`; its first `num_known` others have computed."""
+        """It is computed behind its first `num_found`; others have computed its first `num_known`."""
         self._courses[request_id] = _Course(num_found, num_found, {num_known})
 
     def end(self, request_id: str) -> None:

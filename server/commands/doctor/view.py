@@ -149,6 +149,9 @@ def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Ro
     )
     if cache.seats_bytes:
         yield "states", f"{rough_size(cache.seats_bytes)} for {cache.max_num_seqs} sequences"
+    if cache.num_snapshots:
+        kept = f"{rough_size(cache.snapshot_bytes)} for {cache.num_snapshots} states at the ends of blocks"
+        yield "snapshots", f"{kept}, from which prompts that begin alike go on"
     full = "sequence" if cache.num_full_seqs == 1 else "sequences"
     yield (
         "room for",

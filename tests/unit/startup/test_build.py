@@ -9,7 +9,7 @@ import torch
 from config import load_settings
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
-from engine.startup.build import count_kv_blocks
+from engine.startup.build import count_kv_blocks, count_snapshots
 
 BLOCK_BYTES = 4096
 
@@ -17,13 +17,20 @@ BLOCK_BYTES = 4096
 STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
 
 
+def model_on(device: str, states: tuple[LayerState, ...] = ()) -> Any:
+    return SimpleNamespace(
+        device=SimpleNamespace(type=device), max_model_len=64, states=states, dtype=torch.float32
+    )
+
+
 def count(
     device: str, *flags: str, block_bytes: int = BLOCK_BYTES, states: tuple[LayerState, ...] = ()
 ) -> int:
-    loaded: Any = SimpleNamespace(
-        device=SimpleNamespace(type=device), max_model_len=64, states=states, dtype=torch.float32
-    )
-    return count_kv_blocks(load_settings(flags, {}), loaded, block_bytes)
+    return count_kv_blocks(load_settings(flags, {}), model_on(device, states), block_bytes)
+
+
+def snapshots(*flags: str, states: tuple[LayerState, ...] = (STATE,)) -> int:
+    return count_snapshots(load_settings(flags, {}), model_on("cpu", states), BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -42,9 +49,19 @@ def test_too_little_for_one_sequence_is_refused_with_the_flag() -> None:
 
 
 def test_recurrent_states_come_out_of_the_same_memory() -> None:
-    assert count("cpu", "--kv-cache-memory", "1MiB", states=(STATE,)) == 256 - 16, "64 seats of 1 KiB"
+    one_mib = ("--kv-cache-memory", "1MiB")
+    assert count("cpu", *one_mib, "--no-prefix-caching", states=(STATE,)) == 256 - 16, "64 seats of 1 KiB"
+    assert count("cpu", *one_mib, states=(STATE,)) == (256 - 16) * 7 // 8, "and an eighth for snapshots"
     with pytest.raises(StartRefused, match=r"max-num-seqs 64 take 65536 bytes .*gives 65536"):
         count("cpu", "--kv-cache-memory", "64KiB", states=(STATE,))
+
+
+def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs() -> None:
+    assert snapshots("--kv-cache-memory", "1MiB") == (1024 - 64) // 8
+    assert snapshots("--kv-cache-memory", "82KiB") == 2, "64 KiB for seats, 16 for a sequence"
+    assert snapshots("--kv-cache-memory", "80KiB") == snapshots("--kv-cache-memory", "64KiB") == 0
+    assert snapshots("--kv-cache-memory", "1GiB") == 1024
+    assert snapshots("--no-prefix-caching") == snapshots(states=()) == 0
 
 
 def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:

@@ -225,6 +225,11 @@ def test_a_recurrent_model_drafts_and_the_rows_of_drafts_are_counted(tmp_path: P
     assert found.cache is not None and without.cache is not None
     assert found.cache.seats_bytes > without.cache.seats_bytes > 0 == found.cache.num_host_blocks
     assert found.warnings == without.warnings == []
+    cache = found.cache
+    assert 0 < cache.num_snapshots * 1000 < cache.snapshot_bytes
+    assert found.needed_bytes is not None and found.model is not None
+    weights = (found.model.weight_bytes or 0) + found.model.scratch_bytes
+    assert found.needed_bytes - weights == cache.kv_bytes + cache.seats_bytes + cache.snapshot_bytes
 
 
 def test_a_dtype_that_the_cpu_lacks_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
