@@ -306,15 +306,16 @@ def make_kv_manager(
     settings: Settings, info: EngineInfo, num_host_blocks: int, rewindable: Rewindable
 ) -> PagedKvManager:
     """Who accounts for the K/V."""
-    return PagedKvManager(
+    kv = PagedKvManager(
         num_blocks=info.num_kv_blocks,
         block_size=info.kv_block_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
         num_host_blocks=num_host_blocks,
-        num_snapshots=info.num_state_snapshots,
         rewindable=rewindable,
     )
+    kv.keep_snapshots(info.num_state_snapshots)
+    return kv
 
 
 def make_batcher(

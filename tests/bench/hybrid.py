@@ -1,4 +1,4 @@
-"""Drafts on a model with recurrent state, on against off: a random Qwen3.5 of a hundred million weights.
+"""A model with recurrent state, a random Qwen3.5 of a hundred million weights: drafts, and shared prompts.
 
 Its weights are drawn so that what follows a token hangs mostly on that token, and greedy text runs into a
 loop, as the text does that drafts are for. The figure is what drafts save less what taking states back costs.
@@ -18,6 +18,7 @@ from config import load_settings
 from tests.bench.context import BenchContext
 from tests.bench.decode import loaded_engine
 from tests.bench.report import Section
+from tests.bench.shared_prefix import NUM_REQUESTS, PrefixCase, prefix_cases, prefix_section
 from tests.bench.speculation import Case, section_of
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -57,27 +58,35 @@ def save_looping_hybrid(directory: Path) -> None:
     tiny_tokenizer().save_pretrained(directory)
 
 
-async def measure(context: BenchContext) -> list[Case]:
-    """One stream and eight, greedy."""
+async def measure(context: BenchContext) -> tuple[list[Case], list[PrefixCase]]:
+    """One stream and eight, greedy; then prompts that begin alike."""
     cases = [
         Case(f"looping text, batch {batch}", [[*PROMPT, 50 + i] for i in range(batch)], MAX_TOKENS, 0.0, BAR)
         for batch in (1, 8)
     ]
+    prefixes = prefix_cases()
     async with loaded_engine(context) as loaded:
         for run in range(-1, context.runs):  # the first is not counted: costs and rates are learnt
             for case in cases:
                 context.say(f"hybrid, {case.name}, run {run + 1}/{context.runs}")
                 await case.run(loaded.engine, run + 1)
+            for prefix in prefixes:
+                context.say(f"hybrid, shared prefix, {prefix.name}, run {run + 1}/{context.runs}")
+                await prefix.run(loaded.engine, run + 1)
     for case in cases:
         del case.on[0], case.off[0]
-    return cases
+    for prefix in prefixes:
+        del prefix.cold[0], prefix.warm[0]
+    return cases, prefixes
 
 
 def run_hybrid(context: BenchContext) -> list[Section]:
-    """The section of the benchmark `hybrid`, with a bar for each case."""
+    """The sections of the benchmark `hybrid`, with a bar for each case."""
     with TemporaryDirectory() as directory:
         save_looping_hybrid(Path(directory))
-        flags = ["--model", directory, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
-        cases = uvloop.run(measure(replace(context, settings=load_settings(flags))))
+        flags = ["--model", directory, "--dtype", "float32", "--max-model-len", "1024"]
+        flags += ["--max-num-seqs", str(NUM_REQUESTS)]
+        cases, prefixes = uvloop.run(measure(replace(context, settings=load_settings(flags))))
     note = "A random model in float32: a verified row is computed in another shape than a decode."
-    return [section_of("hybrid", "drafts on a model with recurrent state, against none", cases, note)]
+    drafts = section_of("hybrid", "drafts on a model with recurrent state, against none", cases, note)
+    return [drafts, prefix_section(prefixes)]

@@ -99,9 +99,9 @@ def make_batcher(
         max_num_seqs,
         -(-max_model_len // block_size),
         num_host_blocks,
-        num_snapshots=num_snapshots,
         rewindable=rewindable,
     )
+    kv.keep_snapshots(num_snapshots)
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
 
 

@@ -63,7 +63,6 @@ class PagedKvManager:
         max_blocks_per_seq: int,
         num_host_blocks: int = 0,
         *,
-        num_snapshots: int = 0,
         rewindable: Rewindable = Rewindable.ANYWHERE,
     ) -> None:
         self.num_blocks = num_blocks
@@ -75,14 +74,19 @@ class PagedKvManager:
         self.block_tables: Int32 = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
-        self.snapshots = StateSnapshots(num_snapshots)
-        self.prefixes.on_gone = self.snapshots.forget
+        self.snapshots = StateSnapshots(0)
         self.host = SwapSpace(num_host_blocks)
         self._sequences: dict[str, _Sequence] = {}
         self._reserved: set[int] = set()
         self._scrub_blocks: list[int] = []
         self._scrubs_in_flight: deque[tuple[int, ...]] = deque()  # a step's each, oldest first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
+
+    def keep_snapshots(self, num_snapshots: int) -> None:
+        """Before the first sequence: there is room for so many states at the ends of published blocks."""
+        assert not self._sequences, "snapshots are made room for before there are sequences"
+        self.snapshots = StateSnapshots(num_snapshots)
+        self.prefixes.on_gone = self.snapshots.forget
 
     @property
     def keeps_state(self) -> bool:
