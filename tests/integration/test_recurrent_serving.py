@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,13 @@ from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.controller import make_length_policy
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, read_answers
+from engine.plan.speculation.drafter import read_answers
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.plan.step_records import BatchDecision
 from tests.support.factories import make_batcher, make_request
+from tests.support.half_right import HalfRight
 from tests.support.packed import random_tokens
 from tests.support.recurrent import generated, load_recurrent, make_recurrent_runner, serve
 from tests.support.tiny_models import RECURRENT_FAMILIES
@@ -106,28 +106,6 @@ def test_drawn_tokens_are_the_same_alone_and_in_a_crowd(family: str) -> None:
     for index, alone in enumerate(make_requests(temperature=0.9, top_p=0.95)):
         serve(make_batcher(max_num_seqs=1), make_recurrent_runner(family, num_slots=1), {0: [alone]})
         assert output_of(alone) == output_of(crowd[index])
-
-
-class HalfRight:
-    """Drafts what it is told that requests will say, and something else after one to five tokens."""
-
-    method, is_cheap, is_stepwise, reads_features = "ngram", True, False, False
-
-    def __init__(self, spoken: dict[str, list[int]]) -> None:
-        self.spoken = spoken
-
-    def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
-        """See Drafter."""
-        drafts = []
-        for job in jobs:
-            first = job.next_position
-            tokens = self.spoken[job.request.request_id][first : first + job.num_wanted]
-            tokens[1 + first % 5 :] = [7] * len(tokens[1 + first % 5 :])
-            drafts.append(Draft(job.request.request_id, job.epoch, first, tuple(tokens)))
-        return DraftResult(tuple(drafts), 0.0)
-
-    def close(self, request_ids: Sequence[str]) -> None:
-        """See Drafter."""
 
 
 @pytest.mark.parametrize(

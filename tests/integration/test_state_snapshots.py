@@ -8,9 +8,15 @@ import pytest
 from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.drafter import read_answers
+from engine.plan.speculation.pass_costs import PassCosts
+from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from tests.support.factories import make_batcher, make_request
+from tests.support.half_right import HalfRight
 from tests.support.packed import random_tokens
-from tests.support.recurrent import generated, make_recurrent_runner, serve
+from tests.support.recurrent import generated, load_recurrent, make_recurrent_runner, serve
 from tests.support.tiny_models import RECURRENT_FAMILIES
 
 RNG = np.random.default_rng(7)
@@ -20,9 +26,12 @@ MAX_TOKENS = 9
 SNAPSHOTS = (1, 2, 16)
 
 
-def caching_batcher(num_snapshots: int, num_blocks: int = 64, budget: int = 16) -> ContinuousBatcher:
+def caching_batcher(
+    num_snapshots: int, num_blocks: int = 64, budget: int = 16, decoder: SpeculativeDecoder | None = None
+) -> ContinuousBatcher:
     """With stops as close as the tiny prompts need."""
     batcher = make_batcher(
+        decoder=decoder,
         max_num_batched_tokens=budget,
         num_blocks=num_blocks,
         num_snapshots=num_snapshots,
@@ -117,3 +126,79 @@ def test_a_request_that_is_aborted_half_way_leaves_nothing_that_is_not_good() ->
     batcher.kv.check_integrity()
     serve(batcher, runner, {0: requests[1:]})
     assert [output_of(request) for request in requests[1:]] == expected_outputs("qwen3_5_hybrid")[1:]
+
+
+@pytest.mark.parametrize("family", ["mamba", "granite_hybrid", "qwen3_5_hybrid", "lfm2_hybrid"])
+def test_states_are_saved_and_restored_between_drafts(family: str) -> None:
+    """A state ends before the drafts of its step, wherever that is, and only that is kept."""
+    requests, expected = make_requests(), expected_outputs(family)
+    spoken = {
+        request.request_id: request.token_ids + output
+        for request, output in zip(requests, expected, strict=True)
+    }
+    drafter, config, costs = (
+        HalfRight(spoken),
+        SpeculationConfig(512, 6, length_policy="fixed", min_acceptance_rate=0.0),
+        PassCosts(),
+    )
+    decoder = SpeculativeDecoder(config, [DraftSource(drafter, 6)], make_length_policy(config, costs), costs)
+    batcher, runner = caching_batcher(8, decoder=decoder), make_recurrent_runner(family, num_snapshots=8)
+    num_saved = 0
+    for request in requests:
+        batcher.add(request)
+    while batcher.has_work:
+        (link,) = decoder.links
+        if jobs := link.jobs(ahead=False):
+            link.take(read_answers(jobs, drafter.draft(jobs), 512))
+        decision = batcher.step()
+        assert decision.inputs is not None
+        drafted = {entry.request_id for entry in decision.scheduled if entry.num_drafts}
+        rows = {batcher.kv.row(request_id) for request_id in drafted}
+        num_saved += sum(row in rows for row, _ in decision.inputs.state_saves)
+        batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert [output_of(request) for request in requests] == expected
+    assert decoder.stats.num_accepted > 5 and num_saved > 0
+    following = make_request("next", [*requests[0].token_ids, 7, 8], arrival=9, max_tokens=3, temperature=0.0)
+    prompt = list(following.token_ids)
+    batcher.add(following)
+    while batcher.has_work:
+        decision = batcher.step()
+        assert decision.inputs is not None
+        batcher.commit(decision, runner.run(decision.inputs).rows)
+    assert following.num_cached_tokens >= 20
+    assert output_of(following) == generated(family, prompt, 3)
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_5_hybrid"])
+def test_a_pass_that_fails_leaves_no_state_and_takes_none_from_others(family: str) -> None:
+    """Whoever was aboard begins anew on blocks of its own: those that are shared stay as they are."""
+    requests, batcher = make_requests(), caching_batcher(8)
+    runner = make_recurrent_runner(family, num_snapshots=8)
+    for request in requests[:2]:
+        serve(batcher, runner, {0: [request]})
+    for request in requests[2:]:
+        batcher.add(request)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a shape is wrong")
+
+    guilty, number = requests[3].request_id, 0
+    while batcher.has_work:
+        decision, number = batcher.step(), number + 1
+        assert decision.inputs is not None
+        if number < 2 or guilty not in {entry.request_id for entry in decision.scheduled}:
+            batcher.commit(decision, runner.run(decision.inputs).rows)
+            continue
+        hook = load_recurrent(family).model.register_forward_hook(fail)
+        with pytest.raises(RuntimeError):
+            runner.run(decision.inputs)
+        hook.remove()
+        batcher.isolate(decision)
+        batcher.kv.check_integrity()
+    assert requests[3].finish_reason is FinishReason.ERROR
+    others = [index for index in range(6) if index != 3]
+    assert [output_of(requests[index]) for index in others] == [expected_outputs(family)[i] for i in others]
+    last = make_request("last", [*SHARED, 3, 4], arrival=9, max_tokens=4, temperature=0.0)
+    serve(batcher, runner, {0: [last]})
+    assert last.num_cached_tokens == 20
+    assert output_of(last) == generated(family, [*SHARED, 3, 4], 4)
