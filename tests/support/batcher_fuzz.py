@@ -509,6 +509,9 @@ class Run:
         for flight in self.flying:
             for entry in flight.decision.scheduled:
                 self.states.pop(entry.request_id, None)
+            assert flight.decision.inputs is not None
+            for _, snapshot in flight.decision.inputs.state_saves:
+                self.snapshots.pop(snapshot, None)
         self.flying.clear()
         self.failed_in_a_row += 1
         if isinstance(error, OutOfDeviceMemory):

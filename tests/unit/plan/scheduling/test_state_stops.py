@@ -103,3 +103,14 @@ def test_decodes_are_saved_where_a_block_ends_and_the_newest_alone_is_kept() -> 
     decisions = served(batcher, make_request("a", list(range(9)), max_tokens=20))
     assert num_saves(decisions) == 6, "behind 8 of the prompt, then 12, 16, 20, 24 and 28"
     assert len(batcher.kv.snapshots) == 2
+
+
+def test_what_a_step_saved_that_failed_is_not_kept() -> None:
+    batcher = state_batcher()
+    batcher.add(make_request("a", list(range(77)), max_tokens=2))
+    decision = batcher.step()
+    assert decision.inputs is not None and decision.inputs.state_saves
+    assert batcher.kv.snapshots.pending("a") == (8,)
+    batcher.abandon(decision)
+    assert batcher.kv.snapshots.pending("a") == ()
+    batcher.kv.check_integrity()
