@@ -53,6 +53,55 @@ def test_steps_without_drafts_are_kept_apart() -> None:
     assert costs.seconds(4, 5) == pytest.approx(0.009)
 
 
+def test_a_machine_that_changes_its_pace_makes_no_size_dearer_than_another() -> None:
+    """Sizes are seen at different times: the one seen last must not pay for all that changed meanwhile."""
+    costs = PassCosts()
+    for _ in range(20):
+        costs.observe(1, 1, 0.010)
+        costs.observe(1, 2, 0.0105)
+        costs.observe(1, 3, 0.011)
+    for _ in range(100):
+        costs.observe(1, 1, 0.015)
+        costs.observe(1, 3, 0.0165)
+    run = costs.run(1, 1, 2)
+    assert run is not None
+    assert run[0] == pytest.approx(0.015, rel=0.05)
+    assert run[1] == pytest.approx(1.5 * 0.0105, rel=0.1), "it was not seen since"
+
+
+def test_a_size_that_was_dear_by_accident_becomes_cheap_enough_to_be_tried() -> None:
+    costs = PassCosts()
+    for _ in range(8):
+        costs.observe(1, 1, 0.010)
+        costs.observe(1, 2, 0.0105)
+        costs.observe(1, 3, 0.030)
+    before = costs.seconds(1, 3)
+    for _ in range(500):
+        costs.observe(1, 2, 0.0105)
+    assert costs.seconds(1, 3) == before, "it is as good as just seen"
+    for _ in range(450):
+        costs.observe(1, 2, 0.0105)
+    after = costs.seconds(1, 3)
+    assert before is not None and after is not None and after < 0.8 * before
+
+
+def test_what_was_not_seen_for_long_gives_way_sooner() -> None:
+    found = []
+    for num_steps_between in (0, 1000):
+        costs = PassCosts()
+        for _ in range(16):
+            costs.observe(1, 1, 0.010)
+            costs.observe(1, 3, 0.030)
+        for _ in range(num_steps_between):
+            costs.observe(1, 1, 0.010)
+        for _ in range(4):
+            costs.observe(1, 1, 0.010)
+            costs.observe(1, 3, 0.020)
+        found.append(costs.seconds(1, 3) or 0.0)
+    at_once, later = found
+    assert later < at_once - 0.0005
+
+
 def test_the_size_not_seen_is_guessed_from_the_nearest() -> None:
     costs = PassCosts()
     costs.observe(2, 2, 0.010)
