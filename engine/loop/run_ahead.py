@@ -80,7 +80,7 @@ class RunAhead:
         self._awaited: list[_Lane] = []
         self._arm: str = config.schedule
         self._chooser: ScheduleChooser | None = None
-        self._is_choosing = False  # the chooser named this step's arm
+        self._is_choosing = False  # the chooser, if there is one, named this step's arm
         if config.schedule == "auto":
             self._arm = "sync"
             if self._remote:
@@ -98,10 +98,9 @@ class RunAhead:
         """Decide how the drafts of the next step are made."""
         decoder = self._decoder
         self._has_read = self._is_resting = False
-        self._is_choosing = self._chooser is not None and any(lane.link.has_clients for lane in self._remote)
-        if (
-            self._chooser is not None and self._is_choosing
-        ):  # else its arms would be compared where all are off
+        # Where nobody is drafted for, all arms are alike: there is nothing to compare.
+        self._is_choosing = any(lane.link.has_clients for lane in self._remote)
+        if self._chooser is not None and self._is_choosing:
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"sync": self._remote, "async": self._readers}.get(self._arm, [])
         decoder.begin_step([lane.link for lane in self._awaited])
