@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.compute.sampling.logprobs import logprob_records
 from engine.compute.verification.draft_rows import DraftRows
@@ -25,15 +24,6 @@ class AcceptedPaths:
     num_accepted: Int32  # [V]
     last_row: Int64  # [V] indices into [0, R)
     drafts: Int32 | None = None  # [sum of num_accepted]
-
-    def are_apart(self) -> NDArray[np.bool_]:
-        """The sequences whose accepted drafts are not their first ones. [V]"""
-        if self.drafts is None:
-            return np.zeros(len(self.num_accepted), np.bool_)
-        owners = np.repeat(np.arange(len(self.num_accepted)), self.num_accepted)
-        firsts = np.cumsum(self.num_accepted) - self.num_accepted
-        is_elsewhere = self.drafts != np.arange(len(owners)) - firsts[owners]
-        return np.bincount(owners[is_elsewhere], minlength=len(self.num_accepted)) > 0
 
 
 @dataclass(frozen=True, slots=True)
