@@ -21,16 +21,7 @@ from tests.support.native import compiled_kernels
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(scope="module")
-def kernels() -> NativeKernels:
-    return compiled_kernels()
-
-
-@pytest.fixture(autouse=True)
-def threads(kernels: NativeKernels) -> None:
-    """More than one, for every loop to be shared out."""
-    kernels.team.resize(2)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -12,21 +12,11 @@ from engine.compute.attention.huge_pages import PAGE_BYTES
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
 from engine.compute.native.records import Activation, NormKind
-from tests.support.native import compiled_kernels
 
 # Half a unit in the last place of bfloat16, and as much for what is rounded on the way.
 ROUNDING = 2**-8
 
-
-@pytest.fixture(scope="module")
-def kernels() -> NativeKernels:
-    return compiled_kernels()
-
-
-@pytest.fixture(autouse=True)
-def threads(kernels: NativeKernels) -> None:
-    """More than one, for every loop to be shared out."""
-    kernels.team.resize(2)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
