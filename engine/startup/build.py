@@ -27,7 +27,7 @@ from engine.compute.recurrent.slot_states import state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.model_runner import ForDrafts
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import check_forward
 from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
 from engine.embeddings.shared_thread import GAP_LIMIT_S, LEAST_TURN_S
@@ -69,8 +69,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
-    if not loaded.keeps_state:
-        check_forward(PackedForward(loaded), settings.cache.kv_block_size)
+    check_forward(forward_of(loaded), settings.cache.kv_block_size)
 
     def reload() -> LoadedModel:
         return with_kept_kv(load_model(directory, settings.model), settings.cache)

@@ -32,10 +32,10 @@ class RunnerSizes(NamedTuple):
 
 
 def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
-    """The runner, not warmed up. Raises UnsupportedModel where a recurrent model is not computed exactly."""
+    """The runner, not warmed up."""
     num_blocks, block_size, num_host_blocks = sizes[:3]
     if loaded.keeps_state:
-        recurrent = RecurrentRunner(
+        return RecurrentRunner(
             loaded,
             MemorySizes(
                 num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens, sizes.num_snapshots
@@ -43,8 +43,6 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
             sampler,
             for_drafts.verification,
         )
-        recurrent.self_check()
-        return recurrent
     runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
     if loaded.device.type != "cuda":
         return runner

@@ -15,7 +15,7 @@ from engine.compute.loading.loader import load_model
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.families import EXPERTS, FAMILIES, has_read_experts
 from engine.compute.native.install import install, with_kernels
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
 from tests.matrix.reduced import causal_classes, reduced_config
 from tests.support.native import compiled_home, compiled_kernels
@@ -58,11 +58,11 @@ def test_every_family_is_here() -> None:
 def test_experts_are_computed_by_the_kernels(family: str) -> None:
     plain = as_loaded(fresh(family))
     layers = sum(map(has_read_experts, plain.model.modules()))
-    expected = packed_sample(PackedForward(plain))
+    expected = packed_sample(forward_of(plain))
     loaded = install(as_loaded(fresh(family)), compiled_kernels(FLOAT32))
     experts = [module for module in loaded.model.modules() if isinstance(module, NativeExperts)]
     assert len(experts) == layers > 0
-    found = packed_sample(PackedForward(loaded))
+    found = packed_sample(forward_of(loaded))
     assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 

@@ -23,15 +23,20 @@ from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.router import NativeRouter
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.slot_mixers import SlotMixer
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import packed_sample
 from engine.errors import StartRefused
+from engine.plan.request import SpeculationOptions
 from engine.plan.step_records import BlockCopy
 from tests.support.native import EVERY_INSTRUCTION, build_here, compiled_home, compiled_kernels
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.support.recurrent import load_recurrent
 from tests.support.repetitive_world import WORDS, repetitive_model
 from tests.support.speculated import engine_of, single_threaded
-from tests.support.tiny_models import save_tiny_model, tiny_model
+from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
 
 OURS = (NativeAttention, NativeMlp, NativeNorm, NativeLinear)
 # What each is, and how many of each of OURS stand in it, with those that are inside others.
@@ -150,6 +155,43 @@ async def test_a_mixture_speaks_as_without_kernels(family: str, tmp_path: Path) 
             ]
             texts.append(await asyncio.gather(*(_hear(stream) for stream in streams)))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_models_projections_carry_on_its_states(family: str, kernels: NativeKernels) -> None:
+    """In pieces over slots, within bfloat16's rounding of the plain model's logits."""
+    plain = packed_sample(RecurrentForward(load_recurrent(family, torch.bfloat16)))
+    exact = packed_sample(RecurrentForward(load_recurrent(family)))
+    model = tiny_model(family, dtype=torch.bfloat16)
+    native = install.install(replace(load_recurrent(family, torch.bfloat16), model=model), kernels)
+    mixers = [module for module in native.model.modules() if isinstance(module, SlotMixer)]
+    assert mixers and all(any(isinstance(part, NativeLinear) for part in mixer.modules()) for mixer in mixers)
+    assert native.kernels is None  # they do not attend
+    assert_within_rounding(packed_sample(RecurrentForward(native)), plain, exact)
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_5_hybrid", "lfm2_hybrid", "granite_hybrid_moe"])
+async def test_a_recurrent_model_speaks_as_without_kernels(family: str, tmp_path: Path) -> None:
+    """With drafts, too, some of which are taken: they are of the same text with every fifth token changed."""
+    target = save_tiny_model(family, tmp_path / "target")
+    texts: list[list[list[int]]] = []
+    guesses: list[tuple[int, ...]] = [()] * 4
+    for compile_kernels, drafter in (("off", "none"), ("on", "none"), ("on", "ngram")):
+        flags = ["--dtype", "float32", "--compile", compile_kernels, "--max-num-seqs", "8"]
+        flags += ["--speculative-method", drafter]
+        flags += [] if drafter == "none" else ["--draft-length-policy", "fixed", "--min-acceptance-rate", "0"]
+        async with engine_of(target, *flags, home=compiled_home(torch.float32)) as engine:
+            streams = []
+            for seed, guess in enumerate(guesses):
+                sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+                options = SpeculationOptions(prediction=guess)
+                asked = GenerationRequest(str(seed), [7 + seed, 40 + seed, 9], sampling, speculation=options)
+                streams.append(engine.submit(asked))
+            texts.append(await asyncio.gather(*(_hear(stream) for stream in streams)))
+            num_accepted = engine.metrics.speculation.num_accepted
+        guesses = [tuple(7 if at % 5 == 4 else token for at, token in enumerate(text)) for text in texts[0]]
+    assert texts[0] == texts[1] == texts[2]
+    assert num_accepted > 40
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from engine.compute.native.modules import NativeLinear
 from engine.compute.native.quantization import Q4_1, Q8_0, foresee_weights
 from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 from tests.support.native import EVERY_INSTRUCTION, compiled_home
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
-from tests.support.recurrent import load_recurrent
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import tiny_model
 
@@ -63,12 +63,15 @@ def kinds(loaded: LoadedModel) -> set[int]:
     return {module.weights.kind for module in loaded.model.modules() if isinstance(module, NativeLinear)}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "mamba", "qwen3_5_hybrid", "lfm2_hybrid"],
+)
 def test_logits_are_near_the_plain_models(family: str, home: Path) -> None:
-    plain = packed_sample(PackedForward(fresh(family)))
+    plain = packed_sample(forward_of(fresh(family)))
     loaded = served(fresh(family), home, "--quantization", "int8")
     assert kinds(loaded) == {BLOCKS}
-    assert 0.002 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.1
+    assert 0.002 < logits_distance(packed_sample(forward_of(loaded)), plain) < 0.1
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
@@ -89,7 +92,7 @@ def test_experts_are_rounded_as_foreseen(asked: str, home: Path) -> None:
 
 
 def test_four_bits_leave_the_head_eight(home: Path) -> None:
-    plain = packed_sample(PackedForward(fresh()))
+    plain = packed_sample(forward_of(fresh()))
     loaded = served(fresh(), home, "--quantization", "int4")
     head = loaded.model.get_output_embeddings()
     formats = {
@@ -98,7 +101,7 @@ def test_four_bits_leave_the_head_eight(home: Path) -> None:
         if isinstance(module, NativeLinear)
     }
     assert formats == {True: Q8_0, False: Q4_1}
-    assert 0.01 < logits_distance(packed_sample(PackedForward(loaded)), plain) < 0.4
+    assert 0.01 < logits_distance(packed_sample(forward_of(loaded)), plain) < 0.4
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
@@ -126,9 +129,9 @@ def test_all_layers_in_one_call_read_the_integers(home: Path) -> None:
     loaded = served(fresh(), home, "--quantization", "int8")
     joined = loaded.model.base_model
     assert isinstance(joined, NativeDecoder)
-    found = packed_sample(PackedForward(loaded))
+    found = packed_sample(forward_of(loaded))
     loaded.model.set_submodule(loaded.model.base_model_prefix, joined.plain)
-    assert torch.equal(packed_sample(PackedForward(loaded)), found)
+    assert torch.equal(packed_sample(forward_of(loaded)), found)
 
 
 def test_a_tied_embedding_stays_as_it_is(home: Path) -> None:
@@ -165,10 +168,6 @@ def on_cuda(loaded: LoadedModel) -> LoadedModel:
         (
             lambda: fresh(dtype=torch.float64),
             "they do not compute in float64",
-        ),
-        (
-            lambda: load_recurrent("mamba2", torch.bfloat16),
-            "the model keeps recurrent states",
         ),
         (
             lambda: as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)),

@@ -17,6 +17,7 @@ from engine.compute.recurrent import mixer_kinds
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.runner.dummy_steps import Part, plain_sampling
+from engine.compute.runner.self_check import check_forward
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
 from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.step_records import BlockCopy
@@ -83,7 +84,7 @@ def test_every_earlier_token_shows_in_the_last_logits(family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:
     runner = make_recurrent_runner(family, dtype)
-    runner.self_check()
+    check_forward(runner._forward)
     runner.warm_up()
     memory = (*runner.kv.tensors, *runner.states.rows.values(), *runner.states.state.values())
     assert not any(tensor.any() for tensor in memory)
@@ -94,7 +95,7 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
 def test_the_check_keeps_to_the_models_context(max_model_len: int) -> None:
     runner = make_recurrent_runner("mamba2")
     runner._forward.loaded = replace(runner._forward.loaded, max_model_len=max_model_len)
-    runner.self_check()
+    check_forward(runner._forward)
     runner.warm_up()
 
 
@@ -139,7 +140,7 @@ def test_a_broken_recurrence_is_refused_at_start(
     for name in names:
         monkeypatch.setattr(mixer_kinds, name, mutant(getattr(mixer_kinds, name)))
     with pytest.raises(UnsupportedModel, match=type(load_recurrent(family).model).__name__):
-        make_recurrent_runner(family).self_check()
+        check_forward(make_recurrent_runner(family)._forward)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from tests.matrix.reduced import causal_classes
 from tests.matrix.served import Row, judge
+from tests.support.native import compiled_home
 
 PAGE = Path(__file__).resolve().parents[1] / "model_matrix.md"
 MAX_S = 120.0
@@ -30,8 +31,8 @@ _HEAD = """# Which models are served exactly
 Written by `make model-matrix`: a tiny random model of every causal class of transformers {version}, served by
 the engine in float32 (prompts in chunks of 16 tokens, four requests in a batch, a prefix cache, drafts of the
 n-gram drafter), with every greedy token and its log-probability compared with the model's own forward pass,
-within {tolerance}. The engine runs without compiled kernels here; "with kernels" are the classes that have
-them, which tests of their own hold to the same answer. A refused class is refused at the start, with the
+within {tolerance}. "With kernels" are the classes of which compiled kernels computed some or all, those of
+float32 on the machine that this ran on. A refused class is refused at the start, with the
 reason given; of one that is not made there is no configuration that is small enough, so nothing is said.
 
 {counts}
@@ -43,6 +44,7 @@ reason given; of one that is not made there is no configuration that is small en
 def main(names: Sequence[str]) -> int:
     """The exit status: 1 if anything is served wrong."""
     rows = []
+    compiled_home(torch.float32)  # for the processes of all classes
     for config_class, model_class in causal_classes():
         if names and not {model_class.__name__, config_class.__name__} & set(names):
             continue

@@ -30,6 +30,7 @@ def load_tiny(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 def as_loaded(model: PreTrainedModel) -> LoadedModel:
     """A tiny model as the loader would give it."""
+    probe = probe_layers(model, model.config)
     return LoadedModel(
         model=model,
         config=model.config,
@@ -38,7 +39,9 @@ def as_loaded(model: PreTrainedModel) -> LoadedModel:
         max_model_len=MAX_POSITIONS,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS_ID}),
-        layers=probe_layers(model, model.config).layers,
+        layers=probe.layers,
+        states=probe.states,
+        attending=probe.attending,
     )
 
 

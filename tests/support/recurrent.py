@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward, SequenceMemory
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
@@ -19,7 +18,8 @@ from engine.compute.sampling.sampler import Sampler
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.step_records import BatchDecision, DraftInputs, StepInputs
-from tests.support.tiny_models import EOS_ID, MAX_POSITIONS, tiny_model
+from tests.support.packed import as_loaded
+from tests.support.tiny_models import tiny_model
 
 BLOCK_SIZE = 4
 
@@ -31,20 +31,7 @@ def load_recurrent(family: str, dtype: torch.dtype = torch.float32) -> LoadedMod
 
 @cache
 def _loaded(family: str, dtype: torch.dtype) -> LoadedModel:
-    model = tiny_model(family, dtype=dtype)
-    probe = probe_layers(model, model.config)
-    return LoadedModel(
-        model=model,
-        config=model.config,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=MAX_POSITIONS,
-        vocab_size=probe.vocab_size,
-        eos_token_ids=frozenset({EOS_ID}),
-        layers=probe.layers,
-        states=probe.states,
-        attending=probe.attending,
-    )
+    return as_loaded(tiny_model(family, dtype=dtype))
 
 
 def make_recurrent_runner(

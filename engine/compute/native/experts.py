@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.compute.native.families import has_read_experts
 from engine.compute.native.kernels import PANEL, NativeKernels
-from engine.compute.native.modules import ACTIVATIONS, NativeLinear
+from engine.compute.native.modules import NativeLinear, activation_of
 from engine.compute.native.records import Experts
 
 
@@ -26,12 +26,12 @@ class NativeExperts(nn.Module):
         self.gate_up = _packed(kernels, original.gate_up_proj)
         self.down = _packed(kernels, original.down_proj)
         self.num_experts = len(original.down_proj)
-        self.activation = ACTIVATIONS[type(original.act_fn).__name__]
+        self.activation = activation_of(original.act_fn)
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for experts that can be computed; their output is still to be compared."""
-        if not has_read_experts(original) or type(original.act_fn).__name__ not in ACTIVATIONS:
+        if not has_read_experts(original) or activation_of(original.act_fn) is None:
             return False
         gate_up, down = original.gate_up_proj, original.down_proj
         num_experts, hidden, width = down.shape

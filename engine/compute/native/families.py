@@ -73,12 +73,76 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(norm=NormKind.CENTRED),
 }
 # Of these, projections are plain modules that are only ever called.
-PROJECTIONS = frozenset({"cohere", "gpt_neox", "phi", "stablelm"})
+PROJECTIONS = frozenset(
+    {
+        "apertus",
+        "arcee",
+        "aria",
+        "bamba",
+        "biogpt",
+        "bitnet",
+        "codegen",
+        "cohere",
+        "cohere_compass",
+        "cwm",
+        "diffllama",
+        "doge",
+        "emu3",
+        "ernie4_5",
+        "falcon",
+        "falcon_h1",
+        "falcon_mamba",
+        "fuyu",
+        "gemma4",
+        "gemma4_unified",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "gptj",
+        "granite_swa",
+        "helium",
+        "hrm_text",
+        "hunyuan_v1_dense",
+        "hyperclovax",
+        "jais2",
+        "jetmoe",
+        "lfm2",
+        "lfm3",
+        "llama4",
+        "mamba",
+        "mamba2",
+        "minicpm3",
+        "minimax_m3_vl",
+        "ministral3",
+        "mllama",
+        "modernbert_decoder",
+        "nanochat",
+        "nemotron",
+        "nemotron_h",
+        "olmo",
+        "olmo_hybrid",
+        "opt",
+        "persimmon",
+        "phi",
+        "qwen3_5",
+        "recurrent_gemma",
+        "stablelm",
+        "vaultgemma",
+        "xglm",
+        "youtu",
+        "zamba",
+        "zamba2",
+    }
+)
+# Projections whose weights our recurrent layers read; they stay.
+READ = frozenset({"dt_proj", "v_proj_delayed"})
 # Of these too, and experts are called with rows, with those that each row goes through and their shares.
 EXPERTS = frozenset(
     {
         "afmoe",
         "axk1",
+        "bailing_hybrid",
         "cohere2_moe",
         "deepseek_v2",
         "deepseek_v3",
@@ -91,23 +155,32 @@ EXPERTS = frozenset(
         "glm4_moe_lite",
         "granitemoe",
         "granitemoe_swa",
+        "granitemoehybrid",
         "granitemoeshared",
+        "hunyuan_v1_moe",
         "hy_v3",
+        "jamba",
+        "kimi_linear",
         "kolibri1",
         "laguna",
+        "lfm2_moe",
         "mellum",
         "mimo_v2_flash",
+        "minimax",
         "minimax_m2",
         "mixtral",
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe",
         "qwen3_moe",
+        "qwen3_next",
         "solar_open",
+        "zaya",
     }
 )
 # And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
-ROUTERS = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+ROUTERS = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"})
 
 
 def is_known(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal
 from engine.compute.native.scratch import foreseen_bytes
 from engine.compute.native.stored import kernels_of
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.errors import StartRefused
 
@@ -84,8 +84,6 @@ def usable_build(loaded: LoadedModel, asked: str) -> KernelBuild:
     """
     if loaded.device.type != "cpu":
         raise NativeUnavailable(f"they are for CPUs, the model is on {loaded.device}")
-    if loaded.keeps_state:
-        raise NativeUnavailable("the model keeps recurrent states")
     if not is_known(loaded.model):
         raise NativeUnavailable(f"{type(loaded.model).__name__} is not among the models they were made for")
     return choose_build(loaded.dtype, asked, formats=loaded.kept_kv is torch.int8)
@@ -123,16 +121,16 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
 
     Raises NativeUnavailable when nothing was replaced and LogitsChanged when the model is of no use any more.
     """
+    before = packed_sample(forward_of(loaded))
     places = find_places(loaded.model, loaded.dtype)
-    before = packed_sample(PackedForward(loaded))
     has_blocks = kernels_of(loaded.model) is not None
     count = _replace_all(loaded, places, kernels)
     if not count and not has_blocks:
         raise _nothing_to_do(loaded)
-    if count[Place.ATTENTION] == len(loaded.layers):
+    if 0 < count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
     loaded = replace(loaded, team=kernels.team)
-    difference = packed_difference(packed_sample(PackedForward(loaded)), before, loaded.dtype, has_blocks)
+    difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks)
     if difference is not None:
         raise LogitsChanged(difference)
     log.debug("compiled kernels compute %s", _listed(count))
@@ -147,9 +145,9 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
     base = loaded.model.base_model
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
-    before = packed_sample(PackedForward(loaded))
+    before = packed_sample(forward_of(loaded))
     loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base))
-    if torch.equal(packed_sample(PackedForward(loaded)), before):
+    if torch.equal(packed_sample(forward_of(loaded)), before):
         log.debug("one call of a kernel computes all layers")
         return
     loaded.model.set_submodule(loaded.model.base_model_prefix, base)

@@ -66,6 +66,11 @@ class NativeLinear(nn.Module):
             return linear.kernels.dtype is dtype and linear.out_features % PANEL == 0
         return NativeLinear.fits(linear, dtype)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """No numbers, of the dtype and on the device that some models' code asks of it."""
+        return torch.empty(0, dtype=self.kernels.dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features).contiguous()
@@ -129,14 +134,20 @@ class NativeNorm(nn.Module):
         return self._kernels.normalize(rows, self.weights).view(x.shape)
 
 
-# By the classes of torch and transformers.
-ACTIVATIONS = {
+# By the classes of torch and transformers, or the functions of torch.
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
     "NewGELUActivation": Activation.GELU_TANH,
     "GELUActivation": Activation.GELU,
 }
+
+
+def activation_of(given: Any) -> Activation | None:
+    """What a model calls as its activation; None for one that the kernels do not know."""
+    return _ACTIVATIONS.get(getattr(given, "__name__", type(given).__name__))
 
 
 class NativeMlp(nn.Module):
@@ -153,7 +164,9 @@ class NativeMlp(nn.Module):
         self.gate_up = NativeLinear(kernels, *(getattr(mlp, name) for name in names.first))
         self.down = NativeLinear(kernels, getattr(mlp, names.last))
         self.is_gated = names.is_gated
-        self.activation = ACTIVATIONS[type(getattr(mlp, names.activation)).__name__]
+        activation = activation_of(getattr(mlp, names.activation))
+        assert activation is not None, "only MLPs that fit are asked for"
+        self.activation = activation
 
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
@@ -161,7 +174,7 @@ class NativeMlp(nn.Module):
         names = _mlp_names(mlp)
         if names is None or not is_whole(mlp, "MLP"):
             return False
-        if type(getattr(mlp, names.activation)).__name__ not in ACTIVATIONS:
+        if activation_of(getattr(mlp, names.activation)) is None:
             return False
         linears = _linears(mlp, (*names.first, names.last), dtype)
         if not linears:

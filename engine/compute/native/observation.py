@@ -21,8 +21,9 @@ from engine.compute.attention import (
 )
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_forward import MemorySizes
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import ScratchPass, forward_of
 from engine.plan.step_records import StepInputs
 
 _BLOCK_SIZE = 3
@@ -66,7 +67,7 @@ def observe(loaded: LoadedModel, names: Collection[str], block_size: int = _BLOC
 
     On a device `block_size` is the one that is served, since kernels are compiled for a size.
     """
-    forward = PackedForward(loaded)
+    forward = forward_of(loaded)
     calls: dict[int, LayerCall] = {}
     forward.backend = _RecordingBackend(forward.backend, calls)
     seen: dict[str, Seen] = {}
@@ -75,14 +76,14 @@ def observe(loaded: LoadedModel, names: Collection[str], block_size: int = _BLOC
         for name in names
     ]
     lengths = [min(length, loaded.max_model_len) for length in _LENGTHS]
-    kv = forward.make_kv(sum(lengths), block_size)
+    compute = ScratchPass(forward, MemorySizes(sum(lengths), block_size, len(lengths)))
     inputs = _sample_step(lengths, loaded.vocab_size, block_size)
     try:
-        forward(inputs, kv)
+        compute(inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return Observation(seen, calls, inputs, kv)
+    return Observation(seen, calls, inputs, compute.kv)
 
 
 def _note(

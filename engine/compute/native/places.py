@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.compute.native.experts import NativeExperts
+from engine.compute.native.families import READ
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.router import NativeRouter
 
@@ -51,7 +52,7 @@ def find_places(model: nn.Module, dtype: torch.dtype) -> list[Place]:
 
 def _places_in(parent: nn.Module, prefix: str, counts: Counter[int], dtype: torch.dtype) -> Iterator[Place]:
     for name, child in parent.named_children():
-        if counts[id(child)] > 1 or not is_unhooked(child):
+        if counts[id(child)] > 1 or not is_unhooked(child) or name in READ:
             continue
         kind = next((kind for kind, made in _KINDS if made.fits(child, dtype)), None)
         if kind is None:

@@ -13,7 +13,7 @@ from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeLinear
 from engine.compute.native.places import find_places
 from engine.compute.native.records import ELEMENTS
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 
@@ -35,7 +35,7 @@ def quantize(loaded: LoadedModel, kernels: NativeKernels, asked: str) -> None:
     The head keeps 8 bits, since its errors go straight into the logits, which are compared with those before.
     Raises StartRefused where they are others, and where nothing was there to round.
     """
-    before = packed_sample(PackedForward(loaded))
+    before = packed_sample(forward_of(loaded))
     head = loaded.model.get_output_embeddings()
     num_bytes = 0
     for module in loaded.model.modules():
@@ -46,7 +46,7 @@ def quantize(loaded: LoadedModel, kernels: NativeKernels, asked: str) -> None:
         raise unquantized(
             f"{type(loaded.model).__name__} has no weights that the kernels multiply with", asked
         )
-    distance = logits_distance(packed_sample(PackedForward(loaded)), before)
+    distance = logits_distance(packed_sample(forward_of(loaded)), before)
     if not distance <= _LIMITS[asked]:
         raise unquantized(
             f"it changes the logits by {distance:.2g} of their spread (limit {_LIMITS[asked]})", asked

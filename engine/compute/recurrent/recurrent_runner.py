@@ -13,7 +13,6 @@ from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.prompt_scorer import PromptScorer
-from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verifier import make_verifier
 from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
@@ -99,7 +98,3 @@ class RecurrentRunner:
                     state_slots=np.arange(len(step), dtype=np.int32),
                 )
                 self._sampler.sample(self._forward(inputs, memory), inputs.sampling)
-
-    def self_check(self) -> None:
-        """Raise UnsupportedModel unless packed, chunked computation gives the model's own logits."""
-        check_forward(self._forward)

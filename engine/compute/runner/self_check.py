@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from engine.compute.attention.own_attention import EAGER, attending_with
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import ScratchPass
 from engine.errors import UnsupportedModel
-from engine.plan.step_records import StepInputs
 
 _BLOCK_SIZE = 4  # small, so that even short sequences have several
 _LENGTHS = (24, 15)
@@ -60,7 +60,7 @@ def _difference(forward: PackedForward | RecurrentForward, block_size: int) -> f
 
 
 @torch.inference_mode()
-def packed_sample(forward: PackedForward, kept: torch.dtype | None = None) -> torch.Tensor:
+def packed_sample(forward: PackedForward | RecurrentForward, kept: torch.dtype | None = None) -> torch.Tensor:
     """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V."""
     return _packed_logits(forward, _sequences(forward), kept)
 
@@ -116,7 +116,7 @@ def _packed_logits(
     """The same rows computed in pieces."""
     first, second = (-(-length // block_size) for length in _LENGTHS)
     num_blocks = 2 * (first + second)  # half of them stay free, so that the others lie apart
-    compute = _on_scratch(forward, MemorySizes(num_blocks, block_size, len(_LENGTHS)), kept)
+    compute = ScratchPass(forward, MemorySizes(num_blocks, block_size, len(_LENGTHS)), kept)
     scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
     blocks = (scattered[:first], scattered[first : first + second])
     rows: tuple[list[torch.Tensor], ...] = ([], [])
@@ -129,17 +129,6 @@ def _packed_logits(
             rows[index].append(logits[start : start + stop - first])
             start += stop - first
     return torch.cat(rows[0] + rows[1])
-
-
-def _on_scratch(
-    forward: PackedForward | RecurrentForward, sizes: MemorySizes, kept: torch.dtype | None
-) -> Callable[[StepInputs], torch.Tensor]:
-    """The forward pass over memory of its own."""
-    if isinstance(forward, PackedForward):
-        kv = forward.make_kv(sizes.num_blocks, sizes.block_size, kept)
-        return lambda inputs: forward(inputs, kv)
-    memory = forward.make_memory(sizes)
-    return lambda inputs: forward(inputs, memory)
 
 
 def _steps(sequences: Sequence[list[int]]) -> Iterator[list[tuple[int, int, int]]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.native.families import EXPERTS, FAMILIES, PROJECTIONS, ROUTERS
+from engine.compute.native.families import EXPERTS, FAMILIES, PROJECTIONS, READ, ROUTERS
 from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
+from engine.compute.recurrent import mixer_kinds
+from engine.compute.recurrent.mixer_kinds import KINDS
 
 PLAIN = sorted(name for name, family in FAMILIES.items() if family.is_plain)
 
@@ -396,8 +398,23 @@ def source_of(family: str) -> str:
 
 @pytest.mark.parametrize("family", sorted(PROJECTIONS.union(FAMILIES, EXPERTS)))
 def test_no_familys_code_reads_a_projections_weights(family: str) -> None:
-    """Only calls of a replaced module give what the original's give: its weights are gone."""
+    """Only calls of a replaced module give what the original's give: of its weights the dtype is left.
+
+    What recurrent layers of transformers compute is computed by ours; embeddings are not replaced so.
+    """
     source = source_of(family)
+    for name in KINDS:
+        source = re.sub(
+            rf"^class {name}\(.*?(?=^(?:class|def|@))", "", source, flags=re.MULTILINE | re.DOTALL
+        )
     assert "experts.gate_up_proj" not in source and "experts.down_proj" not in source
-    reads = re.findall(r"self\.(?!weight|bias)\w+(?:\[\w+\])?\.(?:weight|bias)\b.*", source)
+    reads = re.findall(rf"self\.(?!weight|bias){READ_OF}.*", source)
     assert reads == []
+
+
+READ_OF = r"(?!\w*embed)\w+(?:\[\w+\])?\.(?:weight(?!\.dtype|\.device)|bias)\b"
+
+
+def test_our_recurrent_layers_read_no_other_projections_weights() -> None:
+    source = Path(mixer_kinds.__file__).read_text()
+    assert {name.partition(".")[0] for name in re.findall(READ_OF, source)} == READ
