@@ -61,7 +61,14 @@ def save_looping_hybrid(directory: Path) -> None:
 async def measure(context: BenchContext) -> tuple[list[Case], list[PrefixCase]]:
     """One stream and eight, greedy; then prompts that begin alike."""
     cases = [
-        Case(f"looping text, batch {batch}", [[*PROMPT, 50 + i] for i in range(batch)], MAX_TOKENS, 0.0, BAR)
+        Case(
+            name=f"looping text, batch {batch}",
+            prompts=[[*PROMPT, 50 + i] for i in range(batch)],
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            bar=BAR,
+            num_streams=batch,
+        )
         for batch in (1, 8)
     ]
     prefixes = prefix_cases()

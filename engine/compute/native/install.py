@@ -129,7 +129,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
         raise _nothing_to_do(loaded)
     if 0 < count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
-    loaded = replace(loaded, team=kernels.team)
+    loaded = replace(loaded, team=kernels.team, delta_kernel=kernels)
     difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks)
     if difference is not None:
         raise LogitsChanged(difference)

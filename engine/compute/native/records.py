@@ -85,6 +85,16 @@ class Rotation(ctypes.Structure):
     )
 
 
+class DeltaScan(ctypes.Structure):
+    """See delta.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("query", "key", "value", "decays", "beta", "state", "output")),
+        *((name, POINTER) for name in ("slots", "firsts", "counts", "taken")),
+        *((name, INDEX) for name in ("sequences", "heads", "key_heads", "keys", "values", "decays_channels")),
+    )
+
+
 class Attention(ctypes.Structure):
     """See tiles.h."""
 

@@ -6,11 +6,11 @@ Yang et al., "Gated Delta Networks", 2024, and with a decay for each channel "Ki
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.compute.recurrent.delta_kernel import DeltaInputs
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import ScanBlock
 from engine.compute.recurrent.state_space import decay_sums, decays_between, scan
@@ -19,18 +19,16 @@ _BLOCK = 64
 _CHANNEL_BLOCK = 16  # keeps the decays of all pairs of tokens in all channels
 
 
-class DeltaInputs(NamedTuple):
-    """Rows of M tokens, float32. `logs` are the decays' logarithms: one a head, or one a channel of a key."""
-
-    query: Tensor  # [M, heads, key_dim]
-    key: Tensor  # [M, heads, key_dim]
-    value: Tensor  # [M, heads, value_dim]
-    logs: Tensor  # [M, heads, 1 or key_dim]
-    beta: Tensor  # [M, heads]
-
-
 def delta_scan(inputs: DeltaInputs, slots: LayerSlots) -> Tensor:
     """h = exp(logs) h, h += key beta (value - key h), y = query h: [M, heads, value_dim]."""
+    if slots.kernel is not None:
+        output = slots.kernel.scan_delta(inputs, slots.state, slots.step.runs)
+        if output is not None:
+            return output
+    each = inputs.value.shape[1] // inputs.key.shape[1]
+    if each > 1:
+        query, key = (part.repeat_interleave(each, 1) for part in (inputs.query, inputs.key))
+        inputs = inputs._replace(query=query, key=key)
     size = _BLOCK if inputs.logs.shape[-1] == 1 else _CHANNEL_BLOCK
     return scan(inputs, slots, size, torch.empty_like(inputs.value), _delta_block)
 

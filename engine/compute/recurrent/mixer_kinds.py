@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.recurrent.delta_rule import DeltaInputs, delta_scan
+from engine.compute.recurrent.delta_kernel import DeltaInputs
+from engine.compute.recurrent.delta_rule import delta_scan
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState
 from engine.compute.recurrent.slot_step import take
 from engine.compute.recurrent.state_space import (
@@ -186,9 +187,6 @@ def _delta_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
     query, key, value = torch.split(mixed, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     query, key = (_unit_keys(_heads(part, layer.num_k_heads)) for part in (query, key))
-    each = layer.num_v_heads // layer.num_k_heads
-    if each > 1:
-        query, key = query.repeat_interleave(each, 1), key.repeat_interleave(each, 1)
     beta, steps = _gates(extended, layer.conv_dim, slots).chunk(2, dim=-1)
     beta = beta.sigmoid().float() * (2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0)
     logs = -layer.A_log.float().exp() * F.softplus(steps.float() + layer.dt_bias.float())

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.compute.attention.layer_places import place_in
+from engine.compute.recurrent.delta_kernel import DeltaKernel
 from engine.compute.recurrent.mixer_kinds import KINDS
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates
 from engine.compute.recurrent.slot_step import SlotStep, take
@@ -64,11 +65,13 @@ def install_mixers(model: nn.Module) -> dict[int, SlotMixer]:
 
 
 @contextmanager
-def continuing(mixers: dict[int, SlotMixer], states: SlotStates, step: SlotStep) -> Iterator[None]:
-    """For the length of the block, `mixers` continue the slots that `step` names."""
+def continuing(
+    mixers: dict[int, SlotMixer], states: SlotStates, step: SlotStep, kernel: DeltaKernel | None = None
+) -> Iterator[None]:
+    """For the length of the block, `mixers` continue the slots that `step` names, by the `kernel` if any."""
     try:
         for index, mixer in mixers.items():
-            mixer.slots = LayerSlots(step, states.rows[index], states.state[index])
+            mixer.slots = LayerSlots(step, states.rows[index], states.state[index], kernel)
         yield
     finally:
         for mixer in mixers.values():

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.compute.recurrent.delta_kernel import DeltaKernel
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import StateCopy, StepInputs
@@ -180,11 +181,12 @@ def _num_drafts(inputs: StepInputs) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class LayerSlots:
-    """One layer's slots as one pass sees them."""
+    """One layer's slots as one pass sees them, and what computes in place of torch, if anything does."""
 
     step: SlotStep
     rows: Tensor  # [num_slots, conv_width + max_drafts, row_width]
     state: Tensor  # [num_slots, *shape]
+    kernel: DeltaKernel | None = None
 
     def extend(self, rows: Tensor) -> Tensor:
         """The rows of a pass, [N, row_width], with what slots have before each sequence: [X, row_width]."""

@@ -6,6 +6,7 @@ each sequence's own, its accepted drafts once more; the X of the convolution, wi
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +91,14 @@ class SlotStep:
         new = np.repeat(self._starts + pieces.num_again, pieces.num_new) + _counted(pieces.num_new)
         self.new = None if len(new) == self.num_mixed else self._index(new)  # N of M; None if all are new
         self.begins = self._tensor(self._starts[pieces.begins])  # M rows of the first tokens of sequences
+
+    @cached_property
+    def runs(self) -> Tensor:
+        """Of each sequence its slot, its first row of M, how many it has, and how many its state takes in.
+
+        int64 [4, S].
+        """
+        return torch.tensor(np.stack((self._slots, self._starts, self._num_mixed, self._num_taken)))
 
     def blocks(self, size: int) -> list[ScanBlock]:
         """All mixed rows, in blocks of up to `size` tokens; a sequence's in their order.

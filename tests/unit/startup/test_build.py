@@ -1,5 +1,6 @@
 """How many K/V blocks the settings ask for."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from config import load_settings
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
-from engine.startup.build import count_kv_blocks, count_snapshots
+from engine.startup.build import count_kv_blocks, count_snapshots, use_compute_threads
 
 BLOCK_BYTES = 4096
 
@@ -67,3 +68,14 @@ def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs
 def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
     assert count("cpu", block_bytes=0, states=(STATE,)) == 64 * 4
     assert count("cpu", "--num-kv-blocks", "9", block_bytes=0, states=(STATE,)) == 9
+
+
+def test_compute_threads_take_what_is_too_small_for_zero() -> None:
+    """All of them, those that torch begins for a large tensor, too."""
+
+    def smallest() -> float:
+        use_compute_threads()
+        return float((torch.full((1 << 22,), 2e-38) * 0.1).max())
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(smallest).result() == 0.0

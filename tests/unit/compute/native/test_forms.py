@@ -24,6 +24,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree
+from tests.support.delta_cases import DeltaCase
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.gguf_blocks import BLOCK_FORMATS, in_blocks, random_blocks, unpacked
 from tests.support.native import EVERY_INSTRUCTION, compiled_draw, compiled_kernels
@@ -347,3 +348,9 @@ def test_the_fastest_form_that_the_cpu_has_is_chosen(monkeypatch: pytest.MonkeyP
     with pytest.raises(NativeUnavailable, match="no instructions for kernels"):
         choose_build(torch.bfloat16)
     assert all(isinstance(form, CpuForm) for form in forms_of("arm64")) and EVERY_INSTRUCTION
+
+
+def test_states_follow_the_delta_rule(side: Side) -> None:
+    case = DeltaCase((9, 1, 30), (4, 0, 0), 4, 2, 32, 64, by_channel=True)
+    for found, expected in zip(case.run(side.kernels), case.run(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.compute.recurrent.delta_rule import DeltaInputs, delta_scan
+from engine.compute.recurrent.delta_kernel import DeltaInputs
+from engine.compute.recurrent.delta_rule import delta_scan
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates, state_bytes
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.compute.recurrent.state_space import (
