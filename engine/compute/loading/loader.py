@@ -42,8 +42,8 @@ from engine.compute.native.compiler import find_compiler
 from engine.compute.native.families import is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
-from engine.compute.recurrent.delta_kernel import DeltaKernel
 from engine.compute.recurrent.slot_states import LayerState
+from engine.compute.recurrent.state_kernel import StateKernel
 from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import Rewindable
 
@@ -70,8 +70,8 @@ class LoadedModel:
     layer that keeps keys and values, `states` for each that keeps a recurrent state, in order of their
     `layer_idx`; either may be empty, and a layer may have both: `attending` are the `layer_idx` of
     `layers`. `kernels` attend for all layers where these were replaced to use them; `team` has the
-    threads of what else was replaced, too, None where nothing was. `delta_kernel` computes states that
-    follow the delta rule. `kernels_used` says in words which kernels compute the model, and why no others.
+    threads of what else was replaced, too, None where nothing was. `state_kernel` advances recurrent
+    states in place of torch. `kernels_used` says in words which kernels compute the model, and why no others.
     Its K/V is kept in `kept_kv`; None is `dtype`.
     """
 
@@ -86,7 +86,7 @@ class LoadedModel:
     states: tuple[LayerState, ...] = ()
     kernels: attention.RowAttention | None = None
     team: ComputeTeam | None = None
-    delta_kernel: DeltaKernel | None = None
+    state_kernel: StateKernel | None = None
     kernels_used: str = ""
     kept_kv: torch.dtype | None = None
     attending: tuple[int, ...] = ()

@@ -22,6 +22,7 @@ from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal
 from engine.compute.native.scratch import foreseen_bytes
+from engine.compute.native.state_scans import NativeScans
 from engine.compute.native.stored import kernels_of
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_difference, packed_sample
@@ -129,7 +130,7 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
         raise _nothing_to_do(loaded)
     if 0 < count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
-    loaded = replace(loaded, team=kernels.team, delta_kernel=kernels)
+    loaded = replace(loaded, team=kernels.team, state_kernel=NativeScans(kernels))
     difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks)
     if difference is not None:
         raise LogitsChanged(difference)

@@ -5,7 +5,7 @@
 // what they must be multiples of is checked by the caller (kernels.py).
 
 #include "decoder.h"
-#include "delta.h"
 #include "draw.h"
 #include "eagle.h"
 #include "experts.h"
+#include "state_scans.h"

@@ -29,7 +29,6 @@ from engine.compute.native.records import (
     ChosenExperts,
     Decoder,
     DecoderStep,
-    DeltaScan,
     Eagle,
     EagleRound,
     Experts,
@@ -41,14 +40,11 @@ from engine.compute.native.records import (
 )
 from engine.compute.native.scratch import record_numbers
 from engine.compute.native.team import ComputeTeam, library_function, load_library
-from engine.compute.recurrent.delta_kernel import DeltaInputs
 
 PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
 MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
-# Of a head whose states follow the delta rule: most keys, and what keys and values are multiples of.
-DELTA_MAX_KEYS, DELTA_SUMS, DELTA_COLUMNS = 256, 4, 32
 _LARGE_BYTES = 32 << 20  # of weights: worth huge pages, of which the last one is half empty
 
 
@@ -104,14 +100,12 @@ class NativeKernels:
     """
 
     def __init__(self, library: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        loaded = load_library(library)
+        self._library = loaded = load_library(library)
         self.dtype = dtype
         self.team = ComputeTeam(loaded, torch.get_num_threads())
         self._records = torch.empty(0)
 
-        def function(name: str, *arguments: Any) -> Any:
-            return library_function(loaded, name, POINTER, *arguments)
-
+        function = self.function
         self._pack = function("slip_pack", POINTER, POINTER, INDEX, INDEX)
         self._quantize = function("slip_quantize", INDEX, POINTER, POINTER, INDEX, INDEX)
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
@@ -122,7 +116,6 @@ class NativeKernels:
         self._normalize = function("slip_normalize", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._activate = function("slip_activate", POINTER, POINTER, *[INDEX] * 4)
         self._experts = function("slip_experts", ctypes.POINTER(Experts), ctypes.POINTER(ChosenExperts))
-        self._delta_scan = function("slip_delta_scan", ctypes.POINTER(DeltaScan))
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = function("slip_attend", ctypes.POINTER(Attention))
         self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
@@ -133,6 +126,10 @@ class NativeKernels:
         self._eagle_scratch = library_function(
             loaded, "slip_eagle_scratch", ctypes.POINTER(Eagle), INDEX, INDEX, result=INDEX
         )
+
+    def function(self, name: str, *arguments: Any) -> Any:
+        """One of the library's that is given a team's handle first, and nothing is given back by."""
+        return library_function(self._library, name, POINTER, *arguments)
 
     @staticmethod
     def packs(weight: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -230,21 +227,6 @@ class NativeKernels:
         given = (tensor.data_ptr() for tensor in (x, chosen, shares, y, scratch))
         self._experts(self.team.handle, experts, ChosenExperts(*given, *chosen.shape))
         return y
-
-    def scan_delta(self, inputs: DeltaInputs, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor | None:
-        """See DeltaKernel. All tensors are float32."""
-        (_, key_heads, keys), (rows, heads, values) = inputs.key.shape, inputs.value.shape
-        if keys > DELTA_MAX_KEYS or keys % DELTA_SUMS or values % DELTA_COLUMNS:
-            return None
-        decays = inputs.logs.exp()
-        output = torch.empty(rows, heads, values)
-        given = [each.contiguous() for each in (inputs.query, inputs.key, inputs.value, decays, inputs.beta)]
-        record = DeltaScan(
-            *(tensor.data_ptr() for tensor in (*given, state, output, *runs)),
-            *(runs.shape[1], heads, key_heads, keys, values, decays.shape[-1] == keys > 1),
-        )
-        self._delta_scan(self.team.handle, record)
-        return output
 
     def rotate_and_write(
         self,

@@ -85,13 +85,39 @@ class Rotation(ctypes.Structure):
     )
 
 
+class Runs(ctypes.Structure):
+    """See state_scans.h."""
+
+    _fields_ = (*((name, POINTER) for name in ("slots", "firsts", "counts", "taken")), ("sequences", INDEX))
+
+
 class DeltaScan(ctypes.Structure):
-    """See delta.h."""
+    """See state_scans.h."""
 
     _fields_ = (
+        ("runs", Runs),
         *((name, POINTER) for name in ("query", "key", "value", "decays", "beta", "state", "output")),
-        *((name, POINTER) for name in ("slots", "firsts", "counts", "taken")),
-        *((name, INDEX) for name in ("sequences", "heads", "key_heads", "keys", "values", "decays_channels")),
+        *((name, INDEX) for name in ("heads", "key_heads", "keys", "values", "decays_channels")),
+    )
+
+
+class StructuredScan(ctypes.Structure):
+    """See state_scans.h."""
+
+    _fields_ = (
+        ("runs", Runs),
+        *((name, POINTER) for name in ("inputs", "decays", "b", "c", "state", "output")),
+        *((name, INDEX) for name in ("heads", "groups", "dim", "size")),
+    )
+
+
+class SelectiveScan(ctypes.Structure):
+    """See state_scans.h."""
+
+    _fields_ = (
+        ("runs", Runs),
+        *((name, POINTER) for name in ("inputs", "steps", "rates", "b", "c", "state", "output")),
+        *((name, INDEX) for name in ("channels", "size")),
     )
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.compute.recurrent.delta_kernel import DeltaInputs
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import ScanBlock
+from engine.compute.recurrent.state_kernel import DeltaInputs
 from engine.compute.recurrent.state_space import decay_sums, decays_between, scan
 
 _BLOCK = 64
@@ -22,7 +22,7 @@ _CHANNEL_BLOCK = 16  # keeps the decays of all pairs of tokens in all channels
 def delta_scan(inputs: DeltaInputs, slots: LayerSlots) -> Tensor:
     """h = exp(logs) h, h += key beta (value - key h), y = query h: [M, heads, value_dim]."""
     if slots.kernel is not None:
-        output = slots.kernel.scan_delta(inputs, slots.state, slots.step.runs)
+        output = slots.kernel.delta(inputs, slots.state, slots.step.runs)
         if output is not None:
             return output
     each = inputs.value.shape[1] // inputs.key.shape[1]

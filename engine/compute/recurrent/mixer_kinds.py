@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.recurrent.delta_kernel import DeltaInputs
 from engine.compute.recurrent.delta_rule import delta_scan
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState
 from engine.compute.recurrent.slot_step import take
+from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
 from engine.compute.recurrent.state_space import (
     convolve,
     diagonal_scan,
@@ -83,7 +83,7 @@ def _mamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     steps = F.softplus(F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float())
     rates = -torch.exp(layer.A_log.float())  # [channels, state]
     inputs = inputs.float()
-    output = selective_scan(inputs, steps, rates, (b.float(), c.float()), slots)
+    output = selective_scan(SelectiveInputs(inputs, steps, rates, b.float(), c.float()), slots)
     return output.addcmul_(inputs, layer.D.float())
 
 
@@ -114,7 +114,8 @@ def _zamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
         steps = F.linear(steps, layer.dt_proj_weight[head]).float() + layer.dt_proj_bias[head].float()
         rates = -torch.exp(layer.A_log[head].float())
         own = replace(slots, state=slots.state[:, head])
-        scanned = selective_scan(fed.float(), F.softplus(steps), rates, (b.float(), c.float()), own)
+        given = SelectiveInputs(fed.float(), F.softplus(steps), rates, b.float(), c.float())
+        scanned = selective_scan(given, own)
         output[:, head] = scanned.addcmul_(fed.float(), layer.D[head].float())
     return output.flatten(1)
 
@@ -145,7 +146,7 @@ def _mamba2_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     b, c = (gates.reshape(-1, layer.n_groups, layer.ssm_state_size) for gates in (b, c))
     steps = F.softplus(steps + layer.dt_bias.float()).clamp(*layer.time_step_limit)
     logs = steps * -torch.exp(layer.A_log.float())
-    output = structured_scan(steps[:, :, None] * inputs, logs, (b, c), slots)
+    output = structured_scan(StructuredInputs(steps[:, :, None] * inputs, logs, b, c), slots)
     return output.addcmul_(inputs, layer.D.float()[:, None]).flatten(1)
 
 
@@ -331,7 +332,8 @@ def _lightning_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     rows = _heads(take(extended, slots.step.mixed).float(), layer.num_attention_heads)
     query, key, value = rows.chunk(3, dim=-1)  # [M, heads, dim]
     logs = -layer.slope_rate.float().view(1, -1).expand(len(rows), -1)
-    return structured_scan(value, logs, (key, query), slots).flatten(1).to(extended.dtype)
+    mixed = structured_scan(StructuredInputs(value, logs, key, query), slots)
+    return mixed.flatten(1).to(extended.dtype)
 
 
 def _lightning_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:

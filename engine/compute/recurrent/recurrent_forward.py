@@ -81,7 +81,7 @@ class RecurrentForward:
                 AttentionContext(inputs, memory.kv, self.backend), self.loaded
             )
         step = memory.states.begin(inputs)
-        with continuing(self._mixers, memory.states, step, self.loaded.delta_kernel):
+        with continuing(self._mixers, memory.states, step, self.loaded.state_kernel):
             output = self.loaded.model(
                 input_ids=torch.tensor(inputs.token_ids, device=device)[None], use_cache=False, **options
             )

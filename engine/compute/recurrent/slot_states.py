@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.compute.recurrent.delta_kernel import DeltaKernel
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
+from engine.compute.recurrent.state_kernel import StateKernel
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import StateCopy, StepInputs
 
@@ -186,7 +186,7 @@ class LayerSlots:
     step: SlotStep
     rows: Tensor  # [num_slots, conv_width + max_drafts, row_width]
     state: Tensor  # [num_slots, *shape]
-    kernel: DeltaKernel | None = None
+    kernel: StateKernel | None = None
 
     def extend(self, rows: Tensor) -> Tensor:
         """The rows of a pass, [N, row_width], with what slots have before each sequence: [X, row_width]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import ScanBlock, put, take
+from engine.compute.recurrent.state_kernel import SelectiveInputs, StructuredInputs
 
 # Tokens that sequences advance by at once. A selective scan keeps the states of all of them, which had better
 # stay in the cache; a structured one does work that grows with their square, in fewer and larger operations.
@@ -57,14 +58,16 @@ def scan(inputs: Sequence[Tensor], slots: LayerSlots, size: int, output: Tensor,
     return output
 
 
-def selective_scan(
-    inputs: Tensor, steps: Tensor, rates: Tensor, gates: tuple[Tensor, Tensor], slots: LayerSlots
-) -> Tensor:
+def selective_scan(inputs: SelectiveInputs, slots: LayerSlots) -> Tensor:
     """h = exp(steps * rates) h + steps * inputs B, y = C h, with a rate for each channel and state.
 
-    `inputs` and `steps` are [M, channels], `rates` [channels, state] and negative, `gates` are B and C, each
-    [M, state]; all float32. Gives [M, channels]. Gu & Dao, "Mamba", 2023.
+    Gives [M, channels]. Gu & Dao, "Mamba", 2023.
     """
+    if slots.kernel is not None:
+        output = slots.kernel.selective(inputs, slots.state, slots.step.runs)
+        if output is not None:
+            return output
+    given, all_steps, rates, *gates = inputs
 
     def advance(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
         fed, steps, b, c = parts
@@ -75,7 +78,8 @@ def selective_scan(
         taken = run_through(decays, states, block, state)
         return torch.matmul(states, c[..., None])[..., 0], taken
 
-    return scan((steps * inputs, steps, *gates), slots, _SELECTIVE_BLOCK, torch.empty_like(inputs), advance)
+    parts = (all_steps * given, all_steps, *gates)
+    return scan(parts, slots, _SELECTIVE_BLOCK, torch.empty_like(given), advance)
 
 
 def diagonal_scan(inputs: Tensor, decays: Tensor, slots: LayerSlots) -> Tensor:
@@ -104,15 +108,16 @@ def run_through(decays: Tensor, states: Tensor, block: ScanBlock, state: Tensor)
     return kept
 
 
-def structured_scan(inputs: Tensor, logs: Tensor, gates: tuple[Tensor, Tensor], slots: LayerSlots) -> Tensor:
+def structured_scan(inputs: StructuredInputs, slots: LayerSlots) -> Tensor:
     """h = exp(logs) h + inputs B, y = C h: one decay for each head, so that blocks are matrix products.
 
-    `inputs` are [M, heads, dim], `logs` [M, heads] and negative, `gates` are B and C, each
-    [M, groups, state], shared by the heads of a group; all float32. Gives [M, heads, dim]. Dao & Gu,
-    "Transformers are SSMs", 2024.
+    Gives [M, heads, dim]. Dao & Gu, "Transformers are SSMs", 2024.
     """
-    parts = (inputs, logs, *gates)
-    return scan(parts, slots, _STRUCTURED_BLOCK, torch.empty_like(inputs), _structured_block)
+    if slots.kernel is not None:
+        output = slots.kernel.structured(inputs, slots.state, slots.step.runs)
+        if output is not None:
+            return output
+    return scan(inputs, slots, _STRUCTURED_BLOCK, torch.empty_like(inputs.inputs), _structured_block)
 
 
 def _structured_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,16 +20,17 @@ from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choos
 from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
 from engine.compute.native.quantization import Q4_1, Q8_0
 from engine.compute.native.records import Activation
+from engine.compute.native.state_scans import NativeScans
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree
-from tests.support.delta_cases import DeltaCase
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.gguf_blocks import BLOCK_FORMATS, in_blocks, random_blocks, unpacked
 from tests.support.native import EVERY_INSTRUCTION, compiled_draw, compiled_kernels
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.sampling_reference import Row, inputs_of
+from tests.support.scan_cases import ScanCase, delta_case, selective_case, structured_case
 from tests.support.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -350,7 +351,16 @@ def test_the_fastest_form_that_the_cpu_has_is_chosen(monkeypatch: pytest.MonkeyP
     assert all(isinstance(form, CpuForm) for form in forms_of("arm64")) and EVERY_INSTRUCTION
 
 
-def test_states_follow_the_delta_rule(side: Side) -> None:
-    case = DeltaCase((9, 1, 30), (4, 0, 0), 4, 2, 32, 64, by_channel=True)
-    for found, expected in zip(case.run(side.kernels), case.run(None), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    "case",
+    [
+        delta_case(4, 2, 32, 64),
+        delta_case(4, 2, 32, 64, by_channel=True),
+        structured_case(4, 2, 20, 32),
+        selective_case(40, 16),
+    ],
+)
+def test_states_advance_as_with_torch(side: Side, case: ScanCase) -> None:
+    chosen = case.of((9, 1, 30), (4, 0, 0))
+    for found, expected in zip(chosen.run(NativeScans(side.kernels)), chosen.run(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

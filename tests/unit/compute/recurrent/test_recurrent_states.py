@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.compute.recurrent.delta_kernel import DeltaInputs
 from engine.compute.recurrent.delta_rule import delta_scan
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates, state_bytes
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
+from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
 from engine.compute.recurrent.state_space import (
     convolve,
     diagonal_scan,
@@ -210,7 +210,7 @@ def test_the_selective_scan_is_its_recurrence(layout: Layout, strongest: float) 
     steps, rates = torch.rand(num_tokens, channels) * strongest, -torch.rand(channels, size) - 0.1
     b, c = torch.randn(2, num_tokens, size)
     slots = slots_for(layout, before)
-    output = selective_scan(inputs, steps, rates, (b, c), slots)
+    output = selective_scan(SelectiveInputs(inputs, steps, rates, b, c), slots)
     for slot, rows, num_taken in rows_of(layout):
         state = before[slot].double()
         for place, row in enumerate(rows):
@@ -255,7 +255,7 @@ def test_the_structured_scan_is_its_recurrence(layout: Layout, strongest: float,
     logs = -uneven((num_tokens, heads), strongest)
     b, c = torch.randn(2, num_tokens, num_groups, size)
     slots = slots_for(layout, before)
-    output = structured_scan(inputs, logs, (b, c), slots)
+    output = structured_scan(StructuredInputs(inputs, logs, b, c), slots)
     each = heads // num_groups
     for slot, rows, num_taken in rows_of(layout):
         state = before[slot].double()
@@ -306,5 +306,7 @@ def test_what_is_not_finite_in_one_sequence_stays_there() -> None:
     inputs = DeltaInputs(query, key, value, -torch.rand(8, heads, 1), torch.rand(8, heads))
     assert delta_scan(inputs, slots)[3:].isfinite().all() and slots.state[1].isfinite().all()
     slots = slots_for(layout, torch.zeros(6, heads, dim, dim))
-    assert structured_scan(value, inputs.logs[..., 0], (key, query), slots)[3:].isfinite().all()
+    assert (
+        structured_scan(StructuredInputs(value, inputs.logs[..., 0], key, query), slots)[3:].isfinite().all()
+    )
     assert slots.state[1].isfinite().all()

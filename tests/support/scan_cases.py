@@ -1,0 +1,90 @@
+"""ScanCase: random tokens of some sequences, and states that they advance by a recurrent layer's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.compute.recurrent.delta_rule import delta_scan
+from engine.compute.recurrent.slot_states import LayerSlots
+from engine.compute.recurrent.slot_step import Pieces, SlotStep
+from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StateKernel, StructuredInputs
+from engine.compute.recurrent.state_space import selective_scan, structured_scan
+
+MOST_ROWS = 256
+
+
+class ScanCase:
+    """Sequences of so many rows and drafts behind them; their slots lie the other way round, one is free.
+
+    A row has the same numbers in each case of the same sizes, whatever sequence it is in.
+    """
+
+    def __init__(self, scan: Callable[..., torch.Tensor], inputs: Any, shape: Sequence[int]) -> None:
+        """`inputs` has MOST_ROWS rows in its tensors, but for `rates`; a state has `shape`."""
+        self._scan = scan
+        self._inputs = inputs
+        self._shape = shape
+
+    def of(self, counts: Sequence[int], drafts: Sequence[int]) -> ScanRun:
+        """These sequences."""
+        new = np.array(counts) + np.array(drafts)
+        slots = np.arange(len(counts))[::-1].copy()
+        pieces = Pieces(slots, np.zeros(len(counts), bool), new, 0 * new, np.array(drafts))
+        step = SlotStep(pieces, 0, max(drafts, default=0), torch.device("cpu"))
+        state = torch.randn(len(counts) + 1, *self._shape, generator=torch.Generator().manual_seed(0))
+        return ScanRun(self._scan, rows_of(self._inputs, 0, int(new.sum())), state, step)
+
+
+class ScanRun:
+    """A case with its sequences."""
+
+    def __init__(
+        self, scan: Callable[..., torch.Tensor], inputs: Any, state: torch.Tensor, step: SlotStep
+    ) -> None:
+        self.inputs = inputs
+        self.state = state
+        self.step = step
+        self._scan = scan
+
+    def run(self, kernel: StateKernel | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes of the rows, and the states behind them; `state` stays as it is."""
+        state = self.state.clone()
+        return self._scan(self.inputs, LayerSlots(self.step, torch.empty(0), state, kernel)), state
+
+
+def rows_of(inputs: Any, first: int, stop: int) -> Any:
+    """The inputs of some rows."""
+    return inputs._replace(
+        **{name: each[first:stop] for name, each in inputs._asdict().items() if name != "rates"}
+    )
+
+
+def delta_case(heads: int, key_heads: int, keys: int, values: int, *, by_channel: bool = False) -> ScanCase:
+    """The gated delta rule."""
+    query, key = (each / each.norm(dim=-1, keepdim=True) for each in _noise(2, key_heads, keys).unbind(1))
+    logs = -_noise(heads, keys if by_channel else 1).abs() / 3
+    inputs = DeltaInputs(query, key, _noise(heads, values), logs, _noise(heads).sigmoid())
+    return ScanCase(delta_scan, inputs, (heads, keys, values))
+
+
+def structured_case(heads: int, groups: int, dim: int, size: int) -> ScanCase:
+    """One decay for each head."""
+    b, c = _noise(2, groups, size).unbind(1)
+    inputs = StructuredInputs(_noise(heads, dim), -_noise(heads).abs() / 3, b, c)
+    return ScanCase(structured_scan, inputs, (heads, dim, size))
+
+
+def selective_case(channels: int, size: int) -> ScanCase:
+    """One decay for each number of the state."""
+    b, c = _noise(2, size).unbind(1)
+    rates = -_noise(channels, size)[0].abs()
+    inputs = SelectiveInputs(_noise(channels), _noise(channels).sigmoid(), rates, b, c)
+    return ScanCase(selective_scan, inputs, (channels, size))
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(MOST_ROWS, *shape, generator=torch.Generator().manual_seed(sum(shape)))
