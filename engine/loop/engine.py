@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
 from engine.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestFailed, frames_of
+from engine.loop.controls import Controls
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.engine_parts import Companion, EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.open_requests import Ending, OpenRequests, RequestCounts
@@ -24,9 +24,7 @@ from engine.plan.admission import Admission, check_choice_of_tokens, check_promp
 from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request, RequestStatus
-from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.drafting_state import DraftingState
-from engine.plan.step_records import RequestExplanation
 from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.structured_output import StructuredOutput
@@ -71,6 +69,9 @@ class Engine:
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
         self._counts = RequestCounts(self.metrics)
         self._requests = OpenRequests(self.metrics, self._counts, clock, self._time_limits)
+        self.controls = Controls(
+            self._requests, self._time_limits, clock, lambda: self._loaded, self.drafting
+        )
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
         self._arrivals = count(1)
         self._parts: EngineParts | None = None
@@ -408,63 +409,6 @@ class Engine:
                 refusal.completion_s = self._clock() + needed_s - record.arrival_time
                 refusal.retry_after_s = max(1, math.ceil(late_s))
             raise refusal
-
-    def reprioritize(
-        self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None
-    ) -> bool:
-        """Rank an open request anew; False when there is no such request any more.
-
-        None leaves the old value. `deadline_s` counts from the arrival; one that has passed ends it at once.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        deadline = None if deadline_s is None else request.arrival_time + deadline_s
-        self._loaded.batcher.reprioritize(request_id, priority=priority, deadline=deadline)
-        self._time_limits.watch(request)
-        return True
-
-    def retune(self, request_id: str, change: DraftingChange) -> bool:
-        """Draft for an open request in another way, from the next step on; False when there is no such one.
-
-        It changes the speed only: no token is another for it.
-        """
-        return request_id in self._requests and self._loaded.batcher.retune(request_id, change)
-
-    def change_drafting(self, change: DraftingChange) -> None:
-        """Draft in another way for all requests, from the next step on; no token is another for it.
-
-        What a request asks for itself still holds, within the server's limit. Raises InvalidRequest where
-        nothing can be drafted, Overloaded (loading).
-        """
-        decoder = self._loaded.batcher.decoder
-        if decoder.why_never is not None:
-            raise InvalidRequest(decoder.why_never, param="speculation")
-        decoder.change_rules(change)
-        log.info("drafting has been changed for all requests", extra=asdict(decoder.rules))
-
-    def explain(self, request_id: str) -> RequestExplanation | None:
-        """How an open request stands, its preemptions dated in seconds ago; None when there is none."""
-        found = self._loaded.batcher.explain(request_id) if request_id in self._requests else None
-        if found is None:
-            return None
-        now, state = self._clock(), self.drafting()
-        preemptions = tuple((now - at, mode) for at, mode in found.preemptions)
-        drafting = found.drafting if state is None else found.drafting.within(state)
-        return replace(found, preemptions=preemptions, drafting=drafting)
-
-    def tenant_shares(self) -> dict[str, float]:
-        """Each tenant's share of recent tokens; a bounded number of tenants by name."""
-        return self._requests.shares.shares()
-
-    def reset_prefix_cache(self, owner: str | None = None) -> int:
-        """Forget each cached block of `owner` (None: of all) that no request uses; how many they were.
-
-        What is stored of them elsewhere is deleted, and not counted.
-        """
-        if self._loaded.prefix_store is not None:
-            self._loaded.prefix_store.forget(owner)
-        return self._loaded.batcher.kv.prefixes.reset(owner)
 
     def _check_open(self) -> None:
         if self.fault is not None:

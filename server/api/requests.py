@@ -117,8 +117,8 @@ def _read_change(context: ServerContext, patch: RequestPatch) -> _Change:
 def _change(engine: Engine, request_id: str, change: _Change) -> bool:
     """False when there is no such request any more."""
     if change.drafting is not None:
-        engine.retune(request_id, change.drafting)
-    return engine.reprioritize(request_id, priority=change.priority, deadline_s=change.deadline_s)
+        engine.controls.retune(request_id, change.drafting)
+    return engine.controls.reprioritize(request_id, priority=change.priority, deadline_s=change.deadline_s)
 
 
 @router.get("/v1/requests/{request_id:live}")
@@ -136,7 +136,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     refuse_simple(request)
     context = context_of(request)
     owner = cache_owner(context, exchange_of(request.scope))
-    return json_response({"num_freed_blocks": context.engine.reset_prefix_cache(owner)})
+    return json_response({"num_freed_blocks": context.engine.controls.reset_prefix_cache(owner)})
 
 
 def read_limit(request: Request) -> int:
@@ -159,7 +159,7 @@ def find_reply(request: Request, name: str) -> LiveReply:
 def request_object(request: Request, reply: LiveReply) -> dict[str, object]:
     """A live request, as JSON, with each of its choices that still runs."""
     engine = context_of(request).engine
-    explained = [(index, engine.explain(each)) for index, each in enumerate(reply.request_ids)]
+    explained = [(index, engine.controls.explain(each)) for index, each in enumerate(reply.request_ids)]
     return {
         "id": reply.reply_id,
         "object": "request",

@@ -61,5 +61,5 @@ async def change_server(request: Request) -> Response:
     if change == DraftingChange():
         raise invalid("Nothing to change: give 'enabled', 'num_tokens' or 'length_policy'.", "speculation")
     check_num_tokens(asked.num_tokens, context.engine.info)
-    context.engine.change_drafting(change)
+    context.engine.controls.change_drafting(change)
     return json_response(server_facts(context))

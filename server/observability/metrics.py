@@ -143,7 +143,7 @@ class MetricsPage:
         _write_gauges(page, engine.gauges())
         text = "1 while a drafter is asked for drafts, 0 while it is off or was not loaded."
         page.add("speculation_enabled", "gauge", text, _by("drafter", _enabled(engine.drafting())))
-        shares = engine.tenant_shares()
+        shares = engine.controls.tenant_shares()
         page.add("tenant_share_ratio", "gauge", "Share of the last minute's tokens.", _by("tenant", shares))
         for name, text, field in _COUNTERS:
             _add(page, name, "counter", text, getattr(metrics, field))

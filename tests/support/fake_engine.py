@@ -283,6 +283,11 @@ class FakeEngine:
         self.cancelled.append((request_id, abort))
         return True
 
+    @property
+    def controls(self) -> FakeEngine:
+        """What the engine's have is here beside the rest."""
+        return self
+
     def explain(self, request_id: str) -> RequestExplanation | None:
         open_streams = (each for each in self.streams if not each.over.is_set())
         return next((each.explain() for each in open_streams if each.request_id == request_id), None)

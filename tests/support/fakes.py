@@ -212,6 +212,20 @@ def _distinct(blocks: Iterable[int]) -> set[int]:
     return set(listed)
 
 
+class Hang:
+    """Holds the given step in the middle until released."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, inputs: StepInputs) -> None:
+        self.step -= 1
+        if self.step == 0:
+            self.entered.set()
+            assert self.release.wait(10)
+
+
 class ManualClock:
     """Time that moves only when told to."""
 

@@ -268,7 +268,7 @@ class Run:
 
     async def _reset(self, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        number = self.harness.engine.reset_prefix_cache()
+        number = self.harness.engine.controls.reset_prefix_cache()
         self._note(f"{number} cached blocks forgotten")
         self.outcome.seen["blocks forgotten"] += number
 
@@ -320,17 +320,17 @@ class Run:
             name = streams[value % len(streams)].request_id
             await asyncio.sleep(arrival + at_s - self._now())
             engine = self.harness.engine
-            explanation = engine.explain(name)
+            explanation = engine.controls.explain(name)
             if what == "cancel":
                 done = engine.cancel(name)
             elif what == "priority":
-                done = engine.reprioritize(name, priority=value)
+                done = engine.controls.reprioritize(name, priority=value)
             elif what == "drafts":
-                done = engine.retune(name, _change_of(value))
+                done = engine.controls.retune(name, _change_of(value))
                 if value % 3 == 0 and self.harness.parts.batcher.decoder.why_never is None:
-                    engine.change_drafting(_change_of(value // 3))
+                    engine.controls.change_drafting(_change_of(value // 3))
             else:
-                done = engine.reprioritize(name, deadline_s=max(0, value) / 100)
+                done = engine.controls.reprioritize(name, deadline_s=max(0, value) / 100)
             assert done is (explanation is not None), name
             if explanation is not None:
                 assert (explanation.waits_because is None) is (explanation.status == "running"), name

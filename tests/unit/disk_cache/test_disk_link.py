@@ -84,10 +84,10 @@ async def test_what_is_reset_is_gone_from_disk_too(tmp_path: Path) -> None:
         assert store is not None
         await store.flush()
         assert len(list((tmp_path / "kv").glob("v*/*/*"))) == 2 * NUM_BLOCKS
-        engine.engine.reset_prefix_cache("a")
+        engine.engine.controls.reset_prefix_cache("a")
         await store.flush()
         assert len(list((tmp_path / "kv").glob("v*/*/*"))) == NUM_BLOCKS
-        engine.engine.reset_prefix_cache()
+        engine.engine.controls.reset_prefix_cache()
     assert not list((tmp_path / "kv").glob("v*/*/*"))
 
 

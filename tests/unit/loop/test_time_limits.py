@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -14,7 +13,7 @@ from engine.loop.stream import RequestStream
 from engine.plan.request import FinishReason, GenerationRequest, Request, SamplingParams
 from engine.plan.step_records import StepInputs
 from tests.support.engines import EngineShape, Harness, collect, running_engine
-from tests.support.fakes import ManualClock, expected_output
+from tests.support.fakes import Hang, ManualClock, expected_output
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -25,20 +24,6 @@ def submit(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     deadline = None if deadline_s is None else harness.engine.now() + deadline_s
     return harness.engine.submit(GenerationRequest(name, PROMPT, sampling, deadline=deadline))
-
-
-class Hang:
-    """Holds the given step in the middle until released."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def __call__(self, inputs: StepInputs) -> None:
-        self.step -= 1
-        if self.step == 0:
-            self.entered.set()
-            assert self.release.wait(10)
 
 
 async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_step() -> None:
@@ -121,7 +106,7 @@ async def test_a_new_deadline_counts_from_the_arrival() -> None:
         sampling = SamplingParams(max_tokens=100, temperature=0.0)
         stream = engine.submit(GenerationRequest("a", PROMPT, sampling, arrival_time=arrival))
         await asyncio.to_thread(hang.entered.wait, 10)
-        assert engine.reprioritize("a", deadline_s=2.5)
+        assert engine.controls.reprioritize("a", deadline_s=2.5)
         result = await asyncio.wait_for(collect(stream), 5)
         hang.release.set()
         assert result.finish.reason is FinishReason.DEADLINE
