@@ -51,6 +51,8 @@ def main() -> None:
     # All that a start needs.
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import engine.compute.embedding.source  # noqa: F401
+    import engine.startup.build  # noqa: F401
     import server.commands.serve  # noqa: F401
 
     print(json.dumps([_start(each) for each in json.load(sys.stdin)]))

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+_POLL_S = 0.01  # how often it looks whether to stop
 _LARGE = (".safetensors", ".gguf", ".bin")
 
 
@@ -67,7 +68,7 @@ class FakeHub:
 def fake_hub() -> Iterator[FakeHub]:
     """A hub that serves until the block ends."""
     server = _Server(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,))
     thread.start()
     server.hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
