@@ -40,8 +40,8 @@ def body_of(prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 NEIGHBOURS = (
-    body_of("Once upon a time", 110),
-    body_of("The quick brown fox", 100, temperature=0.9, seed=7),
+    body_of("Once upon a time", 60),
+    body_of("The quick brown fox", 54, temperature=0.9, seed=7),
 )
 SUFFERER = body_of("The capital of", 24, temperature=0.8, seed=3)
 BODIES = (*NEIGHBOURS, SUFFERER)

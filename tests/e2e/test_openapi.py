@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from engine import DraftingChange, Engine
 from server.app import build_app
 from tests.e2e.http_server import make_settings
+from tests.support.examples import share_of
 from tests.support.fake_engine import FakeEngine
 
 ROUTES = {
@@ -61,7 +62,7 @@ ROUTES = {
     ("post", "/reset_prefix_cache"),
 }
 GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
-MANY, BROKEN, FEW = 40, 12, 2  # examples of a route
+MANY, BROKEN, FEW = share_of(40), share_of(12), 2  # examples of a route
 
 
 @dataclass

@@ -18,7 +18,7 @@ from engine.compute.native.install import install, with_kernels
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
 from tests.matrix.reduced import causal_classes, reduced_config
-from tests.support.native import compiled_home, compiled_kernels
+from tests.support.native import FLOAT32_FORM, compiled_home, compiled_kernels
 from tests.support.packed import as_loaded
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import tiny_tokenizer
@@ -59,7 +59,7 @@ def test_experts_are_computed_by_the_kernels(family: str) -> None:
     plain = as_loaded(fresh(family))
     layers = sum(map(has_read_experts, plain.model.modules()))
     expected = packed_sample(forward_of(plain))
-    loaded = install(as_loaded(fresh(family)), compiled_kernels(FLOAT32))
+    loaded = install(as_loaded(fresh(family)), compiled_kernels(FLOAT32, FLOAT32_FORM, formats=True))
     experts = [module for module in loaded.model.modules() if isinstance(module, NativeExperts)]
     assert len(experts) == layers > 0
     found = packed_sample(forward_of(loaded))
@@ -72,8 +72,9 @@ def test_no_weight_holds_its_file(family: str, tmp_path: Path) -> None:
     """Not even those of a router that stays: else a model would take its memory twice."""
     fresh(family).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    flags = ("--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-model-len", "64", "--compile")
-    home = compiled_home(FLOAT32)
+    flags = ("--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-model-len", "64")
+    flags += ("--cpu-kernels", FLOAT32_FORM, "--compile")
+    home = compiled_home(FLOAT32, FLOAT32_FORM, formats=True)
     plain = load_model(tmp_path, load_settings(["m", *flags, "off"], environ={}).model)
     assert str(tmp_path) in MAPS.read_text()
     settings = load_settings(["m", *flags, "on"], environ={}).model

@@ -31,7 +31,7 @@ from engine.compute.runner.self_check import packed_sample
 from engine.errors import StartRefused
 from engine.plan.request import SpeculationOptions
 from engine.plan.step_records import BlockCopy
-from tests.support.native import EVERY_INSTRUCTION, build_here, compiled_home, compiled_kernels
+from tests.support.native import EVERY_INSTRUCTION, FLOAT32_FORM, build_here, compiled_home, compiled_kernels
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
 from tests.support.recurrent import load_recurrent
 from tests.support.repetitive_world import WORDS, repetitive_model
@@ -147,7 +147,8 @@ async def test_a_mixture_speaks_as_without_kernels(family: str, tmp_path: Path) 
     texts = []
     for compile_kernels in ("off", "on"):
         base = ("--dtype", "float32", "--compile", compile_kernels, "--speculative-method", "none")
-        async with engine_of(target, *base, home=compiled_home(torch.float32)) as engine:
+        home = compiled_home(torch.float32, FLOAT32_FORM, formats=True)
+        async with engine_of(target, *base, "--cpu-kernels", FLOAT32_FORM, home=home) as engine:
             sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
             streams = [
                 engine.submit(GenerationRequest(str(seed), [7 + seed, 40 + seed, 300 + seed], sampling))

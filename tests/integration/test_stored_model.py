@@ -16,7 +16,7 @@ from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear
 from engine.compute.native.decoder import NativeDecoder
-from engine.compute.native.forms import NativeUnavailable, forms_of
+from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
 from engine.compute.native.records import BLOCKS, ELEMENTS
@@ -25,7 +25,7 @@ from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 from tests.support.gguf_blocks import BLOCK_FORMATS
-from tests.support.native import compiled_home
+from tests.support.native import FLOAT32_FORM, compiled_home
 from tests.support.packed import as_loaded
 from tests.support.quantized_checkpoints import Checkpoint, awq, compressed_integers, save_quantized
 from tests.support.speculated import single_threaded
@@ -41,10 +41,6 @@ def small() -> Iterator[None]:
         yield
 
 
-# Of the kernels in float32, which are compiled for tests/unit/compute/native/test_forms.py too.
-FORM = forms_of()[-1].name if forms_of() else "auto"
-
-
 def settings_of(path: Path, *flags: str) -> ModelSettings:
     return load_settings([str(path), *flags], environ={}).model
 
@@ -57,7 +53,7 @@ def stored(path: Path, dtype: str = "float32") -> LoadedModel:
 
 def served(path: Path, dtype: str = "float32") -> LoadedModel:
     """The same on the kernels."""
-    form = FORM if dtype == "float32" else "auto"
+    form = FLOAT32_FORM if dtype == "float32" else "auto"
     home = compiled_home(getattr(torch, dtype), form, formats=True)
     settings = settings_of(path, "--dtype", dtype, "--cpu-kernels", form)
     loaded = take_weights(stored(path, dtype), settings, home)

@@ -51,7 +51,7 @@ def main() -> None:
     # All that a start needs.
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import engine.compute.embedding.source  # noqa: F401
+    import engine.compute.embedding.source
     import engine.startup.build  # noqa: F401
     import server.commands.serve  # noqa: F401
 

@@ -21,6 +21,9 @@ WITHOUT_KERNELS = {"SLIPSTREAM_MODEL__COMPILE": "off"}
 # As torch says what a CPU has, of one that has all that any form of the kernels is made of.
 EVERY_INSTRUCTION = {name: True for form in forms_of() for name in form.needs}
 
+# Of the kernels in float32, which tests of all that is not a form's own share: one compilation, with formats.
+FLOAT32_FORM = forms_of()[-1].name if forms_of() else "auto"
+
 
 @cache
 def _home() -> Path:

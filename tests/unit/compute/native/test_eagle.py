@@ -15,9 +15,10 @@ from engine.compute.drafters.eagle_round import Chain, EagleNoise, EagleRound, G
 from engine.compute.drafters.eagle_torch import TorchEagle
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.native.eagle import NativeEagle
+from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.sampling.noise import row_keys
-from tests.support.native import compiled_kernels
+from tests.support.native import FLOAT32_FORM, compiled_kernels
 from tests.support.packed import load_tiny
 from tests.support.speculated import single_threaded
 from tests.support.tiny_eagle import TinyEagle
@@ -39,9 +40,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> EagleWeights:
     return EagleWeights.of(load_eagle_layer(tiny.save(tmp_path_factory.mktemp("eagle") / "x"), target))
 
 
-def both(weights: EagleWeights, least_chance: float = 0.0) -> tuple[NativeEagle, TorchEagle]:
+@pytest.fixture(scope="module", params=[FLOAT32_FORM, pytest.param("auto", marks=pytest.mark.slow)])
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
+    return compiled_kernels(DTYPE, request.param, formats=True)
+
+
+def both(
+    weights: EagleWeights, kernels: NativeKernels, least_chance: float = 0.0
+) -> tuple[NativeEagle, TorchEagle]:
     """Each over K/V of its own."""
-    kernels = compiled_kernels(DTYPE)
     assert NativeEagle.fits(weights, kernels)
     sizes = weights.sizes
     kvs = [EagleKv((sizes.kv_heads, sizes.head_dim), sizes.window, 8, MOST, weights.head) for _ in range(2)]
@@ -83,9 +90,9 @@ def made_round(
     [([1], [1]), ([1], [5]), ([9], [0]), ([2, 1, 7], [5, 3, 1]), ([9, 3, 1, 1], [4, 4, 1, 0])],
 )
 def test_drafts_are_those_of_tensor_operations(
-    rows: list[int], drafts: list[int], temperature: float, weights: EagleWeights
+    rows: list[int], drafts: list[int], temperature: float, weights: EagleWeights, kernels: NativeKernels
 ) -> None:
-    native, plain = both(weights)
+    native, plain = both(weights, kernels)
     kept = [0] * len(rows)
     for turn in range(3):  # each round over the K/V of those before
         work = made_round(rows, drafts, kept, temperature=temperature, seed=turn)
@@ -118,8 +125,8 @@ def chain_of(chains: list[Chain]) -> list[list[Guess]]:
     return [guesses for chain in chains for guesses in chain]
 
 
-def test_a_chain_that_is_unlikely_ends(weights: EagleWeights) -> None:
-    native, plain = both(weights, least_chance=0.2)
+def test_a_chain_that_is_unlikely_ends(weights: EagleWeights, kernels: NativeKernels) -> None:
+    native, plain = both(weights, kernels, least_chance=0.2)
     work = made_round([3, 5, 2, 4], [5, 5, 5, 5], [0, 0, 0, 0])
     found = native.run(work)
     assert_alike(found, plain.run(work), drawn=False)
@@ -128,8 +135,10 @@ def test_a_chain_that_is_unlikely_ends(weights: EagleWeights) -> None:
         assert all(guesses[0].chance >= 0.2 for guesses in chain[:-1])
 
 
-def test_a_chain_ends_where_nothing_behind_it_could_be_among_the_best(weights: EagleWeights) -> None:
-    native, plain = both(weights)
+def test_a_chain_ends_where_nothing_behind_it_could_be_among_the_best(
+    weights: EagleWeights, kernels: NativeKernels
+) -> None:
+    native, plain = both(weights, kernels)
     work = made_round([3, 5, 2, 4], [2, 2, 2, 2], [0, 0, 0, 0])
     longer = replace(work, num_drafts=[5, 5, 5, 5])
     found, whole = native.run(work), native.run(longer)
@@ -139,11 +148,13 @@ def test_a_chain_ends_where_nothing_behind_it_could_be_among_the_best(weights: E
         assert sorted((g.chance for guesses in chain for g in guesses), reverse=True)[:2] == best
 
 
-def test_the_drafts_are_the_same_on_any_number_of_threads(weights: EagleWeights) -> None:
+def test_the_drafts_are_the_same_on_any_number_of_threads(
+    weights: EagleWeights, kernels: NativeKernels
+) -> None:
     work = made_round([16, 3, 1, 1], [5, 4, 4, 1], [0, 0, 0, 0], temperature=0.7)
-    expected = both(weights)[0].run(work)
-    team = compiled_kernels(DTYPE).team
+    expected = both(weights, kernels)[0].run(work)
+    team = kernels.team
     for threads in (2, 3):
         team.resize(threads)
-        assert all(both(weights)[0].run(work) == expected for _ in range(5))
+        assert all(both(weights, kernels)[0].run(work) == expected for _ in range(5))
     team.resize(1)
