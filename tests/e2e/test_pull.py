@@ -35,7 +35,7 @@ def environment(hub: FakeHub, folder: Path) -> dict[str, str]:
 
 
 def slipstream(*lines: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """These command lines in turn, in one process: most of its time goes to imports. The code is the last one's."""
+    """These command lines in turn, in one process that imports once; the code of the last."""
     each = "[main(line.split()) for line in sys.argv[1:]]"
     program = f"import sys; from server.commands.cli import main; sys.exit({each}[-1])"
     command = [sys.executable, "-c", program, *lines]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from config import load_settings
 from engine.compute.loading.loader import load_model
@@ -25,11 +26,16 @@ from tests.support.tiny_models import tiny_tokenizer
 
 FLOAT32 = torch.float32
 MAPS = Path("/proc/self/maps")
-CLASSES = {
-    model_class.__module__.split(".")[-2]: config_class
-    for config_class, model_class in causal_classes()
-    if model_class.__module__.split(".")[-2] in EXPERTS
-}
+
+
+@cache
+def classes() -> Mapping[str, type[PretrainedConfig]]:
+    """The configuration of each family that has them; to find it imports every model of transformers."""
+    return {
+        model_class.__module__.split(".")[-2]: config_class
+        for config_class, model_class in causal_classes()
+        if model_class.__module__.split(".")[-2] in EXPERTS
+    }
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,7 +45,7 @@ def small() -> Iterator[None]:
 
 
 def fresh(family: str) -> PreTrainedModel:
-    config = reduced_config(CLASSES[family])
+    config = reduced_config(classes()[family])
     if family in FAMILIES:
         config.head_dim = 32
     torch.manual_seed(0)
@@ -51,7 +57,7 @@ def fresh(family: str) -> PreTrainedModel:
 
 
 def test_every_family_is_here() -> None:
-    assert set(CLASSES) == EXPERTS
+    assert set(classes()) == EXPERTS
 
 
 @pytest.mark.parametrize("family", sorted(EXPERTS))
@@ -73,11 +79,11 @@ def test_no_weight_holds_its_file(family: str, tmp_path: Path) -> None:
     fresh(family).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     flags = ("--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-model-len", "64")
-    flags += ("--cpu-kernels", FLOAT32_FORM, "--compile")
+    kernels = ("--cpu-kernels", FLOAT32_FORM, "--compile")
     home = compiled_home(FLOAT32, FLOAT32_FORM, formats=True)
-    plain = load_model(tmp_path, load_settings(["m", *flags, "off"], environ={}).model)
+    plain = load_model(tmp_path, load_settings(["m", *flags, *kernels, "off"], environ={}).model)
     assert str(tmp_path) in MAPS.read_text()
-    settings = load_settings(["m", *flags, "on"], environ={}).model
+    settings = load_settings(["m", *flags, *kernels, "on"], environ={}).model
     loaded = with_kernels(plain, settings, home, lambda: plain)
     gc.collect()
     assert loaded.model is plain.model and str(tmp_path) not in MAPS.read_text()
