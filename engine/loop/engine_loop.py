@@ -266,7 +266,7 @@ class EngineLoop:
         if result.swap_bytes:
             rates.observe_swap(result.swap_bytes, result.swap_s)
         if not decision.num_prefill_tokens:
-            step_s = max(pass_s, self._clock() - started - self._decoder.waited_s)
+            step_s = max(pass_s, self._clock() - started - self._decoder.gain.waited_s)
             num_seqs = len(decision.scheduled)
             self._decoder.observe_pass(num_seqs, decision.num_tokens, num_drafts, pass_s, step_s)
 

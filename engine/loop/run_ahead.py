@@ -119,7 +119,7 @@ class RunAhead:
         begin = self._clock()
         done, _ = await asyncio.wait([task.future], timeout=self._patience_s)
         waited_s = self._clock() - begin
-        self._decoder.note_waited(waited_s)
+        self._decoder.gain.note_waited(waited_s)
         if not done:
             task.lane.is_quick = False
             return False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from engine.plan.request import GenerationRequest, Request, RequestStatus, SamplingParams
-from engine.plan.scheduling.request_queue import RequestQueue
 
 TENANT_SHARE = 7 / 8  # of the queue's places, that one of several tenants may have
 
@@ -25,16 +24,6 @@ class Weighed(Protocol):
     @property
     def num_tokens(self) -> int:
         """How much of it waits."""
-
-
-class WeighedQueue(Protocol):
-    """Where it waits; `num_tokens` are those of all."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Weighed]: ...
-    @property
-    def num_tokens(self) -> int:
-        """See above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +64,7 @@ class Admission:
     def admit(
         self,
         num_requests: int,
-        waiting: RequestQueue | Sequence[Request],
+        waiting: Iterable[Request],
         tenant: str | None = None,
         priority: int = 0,
     ) -> ExitStack:
@@ -89,16 +78,17 @@ class Admission:
         permit.callback(self._give_back, num_requests, tenant)
         return permit
 
-    def check_tokens(self, records: Sequence[Weighed], queue: WeighedQueue, priority: int = 0) -> None:
+    def check_tokens(self, records: Sequence[Weighed], queue: Iterable[Weighed], priority: int = 0) -> None:
         """Raise Overloaded when one reply's prompts overfill the queue; an empty queue takes any one."""
-        if records and len(records) + len(queue) > 1:
+        waiting = list(queue)
+        if records and len(records) + len(waiting) > 1:
             held: Counter[str | None] = Counter()
-            for request in queue:
+            for request in waiting:
                 held[request.tenant] += request.num_tokens
             num_tokens = sum(record.num_tokens for record in records)
             limit, what = self.max_queued_tokens, "prompt tokens"
-            places = Places(what, limit, held, lambda each: each.num_tokens, len(queue))
-            self._take(num_tokens, places, queue, records[0].tenant, priority)
+            places = Places(what, limit, held, lambda each: each.num_tokens, len(waiting))
+            self._take(num_tokens, places, waiting, records[0].tenant, priority)
 
     def _take(
         self, asked: int, places: Places, waiting: Iterable[Weighed], tenant: str | None, priority: int

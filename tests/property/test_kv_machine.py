@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from engine.errors import RewindError, RewindFault
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from tests.support.examples import share_of
+from tests.support.factories import free_block_ids
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 12, 3, 5, 6
 
@@ -241,7 +242,7 @@ class KvMachine(RuleBasedStateMachine):
 
     @invariant()
     def ids_and_order_are_the_models(self) -> None:
-        assert self.kv.pool.free_block_ids() == (*self.free, *self.kept)
+        assert free_block_ids(self.kv.pool) == (*self.free, *self.kept)
         assert self.kv.pool.num_free_kept == len(self.kept)
         assert self.names == self.kv.pool.kept
         for name in self.tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.plan.kv.block_pool import BlockPool
 from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -14,6 +15,11 @@ from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision
 from tests.support.fakes import FakeRunner, ManualClock
+
+
+def free_block_ids(pool: BlockPool) -> tuple[int, ...]:
+    """The free blocks, those kept last."""
+    return (*pool._free, *pool._free_kept)
 
 
 def make_request(

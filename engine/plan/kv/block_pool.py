@@ -158,10 +158,6 @@ class BlockPool:
         """How many tables hold each block. O(blocks): for integrity checks."""
         return np.array(self._ref_counts, np.int64)
 
-    def free_block_ids(self) -> tuple[int, ...]:
-        """The free blocks, those kept last. O(free): for tests and integrity checks."""
-        return (*self._free, *self._free_kept)
-
     def free_kept_block_ids(self) -> tuple[int, ...]:
         """The free blocks whose contents are kept, of each owner the next to be taken first. O(free kept)."""
         return tuple(self._free_kept)

@@ -24,7 +24,6 @@ class RequestQueue:
         self._waiting: dict[str, Request] = {}
         self._held: dict[str, str] = {}  # by id, with the leader's id; these are in no lane
         self._held_for: dict[str, list[str]] = {}  # by leader; may name requests that are not held any more
-        self.num_tokens = 0  # known tokens of all that wait
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,7 +45,6 @@ class RequestQueue:
         self._policy.enqueue(request)
         self._waiting[request.request_id] = request
         self._push(request)
-        self.num_tokens += len(request.token_ids)
 
     def peek(self) -> Request | None:
         """The request that `pop` would return; None when all that wait are held."""
@@ -68,7 +66,6 @@ class RequestQueue:
             return None
         if self._held.pop(request_id, None) is None:
             self._leave_lane(request)
-        self.num_tokens -= len(request.token_ids)
         self._policy.dequeue(request)
         return request
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
+from engine.plan.speculation.spec_stats import RecentRatio
+
 _MEMORY = 0.99  # of a step's weight is left one step later: some hundred steps count
 _FIRST_FIT, _FIT_EVERY = 8, 16  # steps; before the first fit nothing is known
 _SEED_ROUNDS = 4  # each as good as so many steps
@@ -30,8 +32,7 @@ class ServiceRates:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._times = [0.0] * 3
         self._costs = [0.0] * 3
-        self._swap_bytes = 0.0
-        self._swap_seconds = 0.0
+        self._swap = RecentRatio(_MEMORY)  # seconds over bytes
 
     @property
     def is_known(self) -> bool:
@@ -60,8 +61,7 @@ class ServiceRates:
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         """Learn from K/V blocks that were copied to or from host memory."""
-        self._swap_bytes = _MEMORY * self._swap_bytes + num_bytes
-        self._swap_seconds = _MEMORY * self._swap_seconds + seconds
+        self._swap.observe(seconds, num_bytes)
 
     def _fit(self) -> None:
         costs = self._costs
@@ -91,7 +91,7 @@ class ServiceRates:
 
     def swap_s(self, num_bytes: int) -> float | None:
         """Seconds to copy bytes between device and host; None while unknown."""
-        return self._swap_seconds / self._swap_bytes * num_bytes if self._swap_bytes else None
+        return self._swap.ratio * num_bytes if self._swap.whole else None
 
     def swap_is_cheaper(self, num_tokens: int, num_bytes: int) -> bool:
         """True if copying KV out and back is known to be faster than computing it, and once to find out."""

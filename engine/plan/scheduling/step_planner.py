@@ -291,7 +291,7 @@ class StepPlanner:
             num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
             max_draft_tokens=budget.left,
-            draft_s=self._decoder.waited_s,
+            draft_s=self._decoder.gain.waited_s,
         )
         verified: list[ScheduledItem] = []
         for request, drafted in self._decoder.choose(decodes, load):

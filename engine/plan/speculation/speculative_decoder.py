@@ -96,11 +96,6 @@ class SpeculativeDecoder:
         return cls(config, (), make_length_policy(config, costs), costs)
 
     @property
-    def waited_s(self) -> float:
-        """How long the next step has waited for drafts so far."""
-        return self.gain.waited_s
-
-    @property
     def tokens_a_step(self) -> float:
         """Tokens that a request gets a step, as rounds went; with half of all drafts while few are known."""
         if self.why_off is not None:
@@ -251,10 +246,6 @@ class SpeculativeDecoder:
         self._apply_changes()
         for link in self.links:
             link.begin_step(is_awaited=link in awaited)
-
-    def note_waited(self, seconds: float) -> None:
-        """The step that is being prepared has waited so much longer for drafts."""
-        self.gain.note_waited(seconds)
 
     def choose(
         self, decodes: Sequence[Request], load: StepLoad

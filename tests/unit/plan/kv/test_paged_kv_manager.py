@@ -5,7 +5,7 @@ import pytest
 from engine.errors import RewindError, RewindFault
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.step_records import BlockCopy
-from tests.support.factories import make_kv
+from tests.support.factories import free_block_ids, make_kv
 
 
 def ref_counts(kv: PagedKvManager) -> list[int]:
@@ -58,7 +58,7 @@ def test_free_releases_the_last_block_first_and_returns_the_row() -> None:
     kv.allocate("a", 6)
     kv.allocate("b", 2)
     kv.free("a")
-    assert kv.pool.free_block_ids() == (4, 5, 2, 1, 0)
+    assert free_block_ids(kv.pool) == (4, 5, 2, 1, 0)
     assert "a" not in kv
     assert kv.block_tables[0].tolist() == [0] * 6
     kv.allocate("c", 2)
@@ -125,7 +125,7 @@ def test_copy_on_write_without_a_free_block_changes_nothing() -> None:
     kv.fork("parent", "child")
     assert kv.copy_on_write("child", 0) is None
     assert kv.block_ids("child") == (0, 1)
-    assert kv.pool.free_block_ids() == (2,)
+    assert free_block_ids(kv.pool) == (2,)
     assert kv.copy_on_write("child", 7) == (BlockCopy(1, 2),)
     kv.check_integrity()
 
@@ -135,7 +135,7 @@ def test_rewind_releases_whole_blocks_past_the_end() -> None:
     kv.allocate("a", 17)
     kv.rewind("a", 9)
     assert kv.block_ids("a") == (0, 1, 2)
-    assert kv.pool.free_block_ids() == (5, 4, 3)
+    assert free_block_ids(kv.pool) == (5, 4, 3)
     kv.rewind("a", 8)
     assert kv.block_ids("a") == (0, 1)
     assert kv.block_tables[0].tolist() == [0, 1, 0, 0, 0, 0]

@@ -5,7 +5,7 @@ import pytest
 from engine.plan.kv.block_pool import BlockPool
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.kv.prefix_cache import PrefixCache, extend_block_hashes, owned_salt
-from tests.support.factories import make_kv
+from tests.support.factories import free_block_ids, make_kv
 
 HASHES = [bytes([i]) * 32 for i in range(8)]
 
@@ -99,7 +99,7 @@ def test_a_free_block_is_found_until_it_is_taken() -> None:
     pool, cache = make_cache()
     cache.publish(1, HASHES[0])
     pool.release([1, 3])
-    assert pool.free_block_ids() == (3, 1)
+    assert free_block_ids(pool) == (3, 1)
     assert pool.take(1) == [3]
     assert cache.find(HASHES, 1) == [1]
     taken = pool.take(1)
@@ -115,7 +115,7 @@ def test_reset_leaves_what_is_in_use() -> None:
     pool.release([2, 1])
     assert cache.reset() == 2
     assert cache.find(HASHES, 3) == [0]
-    assert (pool.free_block_ids(), pool.num_free_kept) == ((2, 1), 0)
+    assert (free_block_ids(pool), pool.num_free_kept) == ((2, 1), 0)
     assert cache.reset() == 0
 
 
@@ -146,7 +146,7 @@ def test_a_sequence_starts_on_published_blocks() -> None:
     kv.free("a")
     assert (kv.pool.num_free, kv.pool.num_free_kept) == (3, 0)
     kv.free("b")
-    assert kv.pool.free_block_ids() == (4, 5, 2, 3, 1, 0), "kept ones are taken last"
+    assert free_block_ids(kv.pool) == (4, 5, 2, 3, 1, 0), "kept ones are taken last"
     assert (kv.pool.num_free, kv.pool.num_free_kept, kv.num_used_blocks) == (6, 2, 0)
     assert kv.start("c", 8, kv.prefixes.find(HASHES, 2))
     assert kv.block_ids("c") == (0, 1)
@@ -158,9 +158,9 @@ def test_found_blocks_are_not_counted_as_free_for_the_rest() -> None:
     kv.allocate("a", 8)
     publish(kv, "a", 2)
     kv.free("a")
-    order = kv.pool.free_block_ids()
+    order = free_block_ids(kv.pool)
     assert not kv.start("b", 16, kv.prefixes.find(HASHES, 2))
-    assert kv.pool.free_block_ids() == order
+    assert free_block_ids(kv.pool) == order
     assert kv.start("b", 12, kv.prefixes.find(HASHES, 2))
     assert kv.block_ids("b") == (0, 1, 2)
 

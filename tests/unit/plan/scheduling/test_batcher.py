@@ -45,11 +45,11 @@ def test_a_request_goes_from_prompt_to_its_last_token() -> None:
     runner = make_runner(batcher)
     request = make_request("a", [1, 2, 3, 4, 5], max_tokens=3)
     batcher.add(request)
-    assert (len(batcher.queue), len(batcher.running), batcher.queue.num_tokens) == (1, 0, 5)
+    assert (len(batcher.queue), len(batcher.running)) == (1, 0)
     decision, committed = run_step(batcher, runner)
     assert shape_of(decision) == [("a", 0, 5, True)]
     assert (decision.num_decode_tokens, decision.num_prefill_tokens) == (0, 5)
-    assert (len(batcher.queue), len(batcher.running), batcher.queue.num_tokens) == (0, 1, 0)
+    assert (len(batcher.queue), len(batcher.running)) == (0, 1)
     assert [(token.request, token.row, token.finish_reason, token.error) for token in committed] == [
         (request, 0, None, None)
     ]

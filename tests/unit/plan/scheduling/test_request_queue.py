@@ -91,17 +91,6 @@ def test_reprioritizing_without_a_change_keeps_the_order() -> None:
     assert drain(queue) == ["a", "b", "c"]
 
 
-def test_known_tokens_are_counted() -> None:
-    queue = make_queue(make_request("a", 5), make_request("b", 7, arrival=1))
-    assert queue.num_tokens == 12
-    queue.remove("b")
-    assert queue.num_tokens == 5
-    queue.reprioritize("a")
-    assert queue.num_tokens == 5
-    queue.pop()
-    assert queue.num_tokens == 0
-
-
 def test_dead_places_do_not_pile_up() -> None:
     requests = [make_request(f"r{i}", arrival=i) for i in range(1000)]
     queue = make_queue(*requests)
@@ -140,7 +129,7 @@ def test_a_held_request_waits_like_the_rest() -> None:
     assert queue.peek() is b
     assert queue.held_for("a") == "x"
     assert queue.held_for("b") is None
-    assert (len(queue), queue.num_tokens, "a" in queue, queue.get("a")) == (3, 6, True, a)
+    assert (len(queue), "a" in queue, queue.get("a")) == (3, True, a)
     queue.unhold("nobody")
     queue.unhold("x")
     assert queue.peek() is a

@@ -4,7 +4,7 @@ from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.policy import make_policy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.running_set import RunningSet
-from tests.support.factories import make_kv, make_request, preempted
+from tests.support.factories import free_block_ids, make_kv, make_request, preempted
 from tests.support.fakes import ManualClock
 
 
@@ -99,7 +99,7 @@ def test_a_request_may_have_to_preempt_itself() -> None:
     b = run(running, "b", 4, arrival=1)
     assert running.make_room([grow(b)]) == ([b], [])
     assert b.status is RequestStatus.PREEMPTED
-    assert running.kv.pool.free_block_ids() == (1,)
+    assert free_block_ids(running.kv.pool) == (1,)
 
 
 def test_the_worst_class_gives_way_first() -> None:
