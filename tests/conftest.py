@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import compile_once
+from tests.support import compile_ahead, compile_once
 from tests.support.examples import register_profiles
 
 register_profiles()
@@ -19,8 +19,12 @@ register_profiles()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run in several processes, the one that starts the others, which take on its PATH."""
-    if not hasattr(config, "workerinput") and (folder := compile_once.put_first()) is not None:
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if hasattr(config, "workerinput") or (folder := compile_once.put_first()) is None:
+        return
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and getattr(config.option, "numprocesses", None):
+        config.add_cleanup(compile_ahead.start())
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -31,7 +31,14 @@ from engine.compute.runner.self_check import packed_sample
 from engine.errors import StartRefused
 from engine.plan.request import SpeculationOptions
 from engine.plan.step_records import BlockCopy
-from tests.support.native import EVERY_INSTRUCTION, FLOAT32_FORM, build_here, compiled_home, compiled_kernels
+from tests.support.native import (
+    EVERY_INSTRUCTION,
+    FLOAT32_FORM,
+    PLAIN_FORM,
+    build_here,
+    compiled_home,
+    compiled_kernels,
+)
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
 from tests.support.recurrent import load_recurrent
 from tests.support.repetitive_world import WORDS, repetitive_model
@@ -381,17 +388,20 @@ async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(kept: str, tmp
 # --- --compile ---
 
 
-def with_kernels(asked: str, home: Path, loaded: LoadedModel | None = None) -> LoadedModel:
-    settings = load_settings(["m", "--compile", asked], environ={}).model
+def with_kernels(
+    asked: str, home: Path, loaded: LoadedModel | None = None, form: str = "auto"
+) -> LoadedModel:
+    settings = load_settings(["m", "--compile", asked, "--cpu-kernels", form], environ={}).model
     return install.with_kernels(loaded or fresh("llama"), settings, home, lambda: fresh("llama"))
 
 
-def test_compile_on_and_auto_use_them_and_off_does_not(tmp_path: Path, kernels: NativeKernels) -> None:
+def test_compile_on_and_auto_use_them_and_off_does_not(tmp_path: Path) -> None:
+    expected = compiler.file_name(build_here(form=PLAIN_FORM))
     assert with_kernels("off", tmp_path).kernels is None
     assert not any(tmp_path.iterdir())
     for asked in ("on", "auto"):
-        assert with_kernels(asked, tmp_path).kernels is not None
-    assert [path.name for path in (tmp_path / "native").iterdir()] == [compiler.file_name(build_here())]
+        assert with_kernels(asked, tmp_path, form=PLAIN_FORM).kernels is not None
+    assert [path.name for path in (tmp_path / "native").iterdir()] == [expected]
 
 
 def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | None = None) -> str:
@@ -459,35 +469,36 @@ def test_a_home_that_cannot_be_written_to(
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path: Path, kernels: NativeKernels) -> None:
-    made = compiler.library(tmp_path, build_here())
+    made = compiler.library(tmp_path, build_here(formats=True))
     whole = made.read_bytes()
     for damaged in (b"", whole[:-1], whole[:9000] + b"x" + whole[9001:], whole[:20_000]):
         made.unlink()
         made.write_bytes(damaged)
-        assert compiler.find_library(tmp_path, build_here()) is None
-    assert compiler.library(tmp_path, build_here()) == made
+        assert compiler.find_library(tmp_path, build_here(formats=True)) is None
+    assert compiler.library(tmp_path, build_here(formats=True)) == made
     NativeKernels(made)
-    assert compiler.find_library(tmp_path, build_here()) == made
+    assert compiler.find_library(tmp_path, build_here(formats=True)) == made
 
 
 def test_an_installation_brings_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: NativeKernels
 ) -> None:
-    bundled = compiler.bundled_library(tmp_path / "prefix", build_here())
-    compiler.compile_into(bundled, build_here())
+    bundled = compiler.bundled_library(tmp_path / "prefix", build_here(formats=True))
+    compiler.compile_into(bundled, build_here(formats=True))
     monkeypatch.setattr(compiler, "_COMPILERS", ())
-    assert compiler.library(tmp_path / "home", build_here(), tmp_path / "prefix") == bundled
+    assert compiler.library(tmp_path / "home", build_here(formats=True), tmp_path / "prefix") == bundled
     assert not (tmp_path / "home").exists()
 
 
 def test_changed_logits_bring_the_model_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: NativeKernels
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No module is replaced that answers otherwise; should they together, nobody is left without a server."""
+    home = compiled_home(form=PLAIN_FORM)
     monkeypatch.setattr(install, "packed_difference", lambda *_: "by 3 of their spread (limit 0.1)")
     with pytest.raises(StartRefused, match="the kernels change the logits by 3 of their spread"):
-        with_kernels("on", tmp_path)
-    assert counts(with_kernels("auto", tmp_path).model) == (0, 0, 0, 0)
+        with_kernels("on", home, form=PLAIN_FORM)
+    assert counts(with_kernels("auto", home, form=PLAIN_FORM).model) == (0, 0, 0, 0)
     assert (
         "compiled kernels are not used: they change the logits by 3 of their spread (limit 0.1)"
         in caplog.messages

@@ -44,13 +44,13 @@ def world(small: None, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def families(world: World) -> list[Family]:
-    return make_families(world, 48)
+    return make_families(world, share_of(64))
 
 
 @pytest.fixture(scope="module")
 def fewer(families: list[Family]) -> list[Family]:
     """Enough for drafters that always have something to say."""
-    return families[: share_of(len(families))]
+    return families[: share_of(48)]
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,17 @@ WITHOUT_KERNELS = {"SLIPSTREAM_MODEL__COMPILE": "off"}
 # As torch says what a CPU has, of one that has all that any form of the kernels is made of.
 EVERY_INSTRUCTION = {name: True for form in forms_of() for name in form.needs}
 
-# Of the kernels in float32, which tests of all that is not a form's own share: one compilation, with formats.
-FLOAT32_FORM = forms_of()[-1].name if forms_of() else "auto"
+# A library takes long to compile, so tests share them: in bfloat16 the fastest form and in float32 this one,
+# both with formats, which serve for what needs none too; and this form in bfloat16 where there must be none.
+PLAIN_FORM = FLOAT32_FORM = forms_of()[-1].name if forms_of() else "auto"
+
+# What the default tests ask for on most machines; the rest is compiled by the first test that needs it.
+DEFAULT_BUILDS = (
+    (torch.float32, FLOAT32_FORM, True),
+    (torch.bfloat16, "auto", True),
+    (torch.bfloat16, PLAIN_FORM, False),
+    (torch.float16, "avx512", False),
+)
 
 
 @cache
@@ -52,12 +61,19 @@ def build_here(
     return build
 
 
+def _shared(dtype: torch.dtype, form: str, formats: bool) -> KernelBuild:
+    """As `build_here`, but in the fastest form in bfloat16 always with formats: other tests need them."""
+    build = build_here(dtype, form, formats=formats)
+    fastest = choose_build(torch.bfloat16, formats=True)
+    return fastest if (build.form, build.dtype) == (fastest.form, fastest.dtype) else build
+
+
 def compiled_home(dtype: torch.dtype = torch.bfloat16, form: str = "auto", *, formats: bool = False) -> Path:
     """A home with the kernels in it, compiled once a process; as `build_here`.
 
     Source that does not compile fails the test.
     """
-    _compiled(build_here(dtype, form, formats=formats))
+    _compiled(_shared(dtype, form, formats))
     return _home()
 
 
@@ -70,9 +86,9 @@ def compiled_kernels(
     dtype: torch.dtype = torch.bfloat16, form: str = "auto", *, formats: bool = False
 ) -> NativeKernels:
     """The kernels, loaded once a process; as `compiled_home`."""
-    return _loaded(build_here(dtype, form, formats=formats))
+    return _loaded(_shared(dtype, form, formats))
 
 
 def compiled_draw(form: str = "auto", dtype: torch.dtype = torch.bfloat16) -> NativeDraw:
     """What draws rows; as `compiled_home`."""
-    return NativeDraw(_compiled(build_here(dtype, form)))
+    return NativeDraw(_compiled(_shared(dtype, form, formats=False)))
