@@ -188,7 +188,9 @@ async def test_a_recurrent_model_speaks_as_without_kernels(family: str, tmp_path
         flags = ["--dtype", "float32", "--compile", compile_kernels, "--max-num-seqs", "8"]
         flags += ["--speculative-method", drafter]
         flags += [] if drafter == "none" else ["--draft-length-policy", "fixed", "--min-acceptance-rate", "0"]
-        async with engine_of(target, *flags, home=compiled_home(torch.float32)) as engine:
+        flags += ["--cpu-kernels", FLOAT32_FORM]
+        home = compiled_home(torch.float32, FLOAT32_FORM, formats=True)
+        async with engine_of(target, *flags, home=home) as engine:
             streams = []
             for seed, guess in enumerate(guesses):
                 sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -14,8 +14,9 @@ from functools import partial
 import torch
 
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_forward import MemorySizes
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import ScratchPass, forward_of
 
 _TIME_LIMIT_S = 0.3  # after which no other number is tried
 _ROUNDS = 3  # the fastest counts
@@ -47,9 +48,9 @@ def choose_threads(
 ) -> ThreadChoice:
     """Try `counts`, the likeliest first, and have the best compute for the calling thread; at least one.
 
-    Only models on the CPU whose steps can be made up are tried; others keep the first.
+    Only models on the CPU are tried; others keep the first.
     """
-    if loaded.device.type != "cpu" or loaded.keeps_state or len(counts) == 1:
+    if loaded.device.type != "cpu" or len(counts) == 1:
         use_threads(loaded, counts[0])
         return ThreadChoice(counts[0], {})
     return fastest(_decode_step(loaded), counts, partial(use_threads, loaded), clock)
@@ -103,14 +104,13 @@ def _best_of(step: Callable[[], object], to_beat: float, clock: Callable[[], flo
 
 
 def _decode_step(loaded: LoadedModel) -> Callable[[], object]:
-    """One token of each of a few sequences, over K/V of its own."""
-    forward = PackedForward(loaded)
-    length = min(_CONTEXT, loaded.max_model_len)
+    """One token of each of a few sequences, over memory of its own; the first ones where there are states."""
+    length = 1 if loaded.keeps_state else min(_CONTEXT, loaded.max_model_len)
     num_blocks = -(-length // _BLOCK_SIZE)
-    kv = forward.make_kv(_NUM_SEQS * num_blocks, _BLOCK_SIZE)
+    compute = ScratchPass(forward_of(loaded), MemorySizes(_NUM_SEQS * num_blocks, _BLOCK_SIZE, _NUM_SEQS))
     parts = [
         Part([0] * length, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))
         for row in range(_NUM_SEQS)
     ]
     inputs = pack_step(parts, _BLOCK_SIZE)
-    return lambda: forward(inputs, kv)
+    return lambda: compute(inputs)

@@ -1,13 +1,10 @@
 """Which number of threads is chosen, by a step whose time is made up."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
 
-from engine.compute.recurrent.slot_states import LayerState
 from engine.compute.runner.compute_threads import ThreadChoice, choose_threads, fastest
 from engine.compute.runner.packed_forward import PackedForward
 from tests.support.packed import as_loaded
@@ -90,6 +87,6 @@ def test_a_real_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(choice).startswith(f"{choice.count}: a step takes ")
 
 
-def test_a_model_that_keeps_states_is_not_tried() -> None:
-    recurrent = replace(as_loaded(tiny_model("llama")), states=(cast(LayerState, object()),))
-    assert choose_threads(recurrent, (2, 1)) == ThreadChoice(2, {})
+def test_a_model_that_keeps_states_is_measured_too() -> None:
+    choice = choose_threads(as_loaded(tiny_model("qwen3_5_hybrid")), (2, 1), lambda: 0.0)
+    assert set(choice.seconds) == {2, 1}
