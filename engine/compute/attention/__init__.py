@@ -9,13 +9,14 @@ from engine.compute.attention.backend import AttentionBackend, LayerCall, StepAt
 from engine.compute.attention.choice import choose_backend
 from engine.compute.attention.context import AttentionContext
 from engine.compute.attention.cpu import CpuAttention
-from engine.compute.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, register
+from engine.compute.attention.hf_interface import ATTENTION_NAME, CONTEXT_KEYWORD, OUR_NAMES, register
 from engine.compute.attention.paged_rows import PagedRows, RowAttention
 from engine.compute.attention.reference import ReferenceAttention
 
 __all__ = [
     "ATTENTION_NAME",
     "CONTEXT_KEYWORD",
+    "OUR_NAMES",
     "AttentionBackend",
     "AttentionContext",
     "CpuAttention",

@@ -9,10 +9,13 @@ from transformers import AttentionInterface
 
 from engine.compute.attention.backend import LayerCall
 from engine.compute.attention.context import AttentionContext
+from engine.compute.attention.latent_kv import latent_of
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "slipstream"
 CONTEXT_KEYWORD = "slipstream_context"
+PROBE_NAME = "slipstream-probe"
+OUR_NAMES = frozenset({ATTENTION_NAME, PROBE_NAME})  # of functions that know of latent keys
 
 # What a model may tell its attention function without changing the result: our context knows the positions,
 # and the rest is about what the model returns.
@@ -53,6 +56,8 @@ def paged_attention(
     [1, N, num_heads, value_dim]. Needs the keyword `slipstream_context`. Raises UnsupportedModel for anything
     that would change the result and is not served.
     """
+    latent = latent_of(module)
+    query = query if latent is None else latent.ask(query)
     context, call = _read_options(module, query, attention_mask, options)
     output = context.attend(
         query.squeeze(0).transpose(0, 1),
@@ -60,7 +65,8 @@ def paged_attention(
         value.squeeze(0).transpose(0, 1),
         call,
     )
-    return output.contiguous().unsqueeze(0), None  # some models view it in other shapes
+    attended = output.unsqueeze(0) if latent is None else latent.expand(output.unsqueeze(0))
+    return attended.contiguous(), None  # some models view it in other shapes
 
 
 def _read_options(

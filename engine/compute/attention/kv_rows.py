@@ -65,6 +65,28 @@ class PlainRows:
         return self._pages[blocks]
 
 
+class LeadingNumbers:
+    """The first `dim` numbers of the rows of `keys`, of `key_dim`: what is written here is there already."""
+
+    def __init__(self, keys: KvRows, key_dim: int, dim: int) -> None:
+        self._keys, self._key_dim, self._dim = keys, key_dim, dim
+
+    def write(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
+        """See KvRows."""
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See KvRows."""
+
+    def gather(self, heads: torch.Tensor) -> torch.Tensor:
+        """See KvRows."""
+        whole = self._keys.gather(heads)
+        return whole.view(len(heads), -1, self._key_dim)[..., : self._dim].flatten(1)
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """See KvRows."""
+        return self._keys.read(blocks)[..., : self._dim]
+
+
 class Int8Rows:
     """Integers of 8 bits. Each head of a block has its rows of them, and behind these their scales.
 

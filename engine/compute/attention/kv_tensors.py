@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.compute.attention.huge_pages import HugePages, fill_in_background
-from engine.compute.attention.kv_rows import SCALE_BYTES, Int8Rows, KvRows, PlainRows, Scratch
+from engine.compute.attention.kv_rows import SCALE_BYTES, Int8Rows, KvRows, LeadingNumbers, PlainRows, Scratch
 from engine.compute.attention.layer_kv import LayerKv
 from engine.plan.step_records import BlockCopy, Int64
 
@@ -21,7 +21,7 @@ _LARGE_BYTES = 64 << 20  # worth a thread of its own to find the memory
 def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dtype) -> int:
     """What one block of `block_size` tokens, kept in `dtype`, costs in all layers with K/V of their own."""
     widths = (
-        layer.num_kv_heads * (_width(layer.key_dim, dtype) + _width(layer.value_dim, dtype))
+        layer.num_kv_heads * sum(_width(dim, dtype) for dim in _kept_dims(layer))
         for layer in layers
         if layer.shares is None
     )
@@ -40,7 +40,8 @@ class KvTensors:
     Heads lie outside positions, so that gathering (block, head) rows gives each head one dense run of
     positions: what a batched matrix product wants. Used on the model's thread only.
 
-    A layer that shares another's keys and values has that one's tensors, which only the other one writes.
+    A layer that shares another's keys and values has that one's tensors, which only the other one writes. A
+    layer whose values are in its keys has one tensor for both.
 
     Numbers of `compute_dtype` go in and come out; `dtype` is kept: the same, or int8 as `Int8Rows` has it.
     """
@@ -63,16 +64,20 @@ class KvTensors:
         pages = HugePages(num_blocks * self.block_bytes)
         self._owners = [index for index, layer in enumerate(self.layers) if layer.shares is None]
         self.keys = self._made(pages, [layer.key_dim for layer in self.layers])
-        self.values = self._made(pages, [layer.value_dim for layer in self.layers])
+        self.values = self._made(pages, [layer.value_dim for layer in self.layers], self.keys)
         if device.type == "cpu" and num_blocks * self.block_bytes >= _LARGE_BYTES:
             fill_in_background(self.tensors)
         self._keys = self._rows(self.keys)
-        self._values = self._rows(self.values)
+        self._values = [
+            LeadingNumbers(keys, layer.key_dim, layer.value_dim) if layer.value_in_key else values
+            for layer, keys, values in zip(self.layers, self._keys, self._rows(self.values), strict=True)
+        ]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Each of them once, [num_blocks, num_kv_heads, block_size, dim]."""
-        return tuple(of[index] for of in (self.keys, self.values) for index in self._owners)
+        apart = [index for index in self._owners if not self.layers[index].value_in_key]
+        return (*(self.keys[index] for index in self._owners), *(self.values[index] for index in apart))
 
     @property
     def block_bytes(self) -> int:
@@ -145,11 +150,15 @@ class KvTensors:
         for tensor in self.tensors:
             tensor.index_fill_(0, index, 0)
 
-    def _made(self, pages: HugePages, dims: Sequence[int]) -> list[torch.Tensor]:
-        """A tensor of each layer for heads of `dims`, its own or the one that it shares."""
+    def _made(
+        self, pages: HugePages, dims: Sequence[int], keys: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """A tensor of each layer for heads of `dims`: its own, one that it shares, or that of its keys."""
         made: list[torch.Tensor] = []
-        for layer, dim in zip(self.layers, dims, strict=True):
-            if layer.shares is None:
+        for index, (layer, dim) in enumerate(zip(self.layers, dims, strict=True)):
+            if keys is not None and layer.value_in_key:
+                made.append(keys[index])
+            elif layer.shares is None:
                 made.append(self._zeros(pages, layer.num_kv_heads, dim))
             else:
                 made.append(made[layer.shares])
@@ -166,6 +175,11 @@ class KvTensors:
             return [Int8Rows(tensor, self.compute_dtype) for tensor in tensors]
         scratch = Scratch(self.dtype, self.device)
         return [PlainRows(tensor, scratch) for tensor in tensors]
+
+
+def _kept_dims(layer: LayerKv) -> tuple[int, ...]:
+    """How wide what is kept of a token in one of its heads is."""
+    return (layer.key_dim,) if layer.value_in_key else (layer.key_dim, layer.value_dim)
 
 
 def _width(dim: int, dtype: torch.dtype) -> int:

@@ -39,7 +39,8 @@ class LayerKv:
     `window` is how many of the newest tokens a token sees, itself included; None sees all before it.
     With `chunk` it sees those of its own chunk of so many positions. `shares` is the place of an earlier
     layer whose keys and values this one reads: it keeps none of its own. `biased` where keys are scored by
-    their positions as well (KeyBias).
+    their positions as well (KeyBias). With `value_in_key` a value is the first numbers of its key, and not
+    kept apart.
     """
 
     num_kv_heads: int
@@ -49,6 +50,7 @@ class LayerKv:
     chunk: int | None = None
     shares: int | None = None
     biased: bool = False
+    value_in_key: bool = False
 
     @property
     def reach(self) -> Reach | None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from engine.compute.attention.hf_interface import OUR_NAMES, PROBE_NAME
+from engine.compute.attention.latent_kv import keep_latents, latent_of
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.layer_places import tell_layers_apart
 from engine.compute.attention.own_attention import attending_with, is_rebound
@@ -25,7 +27,6 @@ from engine.compute.recurrent.slot_mixers import read_layer_states
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import UnsupportedModel
 
-_NAME = "slipstream-probe"
 _NUM_TOKENS = 2
 # Tensors that tell the attention function what it already knows from our own context.
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position"})
@@ -54,11 +55,12 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     states = read_layer_states(model)
     tell_layers_apart(model)
     hand_on_keywords(model)
+    keep_latents(model, OUR_NAMES)
     if len(states) == config.num_hidden_layers and HYBRID not in _layer_types(config):
         seen, logits = _run(model)
     else:
-        AttentionInterface.register(_NAME, _record_attention)
-        with attending_with(model, _NAME):
+        AttentionInterface.register(PROBE_NAME, _record_attention)
+        with attending_with(model, PROBE_NAME):
             seen, logits = _run(model)
     _check_coverage(seen.layers, states, config)
     layers = dict(sorted(seen.layers.items()))
@@ -138,8 +140,11 @@ def _record_attention(
         window,
         shares=owner,
         biased=kwargs.get("key_bias") is not None,
+        value_in_key=latent_of(module) is not None,
     )
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    nothing = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    latent = latent_of(module)
+    return nothing if latent is None else latent.expand(nothing), None
 
 
 def _find_refusal(

@@ -10,12 +10,14 @@ import torch
 from engine.compute.attention import (
     ATTENTION_NAME,
     CONTEXT_KEYWORD,
+    OUR_NAMES,
     AttentionContext,
     LayerCall,
     choose_backend,
     register,
 )
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.latent_kv import keep_latents
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_mixers import continuing, install_mixers
@@ -50,6 +52,7 @@ class RecurrentForward:
     def __init__(self, loaded: LoadedModel) -> None:
         register()
         if loaded.layers:
+            keep_latents(loaded.model, OUR_NAMES)
             loaded.model.set_attn_implementation(ATTENTION_NAME)
         self.loaded = loaded
         self.backend = choose_backend(loaded.device)

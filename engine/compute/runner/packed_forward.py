@@ -10,11 +10,13 @@ import torch
 from engine.compute.attention import (
     ATTENTION_NAME,
     CONTEXT_KEYWORD,
+    OUR_NAMES,
     AttentionContext,
     choose_backend,
     register,
 )
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.latent_kv import keep_latents
 from engine.compute.attention.own_attention import attend_with
 from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.attention.query_temperature import scale_by_position
@@ -30,6 +32,7 @@ class PackedForward:
     def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
         hand_on_keywords(loaded.model)
+        keep_latents(loaded.model, OUR_NAMES)
         attend_with(loaded.model, ATTENTION_NAME)
         scale_by_position(loaded.model)
         keep_rotation(loaded)

@@ -1,0 +1,118 @@
+"""Multi-head latent attention over the rows that it stores gives the logits of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine import GenerationRequest, SamplingParams
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.packed_forward import PackedForward
+from tests.matrix.reduced import causal_classes, reduced_config
+from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.support.speculated import engine_of, single_threaded
+from tests.support.tiny_models import tiny_tokenizer
+
+FAMILIES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM")
+RANK, ROTATED = 32, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Any:
+    with single_threaded():
+        yield
+
+
+def model_of(name: str) -> PreTrainedModel:
+    config = next(config for config, model in causal_classes() if model.__name__ == name)
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        reduced_config(config), attn_implementation="eager", dtype=torch.float32
+    )
+    return model.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_transformers_own_in_any_schedule(name: str) -> None:
+    loaded = as_loaded(model_of(name))
+    assert set(loaded.layers) == {LayerKv(1, RANK + ROTATED, RANK, value_in_key=True)}
+    rng = np.random.default_rng(0)
+    lengths = [53, 12, 30]
+    sequences = [random_tokens(rng, length) for length in lengths]
+    wanted = [plain_logits(loaded, tokens) for tokens in sequences]
+    for block_size, most in ((16, 60), (4, 9), (5, 1)):
+        schedule = random_schedule(rng, lengths, max_chunk=most)
+        packed = run_schedule(PackedForward(loaded), sequences, schedule, block_size, rng)
+        for logits, expected in zip(packed, wanted, strict=True):
+            torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_branch_of_a_tree_is_as_a_chain() -> None:
+    forward = PackedForward(as_loaded(model_of("DeepseekV3ForCausalLM")))
+    tokens = random_tokens(np.random.default_rng(1), 12)
+
+    def rows(chain: list[int], parents: tuple[int, ...]) -> torch.Tensor:
+        kv = forward.make_kv(8, 4)
+        forward(pack_step([Part(tokens, 0, 11, range(8))], 4), kv)
+        return forward(pack_step([Part([*tokens, *chain], 11, 12 + len(chain), range(8), parents)], 4), kv)
+
+    tree = rows([7, 9, 11], (-1, 0, -1))  # 7 and 9 behind it, and 11 in place of 7
+    torch.testing.assert_close(tree[[0, 1, 2]], rows([7, 9], (-1, 0)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tree[[0, 3]], rows([11], (-1,)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_costs_its_latent_row() -> None:
+    layer = LayerKv(1, 576, 512, value_in_key=True)
+    assert bytes_per_block([layer], 16, torch.bfloat16) == 16 * 576 * 2
+    assert bytes_per_block([replace(layer, value_in_key=False)], 16, torch.bfloat16) == 16 * 1088 * 2
+
+
+def test_projections_in_few_bits_are_expanded_as_before() -> None:
+    class Stored(nn.Linear):
+        """Weights that are no tensor of the model's dtype, as far as anybody can tell."""
+
+    model = model_of("DeepseekV3ForCausalLM")
+    for layer in model.model.layers:
+        plain = layer.self_attn.kv_b_proj
+        stored = Stored(plain.in_features, plain.out_features, bias=False)
+        stored.weight = plain.weight
+        layer.self_attn.kv_b_proj = stored
+    loaded = as_loaded(model)
+    assert {layer.num_kv_heads for layer in loaded.layers} == {model.config.num_attention_heads}
+    tokens = random_tokens(np.random.default_rng(0), 20)
+    (logits,) = run_schedule(PackedForward(loaded), [tokens], [[(0, 20)]], 4, np.random.default_rng(0))
+    torch.testing.assert_close(logits, plain_logits(loaded, tokens), rtol=1e-4, atol=1e-4)
+
+
+async def test_prefixes_forks_swaps_and_drafts_change_no_token(tmp_path: Path) -> None:
+    """In a pool that is too small for all, against a request alone."""
+    model_of("DeepseekV3ForCausalLM").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    shared = random_tokens(np.random.default_rng(2), 40)
+    prompts = [[*shared, 7 + seed] for seed in range(6)]
+
+    async def said(*flags: str, together: bool) -> list[list[int]]:
+        base = ("--dtype", "float32", "--compile", "off", "--max-num-seqs", "6", *flags)
+        async with engine_of(tmp_path, *base) as engine:
+            sampling = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            streams, texts = [], []
+            for seed, prompt in enumerate(prompts):
+                streams.append(engine.submit(GenerationRequest(str(seed), prompt, sampling)))
+                if not together:
+                    texts.append([token async for delta in streams[-1] for token in delta.token_ids])
+            return texts or [[token async for delta in each for token in delta.token_ids] for each in streams]
+
+    alone = await said("--speculative-method", "none", "--no-prefix-caching", together=False)
+    tight = ("--kv-cache-memory", "100KiB", "--swap-space", "1MiB", "--preemption", "swap")
+    crowd = await said(*tight, "--speculative-method", "ngram", "--min-acceptance-rate", "0", together=True)
+    assert crowd == alone
