@@ -38,6 +38,16 @@ def known_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def whole_floats() -> Iterator[None]:
+    """Numbers below the normal range of floats are numbers again after a test that made an engine here."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_flush_denormal(False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Torch on one thread, in engines too: tiny models gain nothing from more, and lose to other workers.
