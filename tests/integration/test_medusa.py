@@ -281,7 +281,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) ->
 
 def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path, tmp_path: Path) -> None:
     settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
-    plan = replace(make_plan(tmp_path / "out"), num_tokens=10**9, num_epochs=1000, minutes=0.1)
+    plan = replace(make_plan(tmp_path / "out"), num_tokens=10**9, num_epochs=1000, minutes=0.05)
     report = train_medusa_heads(settings, plan, Watch())
     assert report is not None
     assert report["seconds"]["in all"] < 15

@@ -21,6 +21,7 @@ from engine.text.tools.tagged_formats import GLM45, MINIMAX, QWEN3_CODER
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.tools.tool_formats import TOOL_FORMATS
 from engine.text.tools.tool_spec import ToolRules, ToolSpec
+from tests.support.examples import share_of
 
 TEXT = {"type": "object", "properties": {"city": {"type": "string"}, "note": {"type": "string"}}}
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}
@@ -291,7 +292,7 @@ def test_nothing_a_model_writes_raises_or_depends_on_its_split(name: str) -> Non
     rng = random.Random(11)
     form = TOOL_FORMATS[name]
     alphabet = [*form.marks, *'{}[]",:; \\\nab', ADD, '"name"', form.openings[0][:5], "add", "</"]
-    for _ in range(1500):
+    for _ in range(share_of(1500)):
         text = "".join(rng.choices(alphabet, k=rng.randrange(1, 12)))
         for cut in (False, True):
             whole = CollectedReply.of(read(stage_of(form), [text], cut=cut))
