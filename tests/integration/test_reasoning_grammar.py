@@ -43,6 +43,7 @@ MAX_TOKENS = 200
 ROOMY = ("--max-model-len", "256", "--kv-cache-memory", "16MiB")
 FIXED = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
 DRAFTS = {
+    "none": ("--speculative-method", "none"),
     "ngram": ("--speculative-method", "ngram", *FIXED),
     "suffix": ("--speculative-method", "suffix", *FIXED),
     "predicted": FIXED,
@@ -183,8 +184,8 @@ async def replies(
 
 @pytest.fixture(scope="module")
 def plain(directory: Path) -> Replies:
-    """What is said without drafts, one at a time."""
-    return asyncio.run(replies(directory, "--speculative-method", "none", batch=1))
+    """What is said without drafts, in a crowd: what is said alone is compared with it."""
+    return asyncio.run(replies(directory, *DRAFTS["none"]))
 
 
 def read(found: tuple[Collected, ReplyReader]) -> CollectedReply:
