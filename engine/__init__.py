@@ -44,10 +44,10 @@ from engine.plan.request import (
     SamplingParams,
     SpeculationOptions,
 )
-from engine.plan.speculation.drafting_rules import DraftingChange, DraftingRules
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.recent_gain import FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
+from engine.plan.speculation.speculation_config import DraftingChange, DraftingRules
 from engine.plan.step_records import RequestExplanation, TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import (

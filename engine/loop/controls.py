@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from engine.errors import InvalidRequest
 from engine.loop.engine_parts import EngineParts
 from engine.loop.open_requests import OpenRequests
 from engine.loop.time_limits import TimeLimits
-from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.drafting_state import DraftingState
+from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.step_records import RequestExplanation
 
 log = logging.getLogger("slipstream.engine")
 
 
+@dataclass(frozen=True, slots=True)
 class Controls:
-    """Explains open requests and changes them, drafting and the prefix cache. Loop thread only.
+    """Explains open requests and changes them, drafting and the prefix cache. Loop thread only."""
 
-    `loaded` gives what `_loaded` of the engine does, and raises the same; `drafting` the state of drafting.
-    """
-
-    def __init__(
-        self,
-        requests: OpenRequests,
-        time_limits: TimeLimits,
-        clock: Callable[[], float],
-        loaded: Callable[[], EngineParts],
-        drafting: Callable[[], DraftingState | None],
-    ) -> None:
-        self._requests = requests
-        self._time_limits = time_limits
-        self._clock = clock
-        self._loaded = loaded
-        self._drafting = drafting
+    _requests: OpenRequests
+    _time_limits: TimeLimits
+    _clock: Callable[[], float]
+    _loaded: Callable[[], EngineParts]  # raises what the engine does before the load
+    _drafting: Callable[[], DraftingState | None]
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How an open request stands, its preemptions dated in seconds ago; None when there is none."""

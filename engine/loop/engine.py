@@ -223,7 +223,7 @@ class Engine:
             kv_blocks_free=batcher.kv.pool.num_free - kv_blocks_cached,
             heartbeat_age_s=self._watchdog.age_s,
             speculation_draft_length=decoder.gain.draft_length,
-            speculation_acceptance=decoder.stats.ema_acceptance,
+            speculation_acceptance=decoder.stats.recent.ratio,
             speculation_speedup=decoder.gain.speedup,
             formula=decoder.gain.terms,
         )

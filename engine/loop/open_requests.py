@@ -202,7 +202,6 @@ class OpenRequests:
             time_to_first_token_s=None if first is None else first - request.arrival_time,
             generation_s=generation_s,
             mean_itl_s=None if first is None or num_gaps < 1 else generation_s / num_gaps,
-            num_preemptions=request.num_preemptions,
             preemptions=tuple((at - request.arrival_time, mode) for at, mode in request.preemptions),
         )
 

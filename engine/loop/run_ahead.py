@@ -164,7 +164,7 @@ class RunAhead:
         decoder = self._decoder
         drafters = tuple(map(self._state_of, self._lanes, decoder.sources))
         why_off = decoder.why_off
-        if why_off is None and not any(drafter.is_on for drafter in drafters):
+        if why_off is None and all(drafter.why_off for drafter in drafters):
             why_off = drafters[0].why_off
         return DraftingState(decoder.rules, decoder.config.schedule, drafters, why_off)
 

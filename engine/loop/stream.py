@@ -26,7 +26,6 @@ class RequestTiming:
     time_to_first_token_s: float | None  # from its arrival
     generation_s: float
     mean_itl_s: float | None
-    num_preemptions: int
     preemptions: tuple[tuple[float, str], ...] = ()  # (seconds since the arrival, "recompute" or "swap")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.errors import DeadlineExceeded, EngineError, Overloaded
@@ -12,24 +13,19 @@ from engine.plan.request import Request
 _EARLIEST_RETRY_S = 0.001  # a timer that fires before the engine's clock says so waits at least this long
 
 
+@dataclass(slots=True, eq=False)
 class TimeLimits:
     """One timer a deadline and one a bounded wait in the queue; nothing is polled. Loop thread only.
 
-    `on_due(request, error)` is called when a watched request's time is up: past its deadline, or not run at
-    all within `queue_timeout_s` seconds of being queued (0: no limit).
+    `_on_due(request, error)` is called when a watched request's time is up: past its deadline, or not run at
+    all within `_queue_timeout_s` seconds of being queued (0: no limit).
     """
 
-    def __init__(
-        self,
-        queue_timeout_s: float,
-        clock: Callable[[], float],
-        on_due: Callable[[Request, EngineError], None],
-    ) -> None:
-        self._queue_timeout_s = queue_timeout_s
-        self._clock = clock
-        self._on_due = on_due
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._waits: dict[str, asyncio.TimerHandle] = {}
+    _queue_timeout_s: float
+    _clock: Callable[[], float]
+    _on_due: Callable[[Request, EngineError], None]
+    _deadlines: dict[str, asyncio.TimerHandle] = field(init=False, default_factory=dict)
+    _waits: dict[str, asyncio.TimerHandle] = field(init=False, default_factory=dict)
 
     def watch(self, request: Request) -> None:
         """Time a request that was accepted, or whose deadline has changed."""

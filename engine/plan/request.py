@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from engine.plan.grammar import CompiledGrammar, Grammar
-from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.spec_stats import SpecStats
-from engine.plan.speculation.speculation_config import LengthPolicyName
+from engine.plan.speculation.speculation_config import DraftingChange, LengthPolicyName
 
 MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 

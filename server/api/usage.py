@@ -84,7 +84,7 @@ def reply_metrics(choices: Sequence[Choice]) -> dict[str, object]:
         "queue_time_ms": _ms(max((each.queue_s for each in timings), default=0.0)),
         "mean_itl_ms": _ms(sum(gaps) / len(gaps)) if gaps else None,
         "tokens_per_second": _tokens_per_second(finishes, generation_s),
-        "num_preemptions": sum(each.num_preemptions for each in timings),
+        "num_preemptions": sum(len(each.preemptions) for each in timings),
         "speculative_decoding": _speculative_decoding(spec_stats(choices)),
     }
 

@@ -293,7 +293,7 @@ def _by(label: str, counts: Mapping[str, float]) -> Iterable[tuple[Labels, float
 
 def _enabled(state: DraftingState | None) -> dict[str, int]:
     drafters = () if state is None else state.drafters
-    return _with_zeros({each.method: int(each.is_on) for each in drafters}, _METHODS)
+    return _with_zeros({each.method: int(each.why_off is None) for each in drafters}, _METHODS)
 
 
 def _with_zeros(counts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:

@@ -77,14 +77,14 @@ def drafting_object(engine: Engine) -> dict[str, object] | None:
         return None
     gauges = engine.gauges()
     return {
-        "on": state.is_on,
+        "on": state.why_off is None,
         "why_off": state.why_off,
         **asdict(state.rules),
         "schedule": state.schedule,
         "drafters": [
             {
                 "method": each.method,
-                "on": each.is_on,
+                "on": each.why_off is None,
                 "schedule": each.schedule,
                 "num_tokens": each.max_tokens,
                 "why_off": each.why_off,

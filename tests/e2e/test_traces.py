@@ -72,7 +72,7 @@ def span_ns(span: ReadableSpan) -> tuple[int, int]:
 async def test_a_request_is_a_span_with_its_phases_below_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = SpecStats()
     stats.observe_round("ngram", 4, 3, 4)
-    timing = RequestTiming(60.0, 60.009, 0.1, 0.005, 1, ((60.05, "swap"),))  # from the arrival
+    timing = RequestTiming(60.0, 60.009, 0.1, 0.005, ((60.05, "swap"),))  # from the arrival
     monkeypatch.setattr(fake_engine, "TIMING", timing)
     before_ns = time.time_ns()
     async with traced(FakeEngine(speculation=stats), api_key=("k",)) as server:

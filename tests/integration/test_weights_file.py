@@ -7,7 +7,7 @@ import torch
 from config import load_settings
 from engine.compute.loading.loader import load_model
 from engine.compute.native.install import with_kernels
-from tests.support.native import compiled_kernels
+from tests.support.native import compiled_home
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -16,11 +16,11 @@ def is_mapped(directory: Path) -> bool:
 
 
 def test_a_model_on_kernels_keeps_nothing_of_its_file(tmp_path: Path) -> None:
-    compiled_kernels()
+    home = compiled_home()
     directory = tmp_path / "model"
     save_tiny_model("llama", directory, dtype=torch.bfloat16)
     settings = load_settings([str(directory), "--compile", "on"])
     loaded = load_model(directory, settings.model)
     assert is_mapped(directory)
-    loaded = with_kernels(loaded, settings.model, tmp_path, lambda: loaded)
+    loaded = with_kernels(loaded, settings.model, home, lambda: loaded)
     assert not is_mapped(directory)

@@ -24,10 +24,9 @@ from engine.plan.request import Request, RequestStatus, SpeculationOptions
 from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, read_answers
-from engine.plan.speculation.drafting_rules import DraftingChange
 from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
-from engine.plan.speculation.speculation_config import LengthPolicyName, SpeculationConfig
+from engine.plan.speculation.speculation_config import DraftingChange, LengthPolicyName, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from tests.support.examples import share_of
 from tests.support.factories import make_request

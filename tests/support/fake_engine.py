@@ -48,9 +48,7 @@ from engine.plan.speculation.recent_gain import NO_DRAFTS
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 
 VOCAB_SIZE = 0x110000
-TIMING = RequestTiming(
-    queue_s=0.001, time_to_first_token_s=0.01, generation_s=0.1, mean_itl_s=0.005, num_preemptions=0
-)
+TIMING = RequestTiming(queue_s=0.001, time_to_first_token_s=0.01, generation_s=0.1, mean_itl_s=0.005)
 
 
 class Characters(Sequence[bytes]):

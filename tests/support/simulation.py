@@ -19,8 +19,7 @@ from engine.errors import EngineError, OutOfDeviceMemory, Overloaded
 from engine.loop.stream import RequestStream
 from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.speculation.drafter import Draft, DraftJob
-from engine.plan.speculation.drafting_rules import DraftingChange
-from engine.plan.speculation.speculation_config import LengthPolicyName
+from engine.plan.speculation.speculation_config import DraftingChange, LengthPolicyName
 from engine.plan.step_records import StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import Collected, EngineShape, Harness, collect, running_engine

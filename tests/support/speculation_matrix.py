@@ -77,7 +77,7 @@ class Tally:
             self.counts[kind, "requests"] += 1
             self.counts[kind, "tokens"] += len(spoken.token_ids)
             self.counts[kind, "cancelled"] += is_cut(spoken)
-            self.counts[kind, "preempted"] += spoken.finish.timing.num_preemptions > 0
+            self.counts[kind, "preempted"] += len(spoken.finish.timing.preemptions) > 0
             self.counts[kind, "cached"] += spoken.finish.num_cached_tokens > 0
             stats = spoken.finish.speculation
             if stats is not None:

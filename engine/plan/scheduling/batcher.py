@@ -24,7 +24,7 @@ from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ServiceRates
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
-from engine.plan.speculation.drafting_rules import DraftingChange
+from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
 

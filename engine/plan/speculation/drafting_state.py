@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.plan.speculation.drafting_rules import DraftingRules
+from engine.plan.speculation.speculation_config import DraftingRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,6 @@ class DrafterState:
     schedule: str
     why_off: str | None  # None while it drafts
 
-    @property
-    def is_on(self) -> bool:
-        """True while it is asked for drafts."""
-        return self.why_off is None
-
 
 @dataclass(frozen=True, slots=True)
 class DraftingState:
@@ -32,11 +27,6 @@ class DraftingState:
     schedule: str
     drafters: tuple[DrafterState, ...]
     why_off: str | None  # why none of them drafts; None while one does
-
-    @property
-    def is_on(self) -> bool:
-        """True while a drafter is asked for drafts."""
-        return self.why_off is None
 
     def of(self, methods: tuple[str, ...]) -> tuple[DrafterState, ...]:
         """The drafters of these methods."""
@@ -60,7 +50,7 @@ class RequestDrafting:
         drafters = state.of(self.methods)
         if not drafters:
             return self
-        first = next((each for each in drafters if each.is_on), drafters[0])
+        first = next((each for each in drafters if each.why_off is None), drafters[0])
         why_off = self.why_off or first.why_off
         length = self.length if why_off is None else 0
         return replace(self, length=length, why_off=why_off, schedule=first.schedule)

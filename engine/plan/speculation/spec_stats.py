@@ -86,11 +86,6 @@ class SpecStats:
         return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
 
     @property
-    def ema_acceptance(self) -> float:
-        """Accepted over proposed; a round counts half as much 32 rounds later. 0 before the first."""
-        return self.recent.ratio
-
-    @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted drafts a round, the figure vLLM reports; 0 before the first round."""
         return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 0.0

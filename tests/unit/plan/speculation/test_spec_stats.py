@@ -32,18 +32,18 @@ def test_counts_by_hand() -> None:
 
 def test_nothing_drafted_is_all_zeros() -> None:
     stats = SpecStats()
-    assert stats.acceptance_rate == stats.ema_acceptance == 0
+    assert stats.acceptance_rate == stats.recent.ratio == 0
     assert stats.mean_acceptance_length == 0
 
 
 def test_recent_acceptance_halves_a_round_in_32_more() -> None:
     stats = SpecStats()
     stats.observe_round("ngram", 4, 4, 5)
-    assert stats.ema_acceptance == 1
+    assert stats.recent.ratio == 1
     for _ in range(32):
         stats.observe_round("ngram", 4, 0, 1)
     kept = 0.5 ** (1 / 32)
-    assert stats.ema_acceptance == pytest.approx(0.5 / sum(kept**age for age in range(33)))
+    assert stats.recent.ratio == pytest.approx(0.5 / sum(kept**age for age in range(33)))
     assert stats.acceptance_rate == pytest.approx(1 / 33)
 
 
@@ -66,4 +66,4 @@ def test_adding_is_as_if_both_had_been_counted_here() -> None:
     assert (total.dropped, total.run_ahead) == ({"stale": 3}, {"hit": 2})
     other.add(make_stats())
     assert other.num_accepted == total.num_accepted
-    assert other.ema_acceptance == pytest.approx(total.ema_acceptance)
+    assert other.recent.ratio == pytest.approx(total.recent.ratio)

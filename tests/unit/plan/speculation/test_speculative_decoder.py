@@ -12,11 +12,10 @@ from engine.plan.request import Request, RequestStatus, SpeculationOptions
 from engine.plan.speculation.acceptance import Acceptance
 from engine.plan.speculation.draft_tape import DraftedToken, NewFeatures
 from engine.plan.speculation.drafter import Draft, DraftJob
-from engine.plan.speculation.drafting_rules import DraftingChange, DraftingRules
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.length_policy import Candidate, FixedPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
-from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculation_config import DraftingChange, DraftingRules, SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.plan.step_records import ScheduledRequest
 from tests.support.factories import make_request
@@ -829,7 +828,6 @@ def test_a_request_is_off_where_all_of_its_drafters_are() -> None:
     off = DrafterState("ngram", 4, "off", "It fails.")
     on = DrafterState("heads", 4, "sync", None)
     state = DraftingState(DraftingRules(4, "goodput"), "auto", (off, on), None)
-    assert state.is_on
     both = RequestDrafting(("ngram", "heads"), "ngram", 4, 3, "goodput", None)
     assert both.within(state) == replace(both, schedule="sync")
     alone = replace(both, methods=("ngram",))
