@@ -20,13 +20,13 @@ from engine.compute.drafters.draft_loader import (
     named_as_draft,
 )
 from engine.compute.drafters.eagle_layer import check_eagle
-from engine.compute.drafters.medusa_heads import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE
+from engine.compute.drafters.medusa import check_medusa
 from engine.compute.embedding.source import is_embedding_model
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.gguf_file import part_paths, read_gguf
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
-from engine.compute.loading.model_files import gguf_of, read_json
+from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
 from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.native.forms import NativeUnavailable
@@ -280,7 +280,7 @@ def _examine_drafts(
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         heads = speculation.medusa_heads
         facts.methods += ("medusa",)
-        found.attempt(lambda: _check_heads(heads))
+        found.attempt(lambda: check_medusa(heads))
     elif method in ("auto", "heads"):
         found.attempt(lambda: _examine_heads(facts, speculation, outline))
 
@@ -328,15 +328,6 @@ def _look_at_draft_model(
         share = int(found.cache.kv_bytes * KV_SHARE)
         num_blocks = count_draft_blocks(outline, block_size, settings.scheduler.max_num_seqs, share)
         facts.model_kv_bytes = num_blocks * bytes_per_block(outline.layers, block_size, outline.dtype)
-
-
-def _check_heads(directory: Path) -> None:
-    """Raise StartRefused unless there are Medusa heads; whether they fit the model shows in loading them."""
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / name).is_file():
-            raise StartRefused(f"--medusa-heads {directory}: there is no {name} in it.")
-    if (kind := read_json(directory / CONFIG_FILE).get("model_type")) != MODEL_TYPE:
-        raise StartRefused(f"{directory / CONFIG_FILE}: model_type is {kind!r}, expected {MODEL_TYPE!r}.")
 
 
 def _check_room(found: Diagnosis, home: Path, most_bytes: int) -> None:

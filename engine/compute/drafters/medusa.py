@@ -11,9 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from engine.compute.drafters.draft_tree import DraftTree
-from engine.compute.drafters.medusa_heads import MedusaHeads, load_medusa_heads
+from engine.compute.drafters.medusa_heads import (
+    CONFIG_FILE,
+    MODEL_TYPE,
+    WEIGHTS_FILE,
+    MedusaHeads,
+    load_medusa_heads,
+)
+from engine.compute.drafters.medusa_published import check_published, is_published, load_published_medusa
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.loading.model_files import read_json
 from engine.compute.sampling.noise import gumbel
+from engine.errors import StartRefused
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64
@@ -109,8 +118,24 @@ class MedusaDrafter:
 
 
 def load_medusa(directory: Path, target: LoadedModel, verification: Verification = "match") -> MedusaDrafter:
-    """The drafter around the heads in `directory`, with the tree they came with. Raises StartRefused."""
-    return MedusaDrafter(load_medusa_heads(directory, target), couples=verification == "match")
+    """The drafter around the heads in `directory`, trained here or published by others, with their tree.
+
+    Raises StartRefused.
+    """
+    load = load_published_medusa if is_published(directory) else load_medusa_heads
+    return MedusaDrafter(load(directory, target), couples=verification == "match")
+
+
+def check_medusa(directory: Path) -> None:
+    """Raise StartRefused unless there are Medusa heads; whether they fit the model shows in loading them."""
+    if is_published(directory):
+        check_published(directory)
+        return
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise StartRefused(f"--medusa-heads {directory}: there is no {name} in it.")
+    if (kind := read_json(directory / CONFIG_FILE).get("model_type")) != MODEL_TYPE:
+        raise StartRefused(f"{directory / CONFIG_FILE}: model_type is {kind!r}, expected {MODEL_TYPE!r}.")
 
 
 def usable_features(job: DraftJob) -> TargetFeatures | None:

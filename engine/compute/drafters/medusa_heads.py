@@ -8,6 +8,8 @@ config.json         model_type "slipstream-medusa", num_heads, num_token_ids, ti
 model.safetensors   heads.{k}.linear.weight [hidden, hidden] and .bias [hidden]; token_ids [num_token_ids],
                     the only tokens that heads ever guess; base_sample, some of the target's own weights, to
                     know it by; and, unless tied_lm_head, heads.{k}.lm_head.weight [num_token_ids, hidden]
+
+Heads that others publish are in another layout, which medusa_published reads.
 """
 
 from __future__ import annotations
@@ -57,22 +59,24 @@ class TargetShape:
 
 
 class MedusaHead(nn.Module):
-    """One residual block; `lm_head` is its own projection, None to use the target's.
+    """Residual blocks, mostly one; `lm_head` is its own projection, None to use the target's.
 
     A fresh one passes the hidden state through, so that it guesses what the target drew last.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, num_blocks: int = 1) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.further = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_blocks - 1))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         self.lm_head: nn.Linear | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state it would have the target project, of the same shape."""
-        changed: torch.Tensor = hidden + nn.functional.silu(self.linear(hidden))
-        return changed
+        for linear in (self.linear, *self.further):
+            hidden = hidden + nn.functional.silu(linear(hidden))
+        return hidden
 
 
 class MedusaHeads(nn.Module):
@@ -81,14 +85,22 @@ class MedusaHeads(nn.Module):
     The target's part is frozen and not saved: `projection` is its output embedding cut down to `token_ids`.
     """
 
-    def __init__(self, target: LoadedModel, num_heads: int, token_ids: torch.Tensor, tree: DraftTree) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        num_heads: int,
+        token_ids: torch.Tensor,
+        tree: DraftTree,
+        num_blocks: int = 1,
+    ) -> None:
+        """Each head has `num_blocks` residual blocks."""
         super().__init__()
         self.shape = TargetShape.of(target)
         self.tree = tree
-        self.heads = nn.ModuleList(MedusaHead(self.shape.hidden_size) for _ in range(num_heads))
+        self.heads = nn.ModuleList(MedusaHead(self.shape.hidden_size, num_blocks) for _ in range(num_heads))
         self.token_ids: torch.Tensor
         self.register_buffer("token_ids", token_ids.to(target.device), persistent=False)
-        self.projection = restrict_projection(target, token_ids)
+        self.projection: nn.Linear | None = restrict_projection(target, token_ids)
         self.base_sample = sample_weights(target)
         self.to(target.device)
 
@@ -108,18 +120,29 @@ class MedusaHeads(nn.Module):
         """Every head's logits over `token_ids`, [rows, K, n]; `hidden` is the target's, [rows, hidden]."""
         hidden = hidden.to(self.dtype)
         changed = torch.stack([head(hidden) for head in self.heads], dim=1)  # [rows, K, hidden]
-        own = [head.lm_head for head in self.heads if isinstance(head, MedusaHead) and head.lm_head]
-        if not own:
+        if self.projection is not None:
             projected: torch.Tensor = self.projection(changed.to(self.projection.weight.dtype))
             return projected
-        return torch.stack([project(changed[:, k]) for k, project in enumerate(own)], dim=1)
+        return torch.stack([self._project(k, changed[:, k]) for k in range(self.num_heads)], dim=1)
 
     def guess(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
         """One head's logits over `token_ids`, [rows, n], as `forward` has them."""
+        return self._project(head, self.heads[head](hidden.to(self.dtype)))
+
+    def give_own_projections(self) -> None:
+        """Have each head project by weights of its own, which hold nothing yet, in place of the target's."""
+        for head in self.heads:
+            assert isinstance(head, MedusaHead)
+            with torch.device("meta"):
+                empty = nn.Linear(self.shape.hidden_size, len(self.token_ids), bias=False)
+            head.lm_head = empty.to_empty(device=self.token_ids.device)
+        self.projection = None
+
+    def _project(self, head: int, changed: torch.Tensor) -> torch.Tensor:
         module = self.heads[head]
         assert isinstance(module, MedusaHead)
-        changed = module(hidden.to(self.dtype))
         project = module.lm_head or self.projection
+        assert project is not None, "a head projects by its own weights or by the target's"
         projected: torch.Tensor = project(changed.to(project.weight.dtype))
         return projected
 
@@ -163,8 +186,8 @@ def load_medusa_heads(directory: Path, target: LoadedModel) -> MedusaHeads:
     heads = MedusaHeads(target, config.num_heads, token_ids.long(), config.tree)
     _check_sample(directory, sample, heads.base_sample)
     if not config.tied_lm_head:
-        _give_own_projections(heads)
-    _check_tensors(directory / WEIGHTS_FILE, weights, heads)
+        heads.give_own_projections()
+    check_tensors(directory / WEIGHTS_FILE, weights, heads)
     heads.load_state_dict(weights, strict=False)
     return heads.requires_grad_(False).to(target.dtype).eval()
 
@@ -287,12 +310,6 @@ def is_same_sample(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
     )
 
 
-def _give_own_projections(heads: MedusaHeads) -> None:
-    for head in heads.heads:
-        assert isinstance(head, MedusaHead)
-        head.lm_head = nn.Linear(heads.shape.hidden_size, len(heads.token_ids), bias=False)
-
-
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise StartRefused(f"--medusa-heads {path.parent}: there is no {WEIGHTS_FILE} in it.")
@@ -307,7 +324,7 @@ def _check_sample(directory: Path, theirs: torch.Tensor, ours: torch.Tensor) -> 
         raise StartRefused(f"{directory}: these heads were trained for another model of the same shape.")
 
 
-def _check_tensors(path: Path, weights: Mapping[str, torch.Tensor], heads: MedusaHeads) -> None:
+def check_tensors(path: Path, weights: Mapping[str, torch.Tensor], heads: MedusaHeads) -> None:
     """Raise StartRefused unless `weights` are exactly the heads' own, finite and of the right shape."""
     expected = {
         name: tensor.shape for name, tensor in heads.state_dict().items() if name.startswith("heads.")

@@ -176,6 +176,7 @@ def test_coupling_agrees_with_the_target_more_often_than_the_likeliest_guess(hea
     modes = draft(fresh, *(make_job(f"r{i}", position=i, num_known=i + 1) for i in range(40)))
     coupled_hits = mode_hits = 0
     for job, answer, mode in zip(jobs, sampled, modes, strict=True):
+        assert fresh.projection is not None
         logits = fresh.projection(as_tensor(job.features[-1].hidden)[-1]).double()
         position = np.array([answer.first])
         drawn = logits + gumbel(np.array([job.request.sampling.seed]), position, torch.arange(512))[0]
