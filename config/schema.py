@@ -253,7 +253,9 @@ class SpeculationSettings(Section):
 
     speculative_method: SpeculativeMethod = Field("auto", description="who drafts; auto = all at hand")
     draft_model: TextOrNone = Field(None, description="a smaller model with the same vocabulary")
-    medusa_heads: DirectoryOrNone = Field(None, description="directory of Medusa heads, trained here or published")
+    medusa_heads: DirectoryOrNone = Field(
+        None, description="directory of Medusa heads, trained here or published"
+    )
     draft_heads: DirectoryOrNone = Field(
         None, description="directory of an EAGLE-3 drafter; auto = the default model's own"
     )
