@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
-from engine.compute.drafters.eagle_kv import EagleKv
+from engine.compute.drafters.eagle_kv import EagleKv, slots_for
 from engine.compute.drafters.eagle_layer import is_for, load_eagle_layer
 from engine.compute.drafters.eagle_torch import TorchEagle
-from engine.compute.drafters.eagle_weights import EagleSizes, EagleWeights
+from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.speculation.speculation_config import Verification
 
@@ -42,19 +44,14 @@ def load_eagle_drafter(
     layer = load_eagle_layer(directory, target)
     weights = EagleWeights.of(layer)
     sizes = weights.sizes
-    kv = EagleKv(
-        (sizes.kv_heads, sizes.head_dim),
-        sizes.window,
-        count_slabs(sizes, target.dtype, room),
-        MOST_DRAFTS,
-        weights.head,
-    )
-    compute = TorchEagle(weights, kv, LEAST_CHANCE)
+    layer_kv = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
+    kv = make_kv(layer_kv, sizes.window, weights.head, room)
+    compute = LayerChains(TorchEagle(weights, kv), LEAST_CHANCE)
     return EagleDrafter(compute, kv, weights, layer.shape.feature_layers, couples=verification == "match")
 
 
-def count_slabs(sizes: EagleSizes, dtype: torch.dtype, room: EagleRoom) -> int:
-    """For how many sequences there is room."""
-    slots = 2 * sizes.window + MOST_DRAFTS
-    each = 2 * slots * sizes.kv_heads * sizes.head_dim * dtype.itemsize
-    return max(1, min(room.max_num_seqs, room.kv_bytes // each))
+def make_kv(layer: LayerKv, window: int, like: torch.Tensor, room: EagleRoom) -> EagleKv:
+    """Slabs for as many sequences as there is room for, of the dtype and on the device of `like`."""
+    each = slots_for(window, MOST_DRAFTS) * layer.num_kv_heads * (layer.key_dim + layer.value_dim)
+    num_slabs = max(1, min(room.max_num_seqs, room.kv_bytes // (each * like.dtype.itemsize)))
+    return EagleKv(layer, window, num_slabs, MOST_DRAFTS, like)

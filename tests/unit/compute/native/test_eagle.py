@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_layer import load_eagle_layer
 from engine.compute.drafters.eagle_round import Chain, EagleNoise, EagleRound, Guess
 from engine.compute.drafters.eagle_torch import TorchEagle
 from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.native.eagle import NativeEagle
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.dummy_steps import plain_sampling
@@ -47,12 +49,14 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 def both(
     weights: EagleWeights, kernels: NativeKernels, least_chance: float = 0.0
-) -> tuple[NativeEagle, TorchEagle]:
+) -> tuple[NativeEagle, LayerChains]:
     """Each over K/V of its own."""
     assert NativeEagle.fits(weights, kernels)
     sizes = weights.sizes
-    kvs = [EagleKv((sizes.kv_heads, sizes.head_dim), sizes.window, 8, MOST, weights.head) for _ in range(2)]
-    return NativeEagle(weights, kernels, kvs[0], least_chance), TorchEagle(weights, kvs[1], least_chance)
+    layer = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
+    kvs = [EagleKv(layer, sizes.window, 8, MOST, weights.head) for _ in range(2)]
+    plain = LayerChains(TorchEagle(weights, kvs[1]), least_chance)
+    return NativeEagle(weights, kernels, kvs[0], least_chance), plain
 
 
 def made_round(
