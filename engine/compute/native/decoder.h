@@ -37,7 +37,7 @@ struct DecoderStep {  // records.py mirrors it
   const Attention* attention;    // what is the same in all layers; it gets its tensors here
   Element* scratch;                 // [n, slip_decoder_scratch()]
   Index n;
-  const Index* taps;                // [num_taps] layers whose input is wanted
+  const Index* taps;                // [num_taps] layers whose input is wanted; num_layers stands for the last norm
   Element* tapped;                  // [n, num_taps, hidden], what enters them
   Index num_taps;
 };
@@ -153,6 +153,7 @@ void slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
       attend_layer(me, *d, *s, index, at);
       transform_layer(me, *d, *s, index, at);
     }
+    tap_layer(me, *d, *s, d->num_layers);
     normalize_in_team(me, s->hidden, d->last_norm, s->hidden, s->n, d->hidden);
   });
 }

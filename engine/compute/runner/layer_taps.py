@@ -14,7 +14,10 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class Tappable(Protocol):
-    """A base model that computes its layers in one go, and copies what enters those that are named."""
+    """A base model that computes its layers in one go, and copies what enters those that are named.
+
+    One that is one past the last stands for what leaves the last, as in `tap`.
+    """
 
     tapped_layers: tuple[int, ...]
     tapped: torch.Tensor | None  # of the last pass, [N, layers * hidden]
@@ -23,8 +26,8 @@ class Tappable(Protocol):
 def tap(base: nn.Module, layers: Sequence[int], compute: Callable[[], Result]) -> tuple[Result, torch.Tensor]:
     """What `compute`, one pass of the base model, gives, and the residual stream that entered `layers`.
 
-    The latter is [N, layers * hidden], one layer's beside the other's. Raises ValueError where the layers are
-    not to be found.
+    The latter is [N, layers * hidden], one layer's beside the other's. A layer one past the last is the norm
+    behind it: what leaves the last layer. Raises ValueError where the layers are not to be found.
     """
     if isinstance(base, Tappable):
         base.tapped_layers = tuple(layers)
@@ -38,8 +41,11 @@ def tap(base: nn.Module, layers: Sequence[int], compute: Callable[[], Result]) -
     modules = layers_of(base)
     with ExitStack() as hooks:
         for index in set(layers):
-            note = _Entering(found, index)
-            hooks.callback(modules[index].register_forward_pre_hook(note, with_kwargs=True).remove)
+            if index == len(modules):
+                handle = modules[-1].register_forward_hook(_Leaving(found, index))
+            else:
+                handle = modules[index].register_forward_pre_hook(_Entering(found, index), with_kwargs=True)
+            hooks.callback(handle.remove)
         result = compute()
     return result, torch.cat([found[index] for index in layers], dim=-1)
 
@@ -62,4 +68,16 @@ class _Entering:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden: torch.Tensor = args[0] if args else options["hidden_states"]
+        self._found[self._index] = hidden[0]
+
+
+class _Leaving:
+    """A hook that notes what a layer gives, [N, hidden]."""
+
+    def __init__(self, found: dict[int, torch.Tensor], index: int) -> None:
+        self._found = found
+        self._index = index
+
+    def __call__(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         self._found[self._index] = hidden[0]

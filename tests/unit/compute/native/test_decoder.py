@@ -174,14 +174,14 @@ def test_hooks_on_the_model_its_base_and_its_head_see_what_they_did() -> None:
 def test_what_enters_layers_is_what_entered_them_one_by_one(tokens: int) -> None:
     entered = []
     for loaded in (on_kernels("llama"), joined(on_kernels("llama"))):
-        forward = PackedForward(loaded, (1, 0))
+        forward = PackedForward(loaded, (1, 2, 0))  # of two layers: 2 is what leaves the last
         inputs = pack_step([Part(list(range(3, 40)), 0, tokens, range(5))], 4)
         with torch.inference_mode():
             entered.append(forward.with_features(inputs, forward.make_kv(5, 4)))
             plain = PackedForward(loaded)
             assert torch.equal(plain(inputs, plain.make_kv(5, 4)), entered[-1][0])
     (_, apart), (_, together) = entered
-    assert is_joined(loaded) and together.shape == (tokens, 2 * loaded.config.hidden_size)
+    assert is_joined(loaded) and together.shape == (tokens, 3 * loaded.config.hidden_size)
     assert torch.equal(together, apart)
 
 

@@ -58,3 +58,16 @@ def test_features_of_layers_are_what_enters_them(family: str) -> None:
         assert torch.equal(logits, forward(inputs, forward.make_kv(3, BLOCK_SIZE)))
     assert torch.equal(hidden, torch.cat([entered[last], entered[0]], dim=-1))
     assert hidden.shape == (8, 2 * loaded.config.hidden_size)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_leaves_the_last_layer_is_what_the_last_norm_reads(family: str) -> None:
+    loaded = load_tiny(family)
+    inputs = pack_step([Part(list(range(3, 20)), 0, 7, [0, 1])], BLOCK_SIZE, every_row=True)
+    tapped = PackedForward(loaded, (loaded.config.num_hidden_layers,))
+    with torch.inference_mode():
+        logits, left = tapped.with_features(inputs, tapped.make_kv(2, BLOCK_SIZE))
+        plain = PackedForward(loaded)
+        _, read_by_head = plain.with_features(inputs, plain.make_kv(2, BLOCK_SIZE))
+        assert torch.equal(loaded.model.base_model.norm(left), read_by_head)
+    assert len(logits) == len(left) == 7
