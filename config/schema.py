@@ -49,7 +49,8 @@ Policy = Annotated[
 ]
 Preemption = Annotated[Literal["auto", "recompute", "swap"], BeforeValidator(lower_case)]
 SpeculativeMethod = Annotated[
-    Literal["none", "ngram", "suffix", "draft-model", "medusa", "heads", "auto"], BeforeValidator(lower_case)
+    Literal["none", "ngram", "suffix", "draft-model", "medusa", "heads", "mtp", "auto"],
+    BeforeValidator(lower_case),
 ]
 SpeculationSchedule = Annotated[Literal["async", "sync", "auto"], BeforeValidator(lower_case)]
 DraftVerification = Annotated[Literal["match", "rejection", "block"], BeforeValidator(lower_case)]
@@ -260,7 +261,10 @@ class SpeculationSettings(Section):
         None, description="directory of an EAGLE-3 drafter; auto = the default model's own"
     )
     num_speculative_tokens: WholeOrAuto = Field(
-        None, ge=1, le=32, description="longest draft; auto = up to 32 model-free, 4 for models, 6 for heads"
+        None,
+        ge=1,
+        le=32,
+        description="longest draft; auto = up to 32 model-free, 4 for models, 6 for heads and MTP",
     )
     speculation_schedule: SpeculationSchedule = Field(
         "auto", description="whether the target waits for drafts; auto = as measured"

@@ -167,7 +167,7 @@ def _who_drafts(keys: Mapping[str, object], method: object) -> Iterable[tuple[st
         method = "draft-model"
         yield "speculative_method", FromJson(method, "model", model)
     method = _method_word(method)
-    if method in ("ngram", "suffix"):
+    if method in ("ngram", "suffix", "mtp"):
         raise SettingsError(f"model = {shown(model)} is not used by the method {method}; leave it out")
     if not isinstance(model, str) or not model:
         raise SettingsError(f"model = {shown(model)} is not allowed; expected a name that is not empty")
@@ -182,6 +182,8 @@ def _method_word(raw: object) -> object:
     """vLLM's spelling of a method as ours."""
     if raw in ("eagle3", "EAGLE3"):
         return "heads"
+    if isinstance(raw, str) and raw.endswith("_mtp"):  # as vLLM names them by their models
+        return "mtp"
     return raw.strip().lower().replace("_", "-") if isinstance(raw, str) else raw
 
 

@@ -16,6 +16,9 @@ from engine.compute.drafters.eagle_loader import (
 )
 from engine.compute.drafters.medusa import load_medusa
 from engine.compute.drafters.model_free import ModelFreeDrafter
+from engine.compute.drafters.mtp_layouts import MtpLayout, find_mtp
+from engine.compute.drafters.mtp_loader import load_mtp_drafter
+from engine.compute.drafters.mtp_module import MtpModule
 from engine.compute.drafters.ngram import NgramDrafter
 from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
@@ -63,9 +66,18 @@ def load_sources(
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
         room = EagleRoom(settings.scheduler.max_num_seqs, int(kv_bytes * _HEADS_KV_SHARE))
         eagle = load_eagle_drafter(heads, target, room, speculation.draft_verification)
-        longest = min(asked or HEADS_TOKENS, MOST_DRAFTS)
-        sources.append(DraftSource(eagle, longest, True, eagle.feature_layers, eagle.kv.window))
+        sources.append(_reading(eagle, asked))
+    elif method in ("auto", "mtp") and (layout := find_module(speculation, target, directory)) is not None:
+        room = EagleRoom(settings.scheduler.max_num_seqs, int(kv_bytes * _HEADS_KV_SHARE))
+        mtp = load_mtp_drafter(directory, target, layout, room, speculation.draft_verification)
+        sources.append(_reading(mtp, asked))
     return tuple(sources)
+
+
+def _reading(drafter: EagleDrafter, asked: int | None) -> DraftSource:
+    """A drafter of one layer as a source."""
+    longest = min(asked or HEADS_TOKENS, MOST_DRAFTS)
+    return DraftSource(drafter, longest, True, drafter.feature_layers, drafter.kv.window)
 
 
 def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
@@ -84,12 +96,14 @@ def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
 
 
 def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
-    """Have a drafter of one layer compute with the kernels that the target computes with, if they can."""
+    """Have a drafter of one layer compute with what the target computes with, as far as it can."""
     kernels = target.kernels
-    if not isinstance(kernels, NativeKernels):
-        return
     for drafter in (source.drafter for source in sources):
-        if isinstance(drafter, EagleDrafter) and NativeEagle.fits(drafter.weights, kernels):
+        if not isinstance(drafter, EagleDrafter):
+            continue
+        if isinstance(drafter.weights, MtpModule):
+            drafter.weights.follow(target)
+        elif isinstance(kernels, NativeKernels) and NativeEagle.fits(drafter.weights, kernels):
             drafter.compute_with(NativeEagle(drafter.weights, kernels, drafter.kv, LEAST_CHANCE))
 
 
@@ -105,6 +119,16 @@ def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | 
     if own is None and speculation.speculative_method == "heads":
         raise StartRefused("--speculative-method heads: none come with this model; give --draft-heads.")
     return own
+
+
+def find_module(
+    speculation: SpeculationSettings, target: LoadedModel, directory: Path | None
+) -> MtpLayout | None:
+    """How the MTP module in the model's own files is laid out; None without one. Raises StartRefused."""
+    found = None if directory is None else find_mtp(directory, target.config)
+    if found is None and speculation.speculative_method == "mtp":
+        raise StartRefused("--speculative-method mtp: this model's files have no MTP module that is known.")
+    return found
 
 
 def make_decoder(

@@ -48,6 +48,7 @@ from engine.startup.build_embeddings import examine_embeddings
 from engine.startup.build_speculation import (
     draft_methods,
     find_heads,
+    find_module,
     foreseen_draft_tokens,
     model_free_sources,
 )
@@ -281,16 +282,20 @@ def _examine_drafts(
         heads = speculation.medusa_heads
         facts.methods += ("medusa",)
         found.attempt(lambda: check_medusa(heads))
-    elif method in ("auto", "heads"):
-        found.attempt(lambda: _examine_heads(facts, speculation, outline))
+    elif method in ("auto", "heads", "mtp"):
+        found.attempt(lambda: _examine_layers(facts, speculation, outline, directory))
 
 
-def _examine_heads(facts: DraftFacts, speculation: SpeculationSettings, outline: LoadedModel) -> None:
-    """Raises StartRefused. Whether the drafter was trained for these weights shows in loading them."""
-    directory = find_heads(speculation, outline)
-    if directory is not None:
-        check_eagle(directory, outline)
+def _examine_layers(
+    facts: DraftFacts, speculation: SpeculationSettings, outline: LoadedModel, directory: Path | None
+) -> None:
+    """Drafters of one layer. Raises StartRefused. Whether one fits these weights shows in loading them."""
+    heads = None if speculation.speculative_method == "mtp" else find_heads(speculation, outline)
+    if heads is not None:
+        check_eagle(heads, outline)
         facts.methods += ("heads",)
+    elif find_module(speculation, outline, directory) is not None:
+        facts.methods += ("mtp",)
 
 
 def _examine_draft_model(

@@ -47,7 +47,7 @@ _STAGES = (
     "kv",
     "disk",
 )
-_METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa", "heads")
+_METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa", "heads", "mtp")
 _DROPS = ("stale", "cancelled", "error", "late")
 _RUN_AHEADS = ("hit", "miss")
 _MAX_DRAFTS = 32  # the most that may be asked for

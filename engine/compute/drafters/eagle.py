@@ -1,4 +1,7 @@
-"""EagleDrafter: trees of drafts from one layer over the target's features, with K/V of its own."""
+"""EagleDrafter: trees of drafts from one layer over the target's features, with K/V of its own.
+
+The layer is an EAGLE-3 layer that was trained for the target, or the MTP module that the target came with.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from engine.compute.drafters.eagle_kv import EagleKv, Slab
 from engine.compute.drafters.eagle_round import Chain, EagleCompute, EagleNoise, EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.medusa import as_tensor
+from engine.compute.drafters.mtp_module import MtpModule
 from engine.compute.sampling.noise import row_keys
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
 from engine.plan.step_records import SamplingInputs
@@ -57,7 +61,6 @@ class EagleDrafter:
     or its prompt was cached, is drafted for from those there are.
     """
 
-    method = "heads"
     is_cheap = False
     is_stepwise = False
     reads_features = True
@@ -66,17 +69,23 @@ class EagleDrafter:
         self,
         compute: EagleCompute,
         kv: EagleKv,
-        weights: EagleWeights,
+        weights: EagleWeights | MtpModule,
         feature_layers: tuple[int, ...],
         *,
         couples: bool = True,
+        plants_trees: bool = True,
     ) -> None:
-        """`feature_layers` are the target's layers that it reads."""
+        """`weights` are what it computes with, `feature_layers` the target's layers that it reads.
+
+        Unless it `plants_trees`, a draft is its likeliest chain.
+        """
+        self.method = "mtp" if isinstance(weights, MtpModule) else "heads"
         self.feature_layers = feature_layers
         self.kv = kv
         self.weights = weights
         self._compute = compute
         self._couples = couples
+        self._plants_trees = plants_trees
         self._known: dict[str, _Known] = {}
 
     def compute_with(self, compute: EagleCompute) -> None:
@@ -97,7 +106,7 @@ class EagleDrafter:
                 raise
             for turn, chain in zip(turns, found, strict=True):
                 turn.slab.num_kept += turn.num_rows
-                drawn[turn.job.request.request_id] = plant(turn.job, chain)
+                drawn[turn.job.request.request_id] = plant(turn.job, chain, as_tree=self._plants_trees)
         drafts = tuple(drawn.get(job.request.request_id) or _answer(job, (), None) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
 
@@ -184,13 +193,16 @@ def newest_rows(runs: Sequence[TargetFeatures], limit: int) -> list[TargetFeatur
     return kept[::-1]
 
 
-def plant(job: DraftJob, chain: Chain) -> Draft:
-    """The tree of the best guesses, best first, without what would follow a token that ends the request."""
+def plant(job: DraftJob, chain: Chain, *, as_tree: bool = True) -> Draft:
+    """The tree of the best guesses, best first, without what would follow a token that ends the request.
+
+    Unless `as_tree`, only what is likeliest at each place.
+    """
     guesses: list[tuple[float, int, int, int]] = []  # by falling chance; of equals those before others
     for depth, own in enumerate(chain):
         guesses += [
             (-guess.chance, depth, rank, guess.token_id)
-            for rank, guess in enumerate(own)
+            for rank, guess in enumerate(own if as_tree else own[:1])
             if guess.chance >= LEAST_CHANCE or not (depth or rank)
         ]
         if own[0].token_id in job.request.stop_token_ids:
@@ -204,7 +216,7 @@ def plant(job: DraftJob, chain: Chain) -> Draft:
             above.append(len(token_ids))
         token_ids.append(token_id)
         parents.append(above[depth])
-    return _answer(job, tuple(token_ids), tuple(parents))
+    return _answer(job, tuple(token_ids), tuple(parents) if as_tree else None)
 
 
 def _answer(job: DraftJob, token_ids: tuple[int, ...], parents: tuple[int, ...] | None) -> Draft:

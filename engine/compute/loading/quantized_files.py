@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,17 @@ class Unpacked:
     stored: dict[str, StoredWeight] = field(default_factory=dict)
 
 
-def unpack_files(directory: Path, weight_format: WeightFormat, dtype: torch.dtype) -> Unpacked:
+def unpack_files(
+    directory: Path,
+    weight_format: WeightFormat,
+    dtype: torch.dtype,
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> Unpacked:
     """The checkpoint in `directory`, its quantized weights as numbers of `dtype`.
 
-    Raises StartRefused for what does not fit the format.
+    Only tensors of `wanted` names are read. Raises StartRefused for what does not fit the format.
     """
-    files = _names_by_file(directory)
+    files = {name: path for name, path in _names_by_file(directory).items() if wanted(name)}
     unpacked = Unpacked()
     found = unpacked.tensors
     for prefix, endings in _projections(list(files), weight_format).items():

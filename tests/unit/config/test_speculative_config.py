@@ -42,6 +42,7 @@ def refusal(*argv: str) -> str:
         ({"model": "a/b"}, {"speculative_method": "draft-model", "draft_model": "a/b"}),
         ({"method": "medusa", "model": "heads"}, {"medusa_heads": Path("heads"), "draft_model": None}),
         ({"method": "eagle3", "model": "d"}, {"speculative_method": "heads", "draft_heads": Path("d")}),
+        ({"method": "deepseek_mtp"}, {"speculative_method": "mtp"}),
         ({"method": "none"}, {"speculative_method": "none"}),
         ({"method": None, "model": None, "revision": None}, {"speculative_method": "auto"}),
         ({"rejection_sample_method": "standard"}, {"draft_verification": "rejection"}),
@@ -107,6 +108,7 @@ def test_the_lengths_of_ngrams_have_no_flag(
         ({"verify": "block", "rejection_sample_method": "standard"}, "= 'standard' disagrees with verify"),
         ({"controller": "seed", "enable_adaptive_verification": True}, "disagrees with"),
         ({"method": "ngram", "model": "x"}, "model = 'x' is not used by the method ngram; leave it out"),
+        ({"method": "deepseek_mtp", "model": "x"}, "is not used by the method mtp; leave it out"),
         ({"method": "draft_model", "model": ""}, "model = '' is not allowed"),
         ({"model": 5}, "model = '5' is not allowed; expected a name that is not empty"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min = '0' is not allowed; expected a"),
@@ -134,9 +136,9 @@ def test_values_that_a_setting_holds_are_checked_by_it() -> None:
     for key, value, setting, allowed in (
         (
             "method",
-            "mtp",
+            "ouija",
             "speculative_method",
-            "one of none, ngram, suffix, draft-model, medusa, heads, auto",
+            "one of none, ngram, suffix, draft-model, medusa, heads, mtp, auto",
         ),
         ("num_speculative_tokens", 33, "num_speculative_tokens", "a whole number from 1 to 32, or auto"),
         ("num_speculative_tokens", True, "num_speculative_tokens", "a whole number from 1 to 32, or auto"),

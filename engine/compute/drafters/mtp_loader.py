@@ -1,0 +1,38 @@
+"""load_mtp_drafter: from a model's own files to a drafter around its MTP module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
+from engine.compute.drafters.eagle_loader import EagleRoom, make_kv
+from engine.compute.drafters.eagle_weights import DEFAULT_WINDOW
+from engine.compute.drafters.layer_chains import LayerChains
+from engine.compute.drafters.mtp_layer import MtpLayer
+from engine.compute.drafters.mtp_layouts import MtpLayout
+from engine.compute.drafters.mtp_module import load_mtp_module
+from engine.compute.loading.loader import LoadedModel
+from engine.plan.speculation.speculation_config import Verification
+
+
+def load_mtp_drafter(
+    directory: Path,
+    target: LoadedModel,
+    layout: MtpLayout,
+    room: EagleRoom,
+    verification: Verification = "match",
+) -> EagleDrafter:
+    """The drafter around the module in the target's `directory`. Raises StartRefused.
+
+    Its K/V has a bound, though the module was trained without one. For a recurrent target it drafts chains.
+    """
+    module = load_mtp_module(directory, target, layout)
+    kv = make_kv(module.layer, DEFAULT_WINDOW, module.weight, room)
+    return EagleDrafter(
+        LayerChains(MtpLayer(module, kv), LEAST_CHANCE),
+        kv,
+        module,
+        (int(target.config.num_hidden_layers),),  # what leaves the last layer
+        couples=verification == "match",
+        plants_trees=not target.keeps_state,
+    )

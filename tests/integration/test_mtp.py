@@ -1,0 +1,60 @@
+"""MTP modules through whole engines: the text is the same with them as without, and their drafts are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config import load_settings
+from engine.startup.build import load_parts
+from engine.startup.doctor import diagnose
+from tests.support.native import WITHOUT_KERNELS
+from tests.support.repetitive_world import Family, World, make_families
+from tests.support.speculated import differences, engine_of, single_threaded
+from tests.support.speculation_matrix import ALWAYS, SETTINGS, speak_drafted, speak_plainly
+from tests.support.tiny_mtp import FAMILIES, TinyMtp
+
+PHRASES = [[3 + (start * 5 + step) % 16 for step in range(14)] for start in range(20)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    """Models this small only wait for their threads."""
+    with single_threaded():
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = TinyMtp(request.param, copies_last_token=True)
+    return tiny.save(tmp_path_factory.mktemp(request.param) / "model")
+
+
+@pytest.fixture(scope="module")
+def families(target: Path) -> list[Family]:
+    return make_families(World(target, target, target, target, PHRASES), 10)
+
+
+async def test_text_is_the_same_with_the_module(target: Path, families: list[Family]) -> None:
+    """In a crowd, in pieces of prompts and preempted."""
+    expected = await speak_plainly(target, families)
+    flags = ["--speculative-method", "mtp", "--speculation-schedule", "sync", *ALWAYS]
+    accepted = rejected = 0
+    for name in ("crowd", "chunks", "recompute"):
+        found = await speak_drafted(target, flags, SETTINGS[name], families, expected)
+        assert differences(expected, found) == []
+        accepted += found.stats.num_accepted
+        rejected += found.stats.num_proposed - found.stats.num_accepted
+    assert min(accepted, rejected) > 50, (accepted, rejected)
+
+
+async def test_it_drafts_by_default_and_says_so(target: Path) -> None:
+    settings = load_settings([str(target), "--kv-cache-memory", "4MiB"], environ=WITHOUT_KERNELS)
+    found = diagnose(settings)
+    assert found.problems == [] and found.drafts is not None
+    assert found.drafts.methods == load_parts(settings).info.draft_methods
+    assert found.drafts.methods[-1] == "mtp"
+    async with engine_of(target) as engine:
+        assert "mtp" in engine.info.draft_methods
