@@ -41,7 +41,7 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
                 num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens, sizes.num_snapshots
             ),
             sampler,
-            for_drafts.verification,
+            for_drafts,
         )
     runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
     if loaded.device.type != "cuda":

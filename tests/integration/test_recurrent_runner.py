@@ -17,10 +17,11 @@ from engine.compute.recurrent import mixer_kinds
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.runner.dummy_steps import Part, plain_sampling
+from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.self_check import check_forward
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
 from engine.plan.kv.paged_kv_manager import Rewindable
-from engine.plan.step_records import BlockCopy
+from engine.plan.step_records import BlockCopy, StepInputs
 from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
     load_recurrent,
@@ -28,6 +29,7 @@ from tests.support.recurrent import (
     pack_slots,
     run_pieces,
     whole_logits,
+    with_drafts,
 )
 from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
 
@@ -257,3 +259,25 @@ def test_what_needs_a_state_to_be_copied_or_moved_is_refused() -> None:
         with pytest.raises(RewindError):
             runner.run(refused)
     assert len(runner.run(inputs).rows.token_ids) == 1
+
+
+def test_features_are_of_verified_positions_only() -> None:
+    """A prompt keeps all its rows, a chain those of its accepted drafts: as one pass over all has them."""
+    family = "qwen3_5_hybrid"
+    tokens = tokens_of(3)
+    for _ in range(2):
+        tokens.append(int(whole_logits(family, tokens)[-1].argmax()))
+    drafted = [*tokens, tokens[4] + 1]  # after the prompt's token one draft that is right, and another
+    layers = (0, load_recurrent(family).config.num_hidden_layers)
+    features = []
+    for steps in ([pack_slots({0: part(tokens, 0, 5)})], _prompt_and_drafts(drafted)):
+        runner = make_recurrent_runner(family, for_drafts=ForDrafts(feature_layers=layers))
+        results = [runner.run(inputs) for inputs in steps]
+        kept = [result.features[0] for result in results if result.features is not None]
+        features.append(torch.cat([rows for rows in kept if isinstance(rows, torch.Tensor)]))
+    assert features[0].shape == (5, 2 * 64)
+    torch.testing.assert_close(features[1], features[0], rtol=1e-4, atol=1e-4)
+
+
+def _prompt_and_drafts(tokens: list[int]) -> list[StepInputs]:
+    return [pack_slots({0: part(tokens, 0, 3)}), with_drafts(pack_slots({0: part(tokens, 3, 6)}), [2])]

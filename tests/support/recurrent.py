@@ -14,6 +14,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward, SequenceMemory
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
+from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -41,12 +42,13 @@ def make_recurrent_runner(
     num_slots: int = 4,
     max_drafts: int = 8,
     num_snapshots: int = 0,
+    for_drafts: ForDrafts | None = None,
 ) -> RecurrentRunner:
     """A runner over the shared tiny model."""
     loaded = load_recurrent(family, dtype)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sizes = MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts, num_snapshots)
-    return RecurrentRunner(loaded, sizes, sampler)
+    return RecurrentRunner(loaded, sizes, sampler, for_drafts or ForDrafts())
 
 
 def pack_slots(parts: Mapping[int, Part], *, every_row: bool = False) -> StepInputs:

@@ -15,7 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     PreTrainedModel,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
 )
 
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, tiny_tokenizer
@@ -42,6 +46,8 @@ _ROUTED: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+# What a layer adds to its input ends in these.
+_LAYER_ENDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 WINDOWLESS = 40  # tokens of the longest sequence that tests read; the module's K/V holds more
 
 
@@ -65,6 +71,30 @@ class Family:
     one_more: bool = False  # norms scale by one more than their weights
 
 
+_HYBRID: dict[str, Any] = _COMMON | {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_QWEN: dict[str, Any] = {
+    "prefix": "mtp.",
+    "norms": ("pre_fc_norm_embedding", "pre_fc_norm_hidden"),
+    "projection": "fc",
+    "last": "norm",
+    "layer": "layers.0.",
+    "copies": (),
+    "one_more": True,
+}
+
 FAMILIES = {
     "glm4_moe": Family(
         lambda: Glm4MoeConfig(**_COMMON, **_ROUTED, head_dim=16, partial_rotary_factor=0.5, use_qk_norm=True)
@@ -80,6 +110,20 @@ FAMILIES = {
             v_head_dim=12,
         )
     ),
+    "glm4_moe_lite": Family(
+        lambda: Glm4MoeLiteConfig(
+            **_COMMON | {"num_key_value_heads": 4},
+            **{name: value for name, value in _ROUTED.items() if name != "first_k_dense_replace"},
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+        )
+    ),
+    "qwen3_5": Family(lambda: Qwen3_5TextConfig(**_HYBRID), **_QWEN),
+    "qwen3_5_moe": Family(lambda: Qwen3_5MoeTextConfig(**_HYBRID, **_EXPERTS), **_QWEN),
+    "qwen3_next": Family(lambda: Qwen3NextConfig(**_HYBRID, **_EXPERTS), **_QWEN),
 }
 
 
@@ -107,13 +151,15 @@ class TinyMtp:
             for name, parameter in self.whole.named_parameters():
                 if parameter.ndim == 1:
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
-                if copies_last_token and name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                if copies_last_token and name.endswith(_LAYER_ENDS):
                     parameter.data *= 0.06
             size = int(config.hidden_size)
             at_rest = 0.0 if self.family.one_more else 1.0
             self.norms = [at_rest + 0.2 * torch.randn(size) for _ in range(3)]  # two inputs', the last
             self.projection = 0.2 * torch.randn(size, 2 * size)
             if copies_last_token:
+                self.whole.lm_head.weight.data *= 0.2
+                self.whole.model.embed_tokens.weight.data *= 5  # beside what layers add to it
                 self.whole.lm_head.weight.data[EOS_ID : EOS_ID + 17] *= 15.0
                 self.norms = [torch.full((size,), at_rest), torch.full((size,), at_rest)]
                 self.norms.append(self.whole.model.norm.weight.data.clone())
@@ -128,9 +174,9 @@ class TinyMtp:
         tiny_tokenizer().save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
         family, prefix = self.family, self.family.prefix.format(n=self.num_layers)
-        layer = f"model.layers.{self.num_layers}."
+        layer = f".layers.{self.num_layers}."
         tensors = {
-            (prefix + family.layer + name.removeprefix(layer) if name.startswith(layer) else name): tensor
+            (prefix + family.layer + name.split(layer)[1] if layer in name else name): tensor
             for name, tensor in tensors.items()
         }
         for name, weight in zip((*family.norms, family.last), self.norms, strict=True):

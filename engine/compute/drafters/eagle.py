@@ -106,7 +106,10 @@ class EagleDrafter:
                 raise
             for turn, chain in zip(turns, found, strict=True):
                 turn.slab.num_kept += turn.num_rows
-                drawn[turn.job.request.request_id] = plant(turn.job, chain, as_tree=self._plants_trees)
+                draft = plant(turn.job, chain, as_tree=self._plants_trees)
+                if draft.parents is None:  # a chain is taken to be known here, unlike a tree
+                    self._known[draft.request_id].token_ids += draft.token_ids
+                drawn[draft.request_id] = draft
         drafts = tuple(drawn.get(job.request.request_id) or _answer(job, (), None) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
 

@@ -54,11 +54,15 @@ class DraftLayer(Protocol):
 
 
 class LayerChains:
-    """An EagleCompute. `least_chance` is how likely all drafts of a chain must be for another one."""
+    """An EagleCompute. `least_chance` is how likely all drafts of a chain must be for another one.
 
-    def __init__(self, layer: DraftLayer, least_chance: float) -> None:
+    Each place has `num_guesses`, up to GUESSES.
+    """
+
+    def __init__(self, layer: DraftLayer, least_chance: float, num_guesses: int = GUESSES) -> None:
         self._layer = layer
         self._least_chance = least_chance
+        self._num_guesses = num_guesses
 
     @torch.inference_mode()
     def run(self, work: EagleRound) -> list[Chain]:
@@ -92,8 +96,8 @@ class LayerChains:
         return len(chain) == depth and may_matter(chain, chain[-1][0].chance, wanted, self._least_chance)
 
     def _draw(self, logits: torch.Tensor, work: EagleRound, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """GUESSES tokens for each of the first rows, the target's ids, and how likely each is, 0 for none."""
-        chance, best = logits.softmax(dim=-1).topk(GUESSES, dim=-1)  # [count, GUESSES]
+        """The guesses for each of the first rows, the target's ids, and how likely each is, 0 for none."""
+        chance, best = logits.softmax(dim=-1).topk(self._num_guesses, dim=-1)  # [count, guesses]
         if work.noise is None:
             return self._layer.token_ids[best], chance
         sampling, keys = work.noise.sampling, work.noise.keys
@@ -104,7 +108,7 @@ class LayerChains:
             own_keys = keys[rows, depth].to(logits.device)
             bits = noise_bits(own_keys, self._layer.token_ids[support.token_ids])
             scores = support.scaled.double() + gumbel_of(bits)
-            won = scores.topk(min(GUESSES, scores.shape[1]), dim=1)
+            won = scores.topk(min(self._num_guesses, scores.shape[1]), dim=1)
             width = won.values.shape[1]
             at = torch.from_numpy(rows).to(logits.device)
             best[at, :width] = support.token_ids.gather(1, won.indices).long()

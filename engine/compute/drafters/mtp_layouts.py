@@ -52,6 +52,9 @@ LAYOUTS: dict[str, MtpLayout] = {
     "deepseek_v3": _BEHIND_THE_LAYERS,
     "glm4_moe": _BEHIND_THE_LAYERS,
     "glm4_moe_lite": _BEHIND_THE_LAYERS,
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_next": _QWEN,
 }
 
 

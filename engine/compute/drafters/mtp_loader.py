@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_loader import EagleRoom, make_kv
+from engine.compute.drafters.eagle_round import GUESSES
 from engine.compute.drafters.eagle_weights import DEFAULT_WINDOW
 from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.drafters.mtp_layer import MtpLayer
@@ -27,9 +28,10 @@ def load_mtp_drafter(
     Its K/V has a bound, though the module was trained without one. For a recurrent target it drafts chains.
     """
     module = load_mtp_module(directory, target, layout)
-    kv = make_kv(module.layer, DEFAULT_WINDOW, module.weight, room)
+    kv = make_kv(module.layer, min(DEFAULT_WINDOW, target.max_model_len), module.weight, room)
+    guesses = 1 if target.keeps_state else GUESSES
     return EagleDrafter(
-        LayerChains(MtpLayer(module, kv), LEAST_CHANCE),
+        LayerChains(MtpLayer(module, kv), LEAST_CHANCE, guesses),
         kv,
         module,
         (int(target.config.num_hidden_layers),),  # what leaves the last layer

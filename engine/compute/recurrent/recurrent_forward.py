@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_mixers import continuing, install_mixers
 from engine.compute.recurrent.slot_states import SlotStates, Snapshots
+from engine.compute.runner.layer_taps import tap
 from engine.plan.step_records import StepInputs
 
 
@@ -91,6 +93,12 @@ class RecurrentForward:
         memory.states.commit_states(inputs)
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
+
+    def with_features(
+        self, inputs: StepInputs, memory: SequenceMemory, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits as a call gives them, and what enters `layers` at every token: [N, layers * hidden]."""
+        return tap(self.loaded.model.base_model, layers, lambda: self(inputs, memory))
 
 
 class _Layers(NamedTuple):

@@ -12,14 +12,16 @@ from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentFor
 from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
+from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.compute.sampling.sampler import Sampler
+from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
 from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
-from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
+_NO_DRAFTS = ForDrafts()
 
 
 class RecurrentRunner:
@@ -36,11 +38,13 @@ class RecurrentRunner:
         loaded: LoadedModel,
         sizes: MemorySizes,
         sampler: Sampler,
-        verification: Verification = "match",
+        for_drafts: ForDrafts = _NO_DRAFTS,
     ) -> None:
+        """Of what drafters read, `for_drafts` may name layers only."""
         self._forward = RecurrentForward(loaded)
         self._sampler = sampler
-        self._verifier = make_verifier(verification, sampler)
+        self._for_drafts = for_drafts
+        self._verifier = make_verifier(for_drafts.verification, sampler)
         self._scorer = PromptScorer(loaded)
         self._memory = self._forward.make_memory(sizes)
         self.kv = self._memory.kv
@@ -65,12 +69,12 @@ class RecurrentRunner:
             self.kv.scrub_blocks(inputs.scrub_blocks)
             self._memory.snapshots.restore(inputs.state_restores)
             with self._scorer.watching(inputs.prompt_rows) as seen:
-                logits = self._forward(inputs, self._memory)
+                logits, hidden = self._compute(inputs)
             self._memory.snapshots.save(inputs.state_saves)
             middle = mark(device)
-            rows = SampledRows([])
+            verified = Verified(SampledRows([]))
             if len(logits):
-                rows = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts).rows
+                verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
             scores = self._scorer.score(inputs.prompt_rows, seen)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -78,8 +82,19 @@ class RecurrentRunner:
             raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
         end = mark(device)
         return StepResult(
-            rows, seconds_between(start, middle), seconds_between(middle, end), prompt_logprobs=scores
+            verified.rows,
+            seconds_between(start, middle),
+            seconds_between(middle, end),
+            features=None if hidden is None else self._for_drafts.features(hidden, inputs, verified),
+            prompt_logprobs=scores,
         )
+
+    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of a step, and what drafters read of it."""
+        layers = self._for_drafts.feature_layers
+        if not layers:
+            return self._forward(inputs, self._memory), None
+        return self._forward.with_features(inputs, self._memory, layers)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
