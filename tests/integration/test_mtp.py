@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import load_settings
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
-from tests.support.native import WITHOUT_KERNELS
+from tests.support.native import WITHOUT_KERNELS, compiled_home
 from tests.support.repetitive_world import Family, World, make_families
-from tests.support.speculated import differences, engine_of, single_threaded
+from tests.support.speculated import differences, engine_of, run, single_threaded
 from tests.support.speculation_matrix import ALWAYS, SETTINGS, speak_drafted, speak_plainly
 from tests.support.tiny_mtp import FAMILIES, TinyMtp
 
@@ -58,3 +59,18 @@ async def test_it_drafts_by_default_and_says_so(target: Path) -> None:
     assert found.drafts.methods[-1] == "mtp"
     async with engine_of(target) as engine:
         assert "mtp" in engine.info.draft_methods
+
+
+async def test_it_drafts_beside_a_target_on_kernels(tmp_path: Path) -> None:
+    """What it reads leaves a decoder of one call, and its head is the target's packed one."""
+    home = compiled_home()
+    target = TinyMtp("mimo", copies_last_token=True, hidden_size=128).save(tmp_path / "model", torch.bfloat16)
+    flags = ["--dtype", "bfloat16", "--compile", "on", "--speculative-method"]
+    said = []
+    for more in (["none"], ["mtp", "--speculation-schedule", "sync", *ALWAYS]):
+        async with engine_of(target, *flags, *more, home=home) as engine:
+            assert engine.info.kernels.startswith("compiled")
+            families = make_families(World(target, target, target, target, PHRASES), 6)
+            said.append(await run(engine, families, 8, cuts=False))
+    assert differences(*said) == []
+    assert said[1].stats.num_accepted > 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -69,6 +70,7 @@ class Family:
     reads_normed: bool = True
     copies: tuple[str, ...] = ("embed_tokens", "shared_head.head")  # of the target's, stored again
     one_more: bool = False  # norms scale by one more than their weights
+    stored_as: Mapping[str, Any] = field(default_factory=dict)  # what its config.json says otherwise
 
 
 _HYBRID: dict[str, Any] = _COMMON | {
@@ -121,6 +123,22 @@ FAMILIES = {
             v_head_dim=12,
         )
     ),
+    "mimo": Family(
+        lambda: Qwen2Config(**_COMMON),
+        prefix="model.mtp_layers.0.",
+        norms=("token_layernorm", "hidden_layernorm"),
+        projection="input_proj",
+        last="final_layernorm",
+        hidden_first=True,
+        reads_normed=False,
+        copies=(),
+        stored_as={
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     "qwen3_5": Family(lambda: Qwen3_5TextConfig(**_HYBRID), **_QWEN),
     "qwen3_5_moe": Family(lambda: Qwen3_5MoeTextConfig(**_HYBRID, **_EXPERTS), **_QWEN),
     "qwen3_next": Family(lambda: Qwen3NextConfig(**_HYBRID, **_EXPERTS), **_QWEN),
@@ -130,12 +148,17 @@ FAMILIES = {
 class TinyMtp:
     """A target of `family` and its module: `whole` is a model of one layer more, whose last is the module's.
 
-    With `copies_last_token` the module's guesses hang on the newest token alone, nearly.
+    With `copies_last_token` the module's guesses hang on the newest token alone, nearly. `changes` are made
+    in the configuration.
     """
 
-    def __init__(self, family: str, seed: int = 0, *, copies_last_token: bool = False) -> None:
+    def __init__(
+        self, family: str, seed: int = 0, *, copies_last_token: bool = False, **changes: Any
+    ) -> None:
         self.family = FAMILIES[family]
         config = self.family.config()
+        for name, value in changes.items():
+            setattr(config, name, value)
         self.num_layers = int(config.num_hidden_layers)
         longer = copy.deepcopy(config)
         longer.num_hidden_layers = self.num_layers + 1
@@ -188,7 +211,8 @@ class TinyMtp:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         self.config.architectures = [type(self.whole).__name__]
         self.config.dtype = dtype
-        (directory / "config.json").write_text(json.dumps(self.config.to_dict(), default=str))
+        values = self.config.to_dict() | self.family.stored_as
+        (directory / "config.json").write_text(json.dumps(values, default=str))
         self.whole.to(torch.float32)
         return directory
 

@@ -47,11 +47,18 @@ _BEHIND_THE_LAYERS = MtpLayout("model.layers.{n}.", "enorm", "hnorm", "eh_proj",
 _QWEN = MtpLayout(
     "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.", head="lm_head"
 )
-# Read in the families' own code, or in what serves them.
+_MIMO = MtpLayout(
+    "model.mtp_layers.0.",
+    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    hidden_first=True,
+    reads_normed=False,
+)
+# By what the models are computed as, which for MiMo is Qwen2; learnt from the families' own code.
 LAYOUTS: dict[str, MtpLayout] = {
     "deepseek_v3": _BEHIND_THE_LAYERS,
     "glm4_moe": _BEHIND_THE_LAYERS,
     "glm4_moe_lite": _BEHIND_THE_LAYERS,
+    "qwen2": _MIMO,
     "qwen3_5_moe_text": _QWEN,
     "qwen3_5_text": _QWEN,
     "qwen3_next": _QWEN,

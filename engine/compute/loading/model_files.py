@@ -17,6 +17,9 @@ from engine.errors import StartRefused, UnsupportedModel
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Models that transformers knows by another name only; the code beside their weights adds to that what is not
+# needed to serve them. MiMo is Qwen2 with MTP modules.
+UNDER_ANOTHER_NAME = {"mimo": "qwen2"}
 GGUF_FILE = "gguf.json"  # names the GGUF file that the weights are in
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -50,7 +53,8 @@ def check_configuration(directory: Path) -> None:
         )
     config = read_json(directory / "config.json")
     # A known architecture may name code too; it is then simply never looked at.
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+    known = config.get("model_type") in CONFIG_MAPPING or config.get("model_type") in UNDER_ANOTHER_NAME
+    if config.get("auto_map") and not known:
         raise UnsupportedModel(
             f"The architecture {config.get('model_type')!r} needs Python code that ships with the model "
             "(auto_map), which is never run."

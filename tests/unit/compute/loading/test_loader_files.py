@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
@@ -51,6 +52,15 @@ def test_an_architecture_that_is_only_code_is_refused_by_name(llama: Path) -> No
         UnsupportedModel, match=r"'evil' needs Python code .*\(auto_map\), which is never run"
     ):
         load_model(llama, FLOAT32)
+    assert not mark.exists()
+
+
+def test_a_model_that_is_known_by_another_name_is_loaded_as_that(tmp_path: Path) -> None:
+    directory = save_tiny_model("qwen2", tmp_path / "model")
+    mark = ship_code(directory)
+    edit_json(directory / "config.json", model_type="mimo", architectures=["MiMoForCausalLM"])
+    loaded = load_model(directory, FLOAT32)
+    assert type(loaded.model) is Qwen2ForCausalLM
     assert not mark.exists()
 
 
