@@ -26,7 +26,7 @@ from engine.compute.loading.loader import LoadedModel, misfit
 from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.quantized_files import unpack_files
-from engine.compute.loading.support import weight_format_of
+from engine.compute.loading.support import read_architecture, weight_format_of
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -54,6 +54,7 @@ class MtpModule(nn.Module):
         super().__init__()
         self.layer: LayerKv = probe_layers(parts.block, parts.block.config).layers[0]
         self._block: Any = parts.block.base_model
+        self._block.embed_tokens = None  # it is given what is embedded
         self._embedding_norm = parts.embedding_norm
         self._hidden_norm = parts.hidden_norm
         self._projection = parts.projection
@@ -252,7 +253,9 @@ def _of_one_layer(config: PreTrainedConfig, *, sparse: bool) -> PreTrainedConfig
 def _read_tensors(
     directory: Path, target: LoadedModel, wanted: Callable[[str], bool]
 ) -> dict[str, torch.Tensor]:
-    if (weight_format := weight_format_of(target.config)) is not None:
+    # The loaded model's configuration no longer says how its files are quantized.
+    weight_format = weight_format_of(read_architecture(directory).config)
+    if weight_format is not None:
         return unpack_files(directory, weight_format, target.dtype, wanted).tensors
     found: dict[str, torch.Tensor] = {}
     for path in weight_files(directory):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatur
 from engine.startup.build_speculation import find_module
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny
+from tests.support.quantized_checkpoints import fp8
 from tests.support.tiny_mtp import FAMILIES, WINDOWLESS, TinyMtp
 
 Weights = dict[str, torch.Tensor]
@@ -173,6 +176,33 @@ def test_embeddings_of_its_own_are_used(tmp_path: Path) -> None:
     module = load_mtp_module(directory, target, layout)
     last = torch.randn(3, 64)
     torch.testing.assert_close(module.logits(last), 2 * tiny.logits(last))
+
+
+def test_a_quantized_module_is_unpacked(tmp_path: Path) -> None:
+    """As DeepSeek publishes it: what multiplies in 8 bits, with scales for blocks."""
+    plain = TinyMtp("deepseek_v3").save(tmp_path / "plain")
+    weights = load_file(plain / WEIGHTS_FILE)
+    stored, checkpoint = dict(weights), fp8((24, 32))
+    draw = torch.Generator().manual_seed(0)
+    for name, tensor in weights.items():
+        if "proj" in name and tensor.ndim == 2:
+            made = checkpoint.store(tensor.shape[0], tensor.shape[1], draw)
+            prefix = name.removesuffix("weight")
+            stored |= {f"{prefix}{ending}": part.contiguous() for ending, part in made.tensors.items()}
+            weights[name] = made.numbers
+    save_file(weights, plain / WEIGHTS_FILE, {"format": "pt"})
+    quantized = Path(shutil.copytree(plain, tmp_path / "quantized"))
+    save_file(stored, quantized / WEIGHTS_FILE, {"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = checkpoint.settings
+    (quantized / "config.json").write_text(json.dumps(config))
+    found = []
+    for directory in (plain, quantized):
+        target = load(directory)
+        layout = find_mtp(directory, target.config)
+        assert layout is not None
+        found.append(load_mtp_module(directory, target, layout).state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_models_without_one_have_none(tmp_path: Path) -> None:
