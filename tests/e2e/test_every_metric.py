@@ -31,6 +31,7 @@ EXCEPTIONS = (
     (r"next_turn_tokens", "replies end beside others here: test_next_turn.py has one that does not"),
     (r"stage=grammar", "no fault can be planned in there"),
     (r"(method|drafter)=(medusa|heads)", "heads take long to train"),
+    (r"(method|drafter)=mtp", "the model here brings no such module"),
     (r"n1_fallbacks", "drafts can be taken back from either model: test_speculative_decoder.py has another"),
     (r"position=([4-9]|[1-3]\d)", "four drafts a round are the most here"),
     (r"batch_lines_(running|waiting)", "the one batch has ended by then: test_batches.py has them"),

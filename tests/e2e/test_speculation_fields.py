@@ -253,7 +253,7 @@ async def scrape(url: str) -> tuple[RawReply, dict[str, dict[str, float]]]:
     return reply, found
 
 
-METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa", "heads")
+METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa", "heads", "mtp")
 
 
 async def test_every_label_is_at_zero_before_the_first_draft() -> None:
