@@ -110,12 +110,8 @@ def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
 def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:
     """The directory of the EAGLE-3 drafter to use, given or the model's own. Raises StartRefused."""
     if speculation.draft_heads is not None:
-        if target.keeps_state:
-            raise StartRefused(
-                "--draft-heads: they read features of layers, which recurrent models do not give."
-            )
         return speculation.draft_heads
-    own = None if target.keeps_state else shipped_heads(target)
+    own = shipped_heads(target)
     if own is None and speculation.speculative_method == "heads":
         raise StartRefused("--speculative-method heads: none come with this model; give --draft-heads.")
     return own

@@ -17,6 +17,8 @@ from tests.support.native import WITHOUT_KERNELS
 from tests.support.repetitive_world import World, make_families, make_world
 from tests.support.speculated import differences, single_threaded
 from tests.support.speculation_matrix import ALWAYS, SETTINGS, speak_drafted, speak_plainly
+from tests.support.tiny_eagle import TinyEagle
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,3 +58,18 @@ async def test_published_medusa_heads_change_no_text(world: World, tmp_path: Pat
     found = await speak_drafted(world.target, flags, SETTINGS["crowd"], families, expected)
     assert differences(expected, found) == []
     assert min(found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted) > 20
+
+
+async def test_a_drafter_of_layers_changes_no_text_of_a_recurrent_model(tmp_path: Path) -> None:
+    """It drafts chains there, since states are cut back along chains only."""
+    target = save_tiny_model("qwen3_5_hybrid", tmp_path / "model")
+    settings = load_settings([str(target), "--dtype", "float32"], environ=WITHOUT_KERNELS)
+    heads = TinyEagle(load_model(target, settings.model)).save(tmp_path / "heads", "original")
+    phrases = [[3 + (start * 5 + step) % 16 for step in range(14)] for start in range(20)]
+    families = make_families(World(target, target, target, target, phrases), 16)
+    expected = await speak_plainly(target, families)
+    flags = ["--speculative-method", "heads", "--draft-heads", str(heads), *ALWAYS]
+    flags += ["--speculation-schedule", "sync"]
+    found = await speak_drafted(target, flags, SETTINGS["recompute"], families, expected)
+    assert differences(expected, found) == []
+    assert found.stats.proposed["heads"] > 10 and found.stats.num_fallbacks == 0

@@ -11,9 +11,10 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_kv import EagleKv, slots_for
 from engine.compute.drafters.eagle_layer import is_for, load_eagle_layer
+from engine.compute.drafters.eagle_round import GUESSES
 from engine.compute.drafters.eagle_torch import TorchEagle
 from engine.compute.drafters.eagle_weights import EagleWeights
-from engine.compute.drafters.layer_chains import LayerChains
+from engine.compute.drafters.layer_chains import DraftLayer, LayerChains
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.speculation.speculation_config import Verification
 
@@ -40,14 +41,28 @@ def shipped_heads(target: LoadedModel) -> Path | None:
 def load_eagle_drafter(
     directory: Path, target: LoadedModel, room: EagleRoom, verification: Verification = "match"
 ) -> EagleDrafter:
-    """The drafter around the layer in `directory`, in tensor operations. Raises StartRefused."""
+    """The drafter around the layer in `directory`, in tensor operations. Raises StartRefused.
+
+    For a recurrent target it drafts chains.
+    """
     layer = load_eagle_layer(directory, target)
     weights = EagleWeights.of(layer)
     sizes = weights.sizes
     layer_kv = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
     kv = make_kv(layer_kv, sizes.window, weights.head, room)
-    compute = LayerChains(TorchEagle(weights, kv), LEAST_CHANCE)
-    return EagleDrafter(compute, kv, weights, layer.shape.feature_layers, couples=verification == "match")
+    return EagleDrafter(
+        chains_for(target, TorchEagle(weights, kv)),
+        kv,
+        weights,
+        layer.shape.feature_layers,
+        couples=verification == "match",
+        plants_trees=not target.keeps_state,
+    )
+
+
+def chains_for(target: LoadedModel, layer: DraftLayer) -> LayerChains:
+    """How drafts are drawn from `layer`: several guesses for each place, where the target verifies trees."""
+    return LayerChains(layer, LEAST_CHANCE, 1 if target.keeps_state else GUESSES)
 
 
 def make_kv(layer: LayerKv, window: int, like: torch.Tensor, room: EagleRoom) -> EagleKv:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
-from engine.compute.drafters.eagle_loader import EagleRoom, make_kv
-from engine.compute.drafters.eagle_round import GUESSES
+from engine.compute.drafters.eagle import EagleDrafter
+from engine.compute.drafters.eagle_loader import EagleRoom, chains_for, make_kv
 from engine.compute.drafters.eagle_weights import DEFAULT_WINDOW
-from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.drafters.mtp_layouts import MtpLayout
 from engine.compute.drafters.mtp_module import load_mtp_module
@@ -29,9 +27,8 @@ def load_mtp_drafter(
     """
     module = load_mtp_module(directory, target, layout)
     kv = make_kv(module.layer, min(DEFAULT_WINDOW, target.max_model_len), module.weight, room)
-    guesses = 1 if target.keeps_state else GUESSES
     return EagleDrafter(
-        LayerChains(MtpLayer(module, kv), LEAST_CHANCE, guesses),
+        chains_for(target, MtpLayer(module, kv)),
         kv,
         module,
         (int(target.config.num_hidden_layers),),  # what leaves the last layer

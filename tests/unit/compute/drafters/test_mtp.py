@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import load_settings
-from engine.compute.drafters import eagle, mtp_loader
+from engine.compute.drafters import eagle, eagle_loader
 from engine.compute.drafters.eagle import EagleDrafter
 from engine.compute.drafters.eagle_kv import Span
 from engine.compute.drafters.eagle_loader import EagleRoom, make_kv
@@ -92,7 +92,7 @@ def test_what_it_shares_with_the_target_is_not_kept_twice(case: Case) -> None:
 
 def test_drafts_are_the_likeliest_chain(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On its own output, past refused drafts, beside another sequence."""
-    for module in (eagle, mtp_loader):
+    for module in (eagle, eagle_loader):
         monkeypatch.setattr(module, "LEAST_CHANCE", 0.0)
     drafter = case.drafter()
     assert (drafter.method, drafter.feature_layers) == ("mtp", (2,))
