@@ -157,7 +157,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
             model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
         _warn_of_slow_dtype(found, settings, outline)
         _examine_cache(found, settings, outline)
-        _examine_drafts(found, settings, outline, directory)
+        _examine_drafts(found, settings, outline, source)
 
 
 def _outline(
@@ -265,9 +265,7 @@ def _after_weights(settings: Settings, outline: LoadedModel) -> Settings:
     return settings.model_copy(update={"cache": settings.cache.model_copy(update={"kv_cache_memory": left})})
 
 
-def _examine_drafts(
-    found: Diagnosis, settings: Settings, outline: LoadedModel, directory: Path | None
-) -> None:
+def _examine_drafts(found: Diagnosis, settings: Settings, outline: LoadedModel, source: FoundModel) -> None:
     speculation = settings.speculation
     method = speculation.speculative_method
     if method == "none":
@@ -277,24 +275,28 @@ def _examine_drafts(
     found.drafts = facts = DraftFacts(methods)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         facts.methods += ("draft-model",)
-        found.attempt(lambda: _examine_draft_model(found, settings, outline, directory))
+        found.attempt(lambda: _examine_draft_model(found, settings, outline, source.directory))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         heads = speculation.medusa_heads
         facts.methods += ("medusa",)
         found.attempt(lambda: check_medusa(heads))
     elif method in ("auto", "heads", "mtp"):
-        found.attempt(lambda: _examine_layers(facts, speculation, outline, directory))
+        found.attempt(lambda: _examine_layers(facts, speculation, outline, source))
 
 
 def _examine_layers(
-    facts: DraftFacts, speculation: SpeculationSettings, outline: LoadedModel, directory: Path | None
+    facts: DraftFacts, speculation: SpeculationSettings, outline: LoadedModel, source: FoundModel
 ) -> None:
-    """Drafters of one layer. Raises StartRefused. Whether one fits these weights shows in loading them."""
+    """Drafters of one layer. Raises StartRefused. Whether one fits these weights shows in loading them.
+
+    Of a model that is here in part it is unknown whether it brings a module.
+    """
+    is_in_part = source.directory is not None and source.pending is not None
     heads = None if speculation.speculative_method == "mtp" else find_heads(speculation, outline)
     if heads is not None:
         check_eagle(heads, outline)
         facts.methods += ("heads",)
-    elif find_module(speculation, outline, directory) is not None:
+    elif not is_in_part and find_module(speculation, outline, source.directory) is not None:
         facts.methods += ("mtp",)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from config import Settings, load_settings
 from engine.compute.loading.loader import load_model
-from engine.compute.loading.locate import find_model
+from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
 from engine.compute.native.forms import forms_of
@@ -200,6 +200,20 @@ def test_a_model_that_is_not_here_is_said_to_be_downloaded(
     assert found.problems == []
     assert found.model is not None and found.model.pending == "downloads it from the Hugging Face hub"
     assert found.warnings == ["The model is not here yet: what it needs cannot be told."]
+
+
+@pytest.mark.parametrize("method", ["auto", "mtp"])
+def test_whether_a_model_that_is_here_in_part_brings_a_drafter_is_left_open(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = save_tiny_model("qwen2", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    monkeypatch.setattr(
+        "engine.startup.doctor.find_model", lambda *_: FoundModel("in part", model, pending="downloads it")
+    )
+    found = diagnose(settings_for(model, "--speculative-method", method))
+    assert found.problems == [] and found.drafts is not None
+    assert "mtp" not in found.drafts.methods
 
 
 def test_a_draft_model_is_weighed_and_its_vocabulary_compared(model: Path, tmp_path: Path) -> None:
