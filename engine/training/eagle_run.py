@@ -45,7 +45,7 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
     run = TrainingRun(settings, plan, progress, keeps_hidden=False)
     if run.target.keeps_state:
         raise StartRefused(
-            "train-drafter: recurrent models do not give the features of layers that a drafter reads."
+            "train-drafter: the features of a recurrent model's layers are not read for training."
         )
     shape = EagleShape.for_target(int(run.target.config.num_hidden_layers), plan.window)
     served = run.served_target()
