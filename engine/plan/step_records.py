@@ -133,7 +133,8 @@ class StepInputs:
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
     Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
     `state_slots` are constant and exclusive while a request runs: where a recurrent model keeps its state,
-    which begins anew where `positions` begin at 0, and is first copied from a snapshot by `state_restores`.
+    which begins anew where `positions` begin at 0, and is first copied from a snapshot by `state_restores` or
+    from another sequence's slot, which the last pass `held_back`, by `state_copies`.
     `state_saves` keep in snapshots what the pass leaves behind each sequence's tokens, drafts left out.
 
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
@@ -155,7 +156,9 @@ class StepInputs:
     prompt_rows: PromptRows | None = None  # None when no prompt's log-probabilities are asked for
     state_slots: Int32 | None = None  # [S]
     state_restores: tuple[StateCopy, ...] = ()  # snapshot -> slot, before the pass
-    state_saves: tuple[StateCopy, ...] = ()  # slot -> snapshot, after it
+    state_copies: tuple[StateCopy, ...] = ()  # slot -> slot, before the pass
+    held_back: tuple[int, ...] = ()  # of [0, S): their last tokens may be taken back, as drafts may be
+    state_saves: tuple[StateCopy, ...] = ()  # slot -> snapshot, after the pass
     block_copies: tuple[BlockCopy, ...] = ()
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block

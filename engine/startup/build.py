@@ -23,7 +23,7 @@ from engine.compute.native.install import with_kernels
 from engine.compute.native.scratch import scratch_bytes
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
-from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.model_runner import ForDrafts
@@ -243,7 +243,7 @@ def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     cache = settings.cache
     needed = -(-loaded.max_model_len // cache.kv_block_size)
     num_seats = settings.scheduler.max_num_seqs
-    seats_bytes = state_bytes(loaded.states, loaded.dtype, num_seats, foreseen_draft_tokens(settings))
+    seats_bytes = seat_states_bytes(settings, loaded)
     memory, source = kv_memory(settings, loaded)
     left = memory - seats_bytes
     if seats_bytes and left < needed * block_bytes:
@@ -277,11 +277,15 @@ def count_snapshots(settings: Settings, loaded: LoadedModel, block_bytes: int) -
     each = state_bytes(loaded.states, loaded.dtype)
     if not each or not cache.prefix_caching:
         return 0
-    num_drafts = foreseen_draft_tokens(settings)
-    seats_bytes = state_bytes(loaded.states, loaded.dtype, settings.scheduler.max_num_seqs, num_drafts)
-    left = kv_memory(settings, loaded)[0] - seats_bytes
+    left = kv_memory(settings, loaded)[0] - seat_states_bytes(settings, loaded)
     spare = left - -(-loaded.max_model_len // cache.kv_block_size) * block_bytes
     return min(_MOST_SNAPSHOTS, max(0, min(left // _SNAPSHOT_SHARE, spare)) // each)
+
+
+def seat_states_bytes(settings: Settings, loaded: LoadedModel) -> int:
+    """What a recurrent model keeps for every seat, with the rows of as many drafts as there may be."""
+    num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
+    return state_bytes(loaded.states, loaded.dtype, settings.scheduler.max_num_seqs, num_kept)
 
 
 def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:

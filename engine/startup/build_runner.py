@@ -12,6 +12,7 @@ from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import MemorySizes
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.startup.build_speculation import foreseen_draft_tokens
@@ -38,7 +39,11 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
         return RecurrentRunner(
             loaded,
             MemorySizes(
-                num_blocks, block_size, sizes.max_num_seqs, sizes.max_draft_tokens, sizes.num_snapshots
+                num_blocks,
+                block_size,
+                sizes.max_num_seqs,
+                max(LEAST_KEPT_ROWS, sizes.max_draft_tokens),
+                sizes.num_snapshots,
             ),
             sampler,
             for_drafts,

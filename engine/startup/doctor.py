@@ -41,6 +41,7 @@ from engine.startup.build import (
     count_snapshots,
     kv_memory,
     read_chat_template,
+    seat_states_bytes,
     use_compute_threads,
     worthwhile_threads,
 )
@@ -49,7 +50,6 @@ from engine.startup.build_speculation import (
     draft_methods,
     find_heads,
     find_module,
-    foreseen_draft_tokens,
     model_free_sources,
 )
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
@@ -251,7 +251,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
         max_num_seqs=seats,
         num_snapshots=num_snapshots,
         snapshot_bytes=state_bytes(outline.states, outline.dtype, num_snapshots),
-        seats_bytes=state_bytes(outline.states, outline.dtype, seats, foreseen_draft_tokens(settings)),
+        seats_bytes=seat_states_bytes(settings, outline),
         num_host_blocks=host_blocks,
         host_bytes=host_blocks * block_bytes,
     )

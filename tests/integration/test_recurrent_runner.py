@@ -247,12 +247,11 @@ def test_a_failed_draw_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
         runner.run(pack_slots({0: part(tokens, 4, 5)}))
 
 
-def test_what_needs_a_state_to_be_copied_or_moved_is_refused() -> None:
+def test_what_needs_a_state_to_be_moved_is_refused() -> None:
     runner = make_recurrent_runner("granite_hybrid")
     inputs = pack_slots({0: part(tokens_of(5), 0, 5)})
     move = (BlockCopy(0, 1),)
     for refused in (
-        replace(inputs, block_copies=move),
         replace(inputs, swap_out=move),
         replace(inputs, swap_in=move),
     ):

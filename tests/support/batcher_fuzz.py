@@ -452,6 +452,10 @@ class Run:
             ]
             assert not kv.keeps_state or first == 0 or first in self.states.get(name, ())
             self.states[name] = range(first + count - num_drafts, first + count + 1)
+        for sequence in inputs.held_back:
+            name, first, count, _, num_drafts = decision.scheduled[sequence]
+            assert num_drafts == 0 and count > 1, "nothing else is held back"
+            self.states[name] = range(first + count - 1, first + count + 1)
         assert inputs.slot_mapping.tolist() == slots
         self._save(decision, inputs)
 
@@ -463,6 +467,13 @@ class Run:
             assert self.snapshots[snapshot] == self.right[name][:first], f"{name} begins on another's state"
             self.states[name] = range(first, first + 1)
             self.seen["restored"] += 1
+        parents = {self.batcher.kv.row(name): name for name in self.alive if name in self.batcher.kv}
+        for source, row in inputs.state_copies:
+            parent, (name, first, *_) = parents[source], of_row[row]
+            assert first in self.states[parent], f"{parent} has left the state that {name} is to begin on"
+            assert self.right[parent][:first] == self.right[name][:first], f"{name} begins on another's state"
+            self.states[name] = range(first, first + 1)
+            self.seen["state copies"] += 1
 
     def _save(self, decision: BatchDecision, inputs: StepInputs) -> None:
         of_row = {self.batcher.kv.row(entry.request_id): entry for entry in decision.scheduled}
@@ -470,6 +481,7 @@ class Run:
             name, first, count, _, num_drafts = of_row[row]
             end = first + count - num_drafts
             assert end % self.batcher.kv.block_size == 0, "no block ends where the state is saved"
+            assert end == self.states[name].start, "the state has not taken in all that is saved"
             self.snapshots[snapshot] = self.right[name][:end]
             self.seen["saved"] += 1
 

@@ -27,10 +27,10 @@ _NO_DRAFTS = ForDrafts()
 class RecurrentRunner:
     """Owns one state slot for each running request, and the paged K/V of the layers that attend.
 
-    A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, and to no
-    other token; nor can it be forked or swapped. It may begin where a snapshot was saved. After a step that
-    failed, its sequences must be computed again from their first tokens, or restored. Every method runs on
-    the one thread that made it.
+    A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, or before
+    its last token if the step held that back, and to no other token; nor can it be swapped. It may begin
+    where a snapshot was saved, or on a copy of another's slot. After a step that failed, its sequences must
+    be computed again from their first tokens, or restored. Every method runs on the one thread that made it.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class RecurrentRunner:
         """One step: mix tokens, attend, draw. The seconds are of the device's own clock.
 
         A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for trees of drafts,
-        for blocks that are to be copied or swapped and for a sequence that goes on where its slot cannot;
+        for blocks that are to be swapped and for a sequence that goes on where its slot cannot;
         OutOfDeviceMemory; other errors of the forward pass come through.
         """
-        if inputs.block_copies or inputs.swap_out or inputs.swap_in:
+        if inputs.swap_out or inputs.swap_in:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED,
-                "The blocks of a recurrent model are neither copied nor swapped: its states cannot be.",
+                "The blocks of a recurrent model are not swapped: its states cannot be.",
             )
         device = self._forward.loaded.device
         try:
             start = mark(device)
             self.kv.scrub_blocks(inputs.scrub_blocks)
+            self.kv.copy_blocks(inputs.block_copies)
             self._memory.snapshots.restore(inputs.state_restores)
+            self.states.copy(inputs.state_copies)
             with self._scorer.watching(inputs.prompt_rows) as seen:
                 logits, hidden = self._compute(inputs)
             self._memory.snapshots.save(inputs.state_saves)

@@ -2,7 +2,8 @@
 
 A state that has taken a token in cannot let it go, so drafts are kept out of it: a slot's state ends before
 the first draft of the last step, and the rows of those drafts, which are small, are kept beside it. The next
-step mixes those that were accepted once more, in front of its own tokens.
+step mixes those that were accepted once more, in front of its own tokens. A prompt's last token is kept out
+of it in the same way where other sequences are to begin before that token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from engine.compute.recurrent.state_kernel import StateKernel
 from engine.errors import RewindError, RewindFault
 from engine.plan.step_records import StateCopy, StepInputs
 
+LEAST_KEPT_ROWS = 1  # beside a state, where nothing drafts: a prompt's last token, before which forks begin
 _STATE_DTYPE = torch.float32  # it sums over a whole sequence
 
 
@@ -124,6 +126,13 @@ class SlotStates:
         """The slot has been filled with the state behind so many tokens, and keeps no drafts."""
         self._lengths[slot], self._kept[slot] = num_tokens, 0
 
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Have sequences in other slots go on wherever those in the sources can, drafts included."""
+        for source, target in copies:
+            for tensor in (*self.rows.values(), *self.state.values()):
+                tensor[target] = tensor[source]
+            self._lengths[target], self._kept[target] = self._lengths[source], self._kept[source]
+
     def begin(self, inputs: StepInputs) -> SlotStep:
         """Make the slots of a pass ready: those of sequences that begin are zeroed.
 
@@ -140,9 +149,9 @@ class SlotStates:
 
     def commit_states(self, inputs: StepInputs) -> None:
         """The pass has succeeded: its sequences may go on behind their newest tokens, or behind any draft."""
-        slots, num_drafts = inputs.state_slots, _num_drafts(inputs)
-        self._lengths[slots] = inputs.kv_lens - num_drafts
-        self._kept[slots] = num_drafts
+        slots, num_outside = inputs.state_slots, _num_outside(inputs)
+        self._lengths[slots] = inputs.kv_lens - num_outside
+        self._kept[slots] = num_outside
 
     def _check(self, inputs: StepInputs) -> Pieces:
         """What a pass computes of which sequences, found sound."""
@@ -150,11 +159,11 @@ class SlotStates:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED, "A recurrent model verifies chains of drafts, and no trees."
             )
-        num_drafts = _num_drafts(inputs)
-        if num_drafts.max(initial=0) > self.max_drafts:
+        num_outside = _num_outside(inputs)
+        if num_outside.max(initial=0) > self.max_drafts:
             raise RewindError(
                 RewindFault.NOT_SUPPORTED,
-                f"A slot keeps the rows of {self.max_drafts} drafts: {num_drafts.max()} cannot be verified.",
+                f"A slot keeps the rows of {self.max_drafts} drafts: {num_outside.max()} cannot be verified.",
             )
         assert inputs.state_slots is not None, "a recurrent model needs to know its sequences' slots"
         slots = inputs.state_slots.astype(np.intp)
@@ -168,15 +177,16 @@ class SlotStates:
                 f"The recurrent state in slot {slots[wrong]} has seen {self._lengths[slots[wrong]]} tokens "
                 f"and keeps {self._kept[slots[wrong]]} drafts: it cannot go on from position {first[wrong]}.",
             )
-        return Pieces(slots, first == 0, inputs.query_lens.astype(np.int64), num_again, num_drafts)
+        return Pieces(slots, first == 0, inputs.query_lens.astype(np.int64), num_again, num_outside)
 
 
-def _num_drafts(inputs: StepInputs) -> NDArray[np.int64]:
-    """The drafts of each sequence of a step. [S]"""
-    num_drafts = np.zeros(len(inputs.query_lens), np.int64)
+def _num_outside(inputs: StepInputs) -> NDArray[np.int64]:
+    """The last tokens of each sequence of a step that its state is not to take in yet. [S]"""
+    num_outside = np.zeros(len(inputs.query_lens), np.int64)
     if inputs.drafts is not None:
-        num_drafts[inputs.drafts.sequence] = inputs.drafts.num_drafts
-    return num_drafts
+        num_outside[inputs.drafts.sequence] = inputs.drafts.num_drafts
+    num_outside[list(inputs.held_back)] += 1
+    return num_outside
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Pieces(NamedTuple):
     begins: NDArray[np.bool_]  # whether its first token is the sequence's
     num_new: Places
     num_again: Places  # kept rows that are mixed once more: drafts that were accepted
-    num_drafts: Places  # of the new ones
+    num_drafts: Places  # of the new ones: drafts, and others that the state is not to take in yet
 
 
 class ScanBlock(NamedTuple):

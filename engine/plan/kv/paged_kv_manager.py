@@ -20,13 +20,17 @@ from engine.plan.step_records import BlockCopy, Int32
 
 @dataclass(slots=True)
 class _Sequence:
-    """A row of the table matrix, blocks in token order, the tokens they hold, and how many are published."""
+    """A row of the table matrix, blocks in token order, the tokens they hold, and how many are published.
+
+    `state_at` is the tokens behind which its state can be had; None while nobody is to have it.
+    """
 
     row: int
     num_tokens: int
     block_ids: list[int]
     num_published: int = 0
     is_suspect: bool = False
+    state_at: int | None = None
 
 
 class Rewindable(Enum):
@@ -47,8 +51,8 @@ class PagedKvManager:
 
     `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
     them, and `host` has the KV of swapped-out sequences. Sequences of a model that `keeps_state` outside the
-    blocks can be neither forked nor swapped, cut only as far as it is `rewindable`, and begin on published
-    blocks only where `snapshots` has the state behind them.
+    blocks cannot be swapped, are forked only where `hold_state` says, cut only as far as it is `rewindable`,
+    and begin on published blocks only where `snapshots` has the state behind them.
 
     KV is *suspect* from `mark_kv_suspect` until `mark_kv_good`: it may be non-finite. Blocks that a suspect
     sequence leaves are zeroed before the next pass, since a NaN spoils a weighted sum even at weight zero.
@@ -185,11 +189,19 @@ class PagedKvManager:
         assert child_id not in self._sequences, f"{child_id} already holds KV"
         if not self._free_rows:
             return False
-        child = replace(parent, row=self._free_rows.pop(), block_ids=parent.block_ids.copy())
+        child = replace(parent, row=self._free_rows.pop(), block_ids=parent.block_ids.copy(), state_at=None)
         self.pool.share(child.block_ids)
         self.block_tables[child.row] = self.block_tables[parent.row]
         self._sequences[child_id] = child
         return True
+
+    def hold_state(self, request_id: str, num_tokens: int | None) -> None:
+        """Until its next pass its state behind so many of its tokens can be had, too; None: it cannot."""
+        self._sequences[request_id].state_at = num_tokens
+
+    def state_at(self, request_id: str) -> int | None:
+        """What `hold_state` said last of this sequence."""
+        return self._sequences[request_id].state_at
 
     def copy_on_write(self, request_id: str, first_position: int) -> tuple[BlockCopy, ...] | None:
         """Make the blocks from `first_position` on the sequence's own; the copies to do before writing there.
@@ -353,6 +365,9 @@ class PagedKvManager:
         for sequence in self._sequences.values():
             num_blocks = self.blocks_for(sequence.num_tokens)
             assert len(sequence.block_ids) == num_blocks, f"row {sequence.row}: length"
+            if sequence.state_at is not None:
+                is_held = self.rewindable is Rewindable.DRAFTS and 0 < sequence.state_at < sequence.num_tokens
+                assert is_held, f"row {sequence.row}: no state behind {sequence.state_at} tokens"
             table = self.block_tables[sequence.row, : len(sequence.block_ids)]
             assert (table == sequence.block_ids).all(), f"the table matrix differs in row {sequence.row}"
             num_filled += int(np.count_nonzero(table))

@@ -259,7 +259,7 @@ class ContinuousBatcher:
 
     def _commit_rows(self, item: ScheduledItem, own: range, rows: SampledRows) -> list[CommittedToken]:
         """Commit what a request's own rows hold, and end it or get it ready to go on."""
-        (request_id, first, count, _, num_drafts), request, drafted, _ = item
+        (request_id, first, count, _, num_drafts), request, drafted, *_ = item
         committed = append_rows(request, own, rows)
         reason = committed[-1].finish_reason
         has_failed = reason is FinishReason.ERROR
@@ -298,6 +298,7 @@ class ContinuousBatcher:
         for request in requests:
             self.kv.mark_kv_suspect(request.request_id)
             self.kv.snapshots.drop_pending(request.request_id)
+            self.kv.hold_state(request.request_id, None)
         for request_id in chain.from_iterable(self.running.undo_block_moves(step.moves) for step in steps):
             lost = self.queue.remove(request_id)
             assert lost is not None, f"{request_id} is on the host and does not wait"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine.plan.kv.disk_tier import DiskTier
-from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.kv.prefix_cache import extend_block_hashes
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.next_turns import NextTurns
@@ -24,7 +24,8 @@ class PrefixLookup:
     A request whose prefix is published begins on those blocks; one that forks begins on the blocks of its
     parent's prompt. Both still compute their last prompt token, whose logits they need. `caching` False
     publishes and finds nothing; forks need only a model whose KV can be rewound. Where a model keeps state
-    beside the KV, a prefix is found as far as there is a snapshot of that, which is taken at `stops`.
+    beside the KV, a prefix is found as far as there is a snapshot of that, which is taken at `stops`, and a
+    parent is forked in the step after its prompt's, which holds its state before the last token.
 
     A prefix is hashed no further than it is found, and hashing for waiting requests is bounded in each step
     (`may_look_up`), so that many of them do not hold up the event loop.
@@ -82,7 +83,9 @@ class PrefixLookup:
         if request.scores_prompt or not self._may_fork(request):
             return None
         parent = self._running.get(request.fork_of or "")
-        return None if parent is None or self._kv.is_suspect(parent.request_id) else parent
+        if parent is None or self._kv.is_suspect(parent.request_id) or not self._holds_state(parent):
+            return None
+        return parent
 
     def leader(self, request: Request) -> str | None:
         """The running request to hold this waiting one for; None if there is none.
@@ -91,7 +94,8 @@ class PrefixLookup:
         before it: no request is put off by a less urgent one.
         """
         parent_id = request.fork_of or ""
-        if self._may_fork(request) and parent_id in self._running:
+        parent = self._running.get(parent_id) if self._may_fork(request) else None
+        if parent is not None and (self._kv.is_suspect(parent_id) or self._holds_state(parent)):
             return parent_id if self._kv.is_suspect(parent_id) else None
         if not self._caching or request.request_id in self._kv.host:
             return None
@@ -162,7 +166,14 @@ class PrefixLookup:
 
     def _may_fork(self, request: Request) -> bool:
         is_new = request.status is RequestStatus.WAITING
-        return is_new and request.fork_of is not None and not self._kv.keeps_state
+        return is_new and request.fork_of is not None and self._kv.rewindable is not Rewindable.NEVER
+
+    def _holds_state(self, parent: Request) -> bool:
+        """True if a fork can begin before the last token of this running request's prompt."""
+        if not self._kv.keeps_state:
+            return True
+        is_newest = parent.num_computed_tokens == parent.num_prompt_tokens
+        return is_newest and self._kv.state_at(parent.request_id) == parent.num_prompt_tokens - 1
 
     def _num_findable(self, request: Request) -> int:
         """Full blocks that the request need not compute; it computes at least one token."""

@@ -23,6 +23,7 @@ class RequestQueue:
         self._order: RisingHeap[PolicyKey] = RisingHeap(self._rank)  # of the lanes
         self._waiting: dict[str, Request] = {}
         self._held: dict[str, str] = {}  # by id, with the leader's id; these are in no lane
+        self._num_forks: dict[str, int] = {}  # that wait to begin, by what they fork from
         self._held_for: dict[str, list[str]] = {}  # by leader; may name requests that are not held any more
 
     def __len__(self) -> int:
@@ -45,6 +46,8 @@ class RequestQueue:
         self._policy.enqueue(request)
         self._waiting[request.request_id] = request
         self._push(request)
+        if request.fork_of is not None and _is_new(request):
+            self._count_fork(request.fork_of, 1)
 
     def peek(self) -> Request | None:
         """The request that `pop` would return; None when all that wait are held."""
@@ -66,6 +69,8 @@ class RequestQueue:
             return None
         if self._held.pop(request_id, None) is None:
             self._leave_lane(request)
+        if request.fork_of is not None and _is_new(request):
+            self._count_fork(request.fork_of, -1)
         self._policy.dequeue(request)
         return request
 
@@ -74,6 +79,15 @@ class RequestQueue:
         request = self._waiting[request_id]
         if request_id not in self._held:
             self._push(request)
+
+    def has_forks_of(self, request_id: str) -> bool:
+        """True if a request waits that has not begun and forks from this one."""
+        return request_id in self._num_forks
+
+    def _count_fork(self, parent_id: str, change: int) -> None:
+        count = self._num_forks.pop(parent_id, 0) + change
+        if count:
+            self._num_forks[parent_id] = count
 
     def hold(self, request_id: str, leader: str) -> None:
         """Pass over this waiting request until `unhold(leader)`."""

@@ -43,6 +43,7 @@ class RunningSet:
         self._copies: list[BlockCopy] = []  # for forks, in the next step
         self._forked: list[Request] = []  # the requests that need these copies
         self._restores: list[StateCopy] = []  # of states, in the next step
+        self._state_copies: list[StateCopy] = []  # for forks, in the next step
 
     def __len__(self) -> int:
         return len(self._running)
@@ -103,6 +104,9 @@ class RunningSet:
         assert fits and copies is not None, f"{child_id} was found to fit and does not"
         self._copies += copies
         self._forked.append(child)
+        if kv.keeps_state:
+            self._state_copies.append(StateCopy(kv.row(parent.request_id), kv.row(child_id)))
+            self.lookup.stops.begin(child_id, last, last)
         return last, parent.num_cached_tokens
 
     def _tokens_to_hold(self, request: Request) -> int:
@@ -218,12 +222,15 @@ class RunningSet:
     def block_moves(self, items: Sequence[ScheduledItem] = ()) -> BlockMoves:
         """What the next step, of these, moves; `confirm_block_moves` or `undo_block_moves` must follow."""
         swap_out, swap_in = self.kv.host.copies()
+        for request in (item.request for item in items if item.is_held_back):
+            self.kv.hold_state(request.request_id, request.num_prompt_tokens - 1)
         return BlockMoves(
             swap_out,
             self.kv.take_scrub_blocks(),
             tuple(self._copies),
             swap_in,
             tuple(self._restores),
+            tuple(self._state_copies),
             self.lookup.stops.saves(items),
         )
 
@@ -235,7 +242,7 @@ class RunningSet:
         """The step did its moves."""
         self.kv.end_scrub()
         self.kv.host.confirm_copies()
-        self._copies, self._forked, self._restores = [], [], []
+        self._copies, self._forked, self._restores, self._state_copies = [], [], [], []
         self.lookup.begin_step()
 
     def undo_block_moves(self, moves: BlockMoves) -> tuple[str, ...]:
@@ -249,5 +256,5 @@ class RunningSet:
         self.kv.scrub(moves.scrub)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
-        self._copies, self._forked, self._restores = [], [], []
+        self._copies, self._forked, self._restores, self._state_copies = [], [], [], []
         return self.kv.host.drop_unsure()

@@ -93,7 +93,7 @@ class StateStops:
         is_stop = samples or end == self.next_stop(request)
         course.planned = end
         num_blocks, rest = divmod(end, self._kv.block_size)
-        if rest or end < self.least or not is_stop:
+        if rest or end < self.least or not is_stop or item.is_held_back:
             return None
         is_output = end > request.num_prompt_tokens
         slot = self._kv.snapshots.reserve(request_id, num_blocks, is_output=is_output)

@@ -33,6 +33,7 @@ class BlockMoves(NamedTuple):
     copies: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockCopy, ...] = ()
     state_restores: tuple[StateCopy, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()
     state_saves: tuple[StateCopy, ...] = ()
 
 
@@ -46,6 +47,7 @@ class ScheduledItem(NamedTuple):
     request: Request
     drafted: Sequence[DraftedToken] = ()
     previous_row: int = -1  # of the step before, which draws its last token; -1 if that is known
+    is_held_back: bool = False  # its state stays before its last token, so that others can begin there
 
 
 def next_tokens(request: Request, count: int = 1) -> ScheduledItem:
@@ -71,7 +73,7 @@ def build_step_inputs(
     Blocks for every scheduled token must be allocated: AssertionError if they are not. The arrays are new:
     nothing of `kv` is aliased.
     """
-    scheduled, requests, drafted, previous = zip(*items, strict=True)
+    scheduled, requests, drafted, previous, _ = zip(*items, strict=True)
     _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
     first = np.array(first_positions, np.int64)  # [S]
     query_lens = np.array(num_tokens, np.int32)  # [S]
@@ -104,6 +106,8 @@ def build_step_inputs(
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         state_slots=rows.astype(np.int32),
         state_restores=moves.state_restores,
+        state_copies=moves.state_copies,
+        held_back=tuple(s for s, item in enumerate(items) if item.is_held_back),
         state_saves=moves.state_saves,
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
@@ -143,7 +147,7 @@ def _prompt_rows(items: Sequence[ScheduledItem], asking: Sequence[int], ends: In
 def _token_ids(items: Sequence[ScheduledItem]) -> Int64:
     """The tokens to compute, sequence by sequence. [N]"""
     token_ids: list[int] = []
-    for (_, first, count, _, num_drafts), request, drafted, previous_row in items:
+    for (_, first, count, _, num_drafts), request, drafted, previous_row, _ in items:
         num_known = count - num_drafts
         if previous_row >= 0:
             token_ids.append(0)
@@ -177,7 +181,7 @@ def _previous_rows(previous: Sequence[int], ends: Int64) -> Int64:
 def _paths(items: Sequence[ScheduledItem]) -> list[tuple[int, ...]]:
     """The drafts between the known tokens and each sampled row, its own included; NO_TOKEN if unknown. [R]"""
     paths: list[tuple[int, ...]] = []
-    for scheduled, _, drafts, previous_row in items:
+    for scheduled, _, drafts, previous_row, _ in items:
         if not scheduled.samples:
             continue
         base = len(paths)

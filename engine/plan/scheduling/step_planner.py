@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.errors import StartRefused
 from engine.plan.kv.disk_tier import disk_hold
+from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.fault_search import FaultSearch
 from engine.plan.scheduling.in_flight import InFlightStep
@@ -209,7 +210,8 @@ class StepPlanner:
 
     def _leader(self, request: Request) -> str | None:
         """What to hold a waiting request for, so as not to compute what is being computed or is on disk."""
-        parent = self._queue.get(request.fork_of or "") if not self._running.kv.keeps_state else None
+        can_fork = self._running.kv.rewindable is not Rewindable.NEVER
+        parent = self._queue.get(request.fork_of or "") if can_fork else None
         if parent is not None and parent.status is request.status is RequestStatus.WAITING:
             return request.fork_of
         leader = self._running.lookup.leader(request)
@@ -278,9 +280,24 @@ class StepPlanner:
             wanted = self._running.lookup.stops.next_stop(request) - request.num_computed_tokens
             count = budget.take_chunk(1 if is_felt and request.is_background else wanted)
             self._policy.charge(request, count, 0)
-            chunks.append(next_tokens(request, count))
+            chunks.append(self._hold_back(next_tokens(request, count)))
         chunks.sort(key=lambda item: item.scheduled.num_tokens > 1)  # sequences of one token come first
         return chunks
+
+    def _hold_back(self, item: ScheduledItem) -> ScheduledItem:
+        """The chunk, its state held before its last token if that is a prompt's whose forks wait.
+
+        They compute that token themselves, for its logits, and a state cannot let go of what it took in.
+        """
+        scheduled, request, *_ = item
+        ends_prompt = scheduled.samples and len(request.token_ids) == request.num_prompt_tokens
+        is_held_back = (
+            self._running.kv.rewindable is Rewindable.DRAFTS
+            and ends_prompt
+            and scheduled.num_tokens > 1  # a state takes in one token at once, or none
+            and self._queue.has_forks_of(request.request_id)
+        )
+        return item._replace(is_held_back=is_held_back)
 
     def _take_drafts(self, decodes: Sequence[Request], budget: TokenBudget) -> list[ScheduledItem]:
         """Spend what decodes and prefill leave of the budget on drafts, in blocks that are free anyway."""

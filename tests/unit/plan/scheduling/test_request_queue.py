@@ -165,3 +165,19 @@ def test_a_held_request_is_ranked_when_it_is_let_go() -> None:
     assert queue.peek() is a
     queue.unhold("x")
     assert queue.peek() is b
+
+
+def test_forks_are_known_until_the_last_of_them_is_gone_or_has_begun() -> None:
+    b, c = (make_request(name, arrival=place, fork_of="a") for place, name in enumerate("bc"))
+    queue = make_queue(b, c)
+    assert queue.has_forks_of("a") and not queue.has_forks_of("b")
+    queue.hold("b", "a")
+    queue.remove("b")
+    assert queue.has_forks_of("a")
+    queue.pop()
+    assert not queue.has_forks_of("a")
+    c.status = RequestStatus.PREEMPTED
+    queue.add(c)
+    assert not queue.has_forks_of("a"), "it goes on with what it has"
+    queue.pop()
+    assert not queue.has_forks_of("a")
