@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from config import load_settings
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.recurrent.slot_states import SlotStates
 from engine.compute.runner.dummy_steps import Part
 from engine.plan.kv.paged_kv_manager import Rewindable
@@ -18,18 +22,20 @@ from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, StateCopy
+from engine.startup.build import load_parts
 from tests.support.factories import make_batcher, make_request
 from tests.support.half_right import HalfRight
 from tests.support.packed import random_tokens
 from tests.support.recurrent import (
     generated,
+    load_recurrent,
     make_recurrent_runner,
     pack_slots,
     serve,
     whole_logits,
     with_drafts,
 )
-from tests.support.tiny_models import RECURRENT_FAMILIES
+from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model
 
 PROMPT = random_tokens(np.random.default_rng(11), 22)
 NUM_TOKENS = 10
@@ -134,6 +140,54 @@ def test_forks_among_drafts_have_the_text_without(family: str) -> None:
         batcher.commit(decision, runner.run(decision.inputs).rows)
     assert [request.token_ids[len(PROMPT) :] for request in requests] == [expected] * 3
     assert num_copies == 2 and decoder.stats.num_accepted > 5
+
+
+@pytest.mark.parametrize("family", ["mamba2", "rwkv", "granite_hybrid", "qwen3_5_hybrid"])
+def test_forks_of_a_pass_that_failed_have_their_own_text(family: str) -> None:
+    """No slot of that pass can be gone on from, neither the parent's nor the copies."""
+    expected, _ = served(family, forked=False)
+    requests, batcher = choices(forked=True), make_batcher(rewindable=Rewindable.DRAFTS)
+    runner, is_failed = make_recurrent_runner(family), False
+    for request in requests:
+        batcher.add(request)
+    while batcher.has_work:
+        decision = batcher.step()
+        if decision.inputs is None:
+            continue
+        if decision.inputs.state_copies and not is_failed:
+            hook = load_recurrent(family).model.register_forward_hook(fail)
+            with pytest.raises(RuntimeError):
+                runner.run(decision.inputs)
+            hook.remove()
+            assert batcher.isolate(decision) == []
+            is_failed = True
+        else:
+            batcher.commit(decision, runner.run(decision.inputs).rows)
+        batcher.kv.check_integrity()
+    assert is_failed and [request.token_ids for request in requests] == expected
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("a shape is wrong")
+
+
+@pytest.mark.parametrize("family", ["mamba2", "lfm2_hybrid"])
+def test_forks_are_served_where_nothing_drafts(family: str, tmp_path: Path) -> None:
+    """A slot has room for the token that is held back, though no draft ever needs any."""
+    flags = ("--dtype", "float32", "--device", "cpu", "--max-model-len", "64", "--num-kv-blocks", "32")
+    settings = load_settings(
+        (str(save_tiny_model(family, tmp_path)), *flags, "--speculative-method", "none"), {}
+    )
+    num_threads = torch.get_num_threads()
+    try:
+        parts = load_parts(settings)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert isinstance(parts.runner, RecurrentRunner) and parts.runner.states.max_drafts == 1
+    requests, decisions = choices(forked=True), list[BatchDecision]()
+    serve(parts.batcher, parts.runner, {0: requests}, decisions.append)
+    assert sum(len(each.inputs.state_copies) for each in decisions if each.inputs is not None) == 3
+    assert [request.token_ids for request in requests] == served(family, forked=False)[0]
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

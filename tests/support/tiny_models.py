@@ -54,6 +54,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MptConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -296,6 +297,15 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_n_groups=2,
         mamba_d_state=16,
         mamba_chunk_size=8,
+    ),
+    "nemotron_h_hybrid": lambda: NemotronHConfig(
+        **{name: value for name, value in _GROUPED_16.items() if name != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=8,
     ),
     "rwkv": lambda: RwkvConfig(**_RECURRENT, attention_hidden_size=64, context_length=MAX_POSITIONS),
     "lfm2_hybrid": lambda: Lfm2Config(

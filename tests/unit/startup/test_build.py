@@ -10,7 +10,12 @@ import torch
 from config import load_settings
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
-from engine.startup.build import count_kv_blocks, count_snapshots, use_compute_threads
+from engine.startup.build import (
+    count_kv_blocks,
+    count_snapshots,
+    seat_states_bytes,
+    use_compute_threads,
+)
 
 BLOCK_BYTES = 4096
 
@@ -55,6 +60,18 @@ def test_recurrent_states_come_out_of_the_same_memory() -> None:
     assert count("cpu", *one_mib, states=(STATE,)) == (256 - 16) * 7 // 8, "and an eighth for snapshots"
     with pytest.raises(StartRefused, match=r"max-num-seqs 64 take 65536 bytes .*gives 65536"):
         count("cpu", "--kv-cache-memory", "64KiB", states=(STATE,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_kept"), [(("--num-speculative-tokens", "5"), 5), (("--speculative-method", "none"), 1)]
+)
+def test_seats_keep_the_rows_of_drafts_or_of_a_last_token_before_which_forks_begin(
+    flags: tuple[str, ...], num_kept: int
+) -> None:
+    state = LayerState(layer_idx=0, row_width=8, conv_width=3, shape=(256,))
+    settings = load_settings((*flags, "--max-num-seqs", "2"), {})
+    seats_bytes = seat_states_bytes(settings, model_on("cpu", (state,)))
+    assert seats_bytes == 2 * (8 * (3 + num_kept) * 4 + 1024)
 
 
 def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs() -> None:
