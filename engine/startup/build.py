@@ -335,7 +335,7 @@ def make_batcher(
 ) -> ContinuousBatcher:
     """The scheduler with its limits and its policy.
 
-    State that lies in no block is not swapped, and shared only where snapshots of it are kept.
+    State that lies in no block is not swapped, and shared only by forks and where snapshots of it are kept.
     """
     scheduler = settings.scheduler
     config = BatchConfig(
