@@ -165,7 +165,7 @@ async def test_a_mixture_speaks_as_without_kernels(family: str, tmp_path: Path) 
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", sorted({*RECURRENT_FAMILIES} - {"rwkv"}))  # whose code reads weights
 def test_a_models_projections_carry_on_its_states(family: str, kernels: NativeKernels) -> None:
     """In pieces over slots, within bfloat16's rounding of the plain model's logits."""
     plain = packed_sample(RecurrentForward(load_recurrent(family, torch.bfloat16)))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from config import load_settings
 from engine.compute.drafters.medusa_heads import load_medusa_heads
-from engine.compute.drafters.medusa_published import FILES
+from engine.compute.drafters.medusa_published import WEIGHTS
 from engine.compute.loading.loader import load_model
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.repetitive_world import World, make_families, make_world
@@ -44,7 +44,7 @@ def publish_medusa(world: World, directory: Path) -> Path:
         head, rest = name.split(".", 1)
         weights[f"{head}.0.{rest}"] = tensor
     directory.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / FILES[0])
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
     config = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": 1, "base_model_name_or_path": "it"}
     (directory / "config.json").write_text(json.dumps(config))
     return directory

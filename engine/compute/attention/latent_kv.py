@@ -56,7 +56,7 @@ def keep_latents(model: PreTrainedModel, names: Collection[str]) -> None:
 
     On CUDA, and where its projection is stored in few bits, a layer stores what it expands to, as before.
     """
-    if model.device.type == "cuda":
+    if any(parameter.is_cuda for parameter in model.parameters()):
         return
     for layer in model.modules():
         if hasattr(type(layer), "expand_kv") and not hasattr(layer, _NAME) and _is_plain(layer):

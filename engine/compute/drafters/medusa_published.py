@@ -3,7 +3,7 @@
 A directory of theirs holds (Cai et al., "Medusa", 2024):
 
 config.json         medusa_num_heads, medusa_num_layers and base_model_name_or_path
-weights             medusa_lm_head.safetensors, or medusa_lm_head.pt, of which nothing but tensors is read.
+weights             medusa_lm_head.safetensors. One named .pt could run code when read, and is not.
                     {k}.{block}.linear.weight and .bias for each of a head's medusa_num_layers blocks, and
                     {k}.{medusa_num_layers}.weight, its projection [vocabulary, hidden]
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from engine.compute.drafters.draft_tree import default_tree
@@ -33,7 +33,8 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.model_files import first_line, read_json
 from engine.errors import StartRefused
 
-FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WEIGHTS = "medusa_lm_head.safetensors"
+_PICKLED = "medusa_lm_head.pt"
 # How the list of heads is called where a name says it.
 _LIST = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -52,10 +53,12 @@ def is_published(directory: Path) -> bool:
 def check_published(directory: Path) -> Path:
     """The file of the weights. Raises StartRefused where there is none, or the sizes are nonsense."""
     _read_sizes(directory)
-    found = next((directory / name for name in FILES if (directory / name).is_file()), None)
-    if found is None:
-        raise StartRefused(f"--medusa-heads {directory}: there is no {' or '.join(FILES)} in it.")
-    return found
+    path = directory / WEIGHTS
+    if not path.is_file():
+        is_pickled = (directory / _PICKLED).is_file()
+        beside = f" (only {_PICKLED}, which could run code when read)" if is_pickled else ""
+        raise StartRefused(f"--medusa-heads {directory}: there is no {WEIGHTS} in it{beside}.")
+    return path
 
 
 def load_published_medusa(directory: Path, target: LoadedModel) -> MedusaHeads:
@@ -101,16 +104,9 @@ def _read_sizes(directory: Path) -> tuple[int, int]:
 
 def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or hostile pickle fails in any of a dozen ways
-        raise StartRefused(f"{path} is damaged, or holds more than tensors: {first_line(error)}.") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
-    ):
-        raise StartRefused(f"{path} holds no tensors by their names.")
-    return found
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StartRefused(f"{path} is damaged: {first_line(error)}.") from error
 
 
 def _our_names(path: Path, weights: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

@@ -133,7 +133,7 @@ def test_layers_are_read_from_what_they_hand_over() -> None:
     alternating.layer_types = ["sliding_attention", "full_attention"]
     for config, expected in (
         (chunked, (*[LayerKv(2, 16, 16, chunk=WINDOW)] * 3, LayerKv(2, 16, 16))),
-        (latent, (LayerKv(4, 32, 24), LayerKv(4, 32, 24))),
+        (latent, (LayerKv(1, 48, 32, value_in_key=True),) * 2),
         (alternating, (LayerKv(2, 16, 16, 8), LayerKv(2, 16, 16, None))),
         (SmolLM3Config(**SIZES), (LayerKv(2, 16, 16), LayerKv(2, 16, 16))),
         (
