@@ -99,6 +99,7 @@ PROJECTIONS = frozenset(
         "gpt_neo",
         "gpt_neox",
         "gpt_neox_japanese",
+        "gpt_oss",
         "gptj",
         "granite_swa",
         "helium",
