@@ -5,6 +5,7 @@ Also run as `python -m tests.bench.quantization`.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ from tests.bench.machine import REPOSITORY
 from tests.bench.report import Section
 
 WINDOW = 512  # tokens that are judged together
-NUM_WINDOWS = 4
+NUM_WINDOWS = 40  # half a percent of perplexity shows in so many
+NUM_CONTINUED = 4  # of these windows are continued
 PROMPT, CONTINUED = 64, 64  # tokens that are continued, from a window's start and its middle, and by how many
 DECODED = (1, 8, 32)  # sequences that decode at once
 CONTEXT_TOKENS = 128  # of each
@@ -37,7 +39,10 @@ PREFILLED = 512  # tokens of the prompt that is timed
 BLOCK_SIZE = 16
 STEPS = 8  # of one timing
 # Text that is nobody else's: our own.
-TEXTS = ("README.md", "tests/bench/README.md", "deploy/ray/README.md", "deploy/kubernetes/README.md")
+TEXTS = (
+    *("README.md", "tests/bench/README.md", "deploy/ray/README.md", "deploy/kubernetes/README.md"),
+    *("deploy/README.md", "engine/README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/bench/RESULTS.md"),
+)
 
 
 class Agreement(NamedTuple):
@@ -107,7 +112,7 @@ def run_quantization(context: BenchContext) -> list[Section]:
     context.say("reading texts")
     accuracy = measure_accuracy([exact, *models], windows)
     context.say("continuing texts")
-    measure_divergence(accuracy, [exact, *models], windows)
+    measure_divergence(accuracy, [exact, *models], windows[:NUM_CONTINUED])
     del exact
     context.say("timing steps")
     return [accuracy, measure_speed(models, context.runs)]
@@ -133,9 +138,13 @@ def measure_accuracy(models: Sequence[Model], windows: Sequence[list[int]]) -> S
         for one, other in combinations(found, 2):
             agreements.setdefault((one, other), []).append(agreement(found[one], found[other]))
     section = Section("accuracy", f"{len(windows)} windows of {WINDOW} tokens of our own documentation")
-    for name, values in losses.items():
-        perplexity = torch.tensor(values).mean().exp()
-        section.add(name, "perplexity", "", [float(perplexity)])
+    of_windows = {name: torch.tensor(means) for name, means in losses.items()}
+    for name, loss in of_windows.items():
+        section.add(name, "perplexity", "", [float(loss.mean().exp())])
+    for one, other in combinations(of_windows, 2):
+        section.add(
+            f"{other} beside {one}", "more perplexity", "%", added(of_windows[one], of_windows[other])
+        )
     for (one, other), parts in agreements.items():
         case = f"{other} beside {one}"
         section.add(case, "KL divergence", "nats", [statistics.fmean(part.divergence for part in parts)])
@@ -143,6 +152,16 @@ def measure_accuracy(models: Sequence[Model], windows: Sequence[list[int]]) -> S
         section.add(case, "same likeliest token", "%", [100 * same])
     section.notes.append("float32: transformers' own forward of the same stored weights.")
     return section
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """How much more perplexity the other has, in percent, with two standard errors around it.
+
+    Of both losses of each window: those of its tokens hang together.
+    """
+    differences = other - one
+    mean, error = float(differences.mean()), float(differences.std()) / len(differences) ** 0.5
+    return [100 * (math.exp(mean + by * error) - 1) for by in (-2, 0, 2)]
 
 
 def agreement(exact: torch.Tensor, other: torch.Tensor) -> Agreement:
