@@ -206,7 +206,7 @@ def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel
     """What they are used for; notes the memory they work in. Raises StartRefused as loading would."""
     if settings.model.compile == "off":
         return "not used: --compile off"
-    formats = has_stored or settings.model.quantization != "none"
+    formats = has_stored or settings.model.quantization == "int4"
     try:
         used_for = foresee(outline, settings.home, settings.model.cpu_kernels, formats=formats)
         num_tokens = settings.scheduler.max_num_batched_tokens

@@ -164,8 +164,9 @@ struct OfIQ4_XS : Layout<4, 0, Value::LISTED, Scale::BYTES_OF_32> {
   }
 };
 
-// Calls `work` with an object of the format's type; false for an unknown format, which is every one in a library that
-// is compiled without SLIP_FORMATS: most models have none, and all that is made for each takes most of the time.
+// Calls `work` with an object of the format's type; false for an unknown format, which is every one but Q8_0 in a library
+// that is compiled without SLIP_FORMATS: most models have none, and all that is made for each takes most of the time.
+// Drafters are kept in Q8_0 in any case.
 template <class Work>
 inline bool with_format(Index format, Work work) {
 #if defined(SLIP_FORMATS)
@@ -185,7 +186,9 @@ inline bool with_format(Index format, Work work) {
     default: return false;
   }
 #else
-  return false;
+  if (format != Q8_0) return false;
+  work(OfQ8_0());
+  return true;
 #endif
 }
 

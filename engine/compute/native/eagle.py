@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from engine.compute.attention import PagedRows
 from engine.compute.drafters.eagle_kv import EagleKv
@@ -28,12 +29,19 @@ _DRAWN = (torch.bfloat16, torch.float32)  # what logits may be
 class NativeEagle:
     """An EagleCompute; see TorchEagle, whose drafts it makes but for rounding.
 
-    Keeps packed copies of the weights, and of the embeddings of the tokens that it can guess.
+    Keeps copies of the weights, and of the embeddings of the tokens that it can guess.
     """
 
     def __init__(
-        self, weights: EagleWeights, kernels: NativeKernels, kv: EagleKv, least_chance: float
+        self,
+        weights: EagleWeights,
+        kernels: NativeKernels,
+        kv: EagleKv,
+        least_chance: float,
+        *,
+        in_bytes: bool = True,
     ) -> None:
+        """With `in_bytes` the weights are rounded to 8 bits: a wrong guess changes no text."""
         sizes = weights.sizes
         self._weights = weights
         self._kernels = kernels
@@ -45,10 +53,8 @@ class NativeEagle:
             self._embedding = weights.embedding(weights.token_ids).contiguous()
         head, bias = _padded_head(weights.head)
         parts = (weights.fuse, weights.qkv, weights.output, weights.gate_up, weights.down)
-        self._products: list[PackedWeights] = [
-            *(kernels.pack(part) for part in parts),
-            kernels.pack(head, bias),
-        ]
+        packed = (*map(kernels.pack, parts), kernels.pack(head, bias))
+        self._products = [_rounded(kernels, each) if in_bytes else each for each in packed]
         norms = (weights.hidden_norm, weights.input_norm, weights.mlp_norm, weights.last_norm)
         self._eagle = records.Eagle(
             *(NormWeights(norm, weights.eps).record for norm in norms),
@@ -169,6 +175,13 @@ class _Places(NamedTuple):
 
 def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
+
+
+def _rounded(kernels: NativeKernels, weights: PackedWeights) -> PackedWeights:
+    """The weights in 8 bits where a kernel takes them so: a round reads all of them for a few rows."""
+    block_format = GGMLQuantizationType.Q8_0
+    is_taken = kernels.packs_format(block_format, weights.in_features)
+    return kernels.quantize(weights, block_format) if is_taken else weights
 
 
 def _padded(count: int) -> int:

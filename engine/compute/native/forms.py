@@ -58,8 +58,8 @@ _ARCHITECTURES = {"AMD64": "x86_64", "arm64": "aarch64"}
 class KernelBuild:
     """One compiled library: the instructions it is made of, and the numbers it computes with.
 
-    With `formats` it multiplies weights of few bits and attends to K/V of 8 bits too, and takes several times
-    as long to compile.
+    With `formats` it multiplies weights of every format and attends to K/V of 8 bits too, and takes several
+    times as long to compile; without, of weights of few bits it takes Q8_0 alone.
     """
 
     form: CpuForm

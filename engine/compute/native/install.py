@@ -47,7 +47,7 @@ def with_kernels(
         return replace(loaded, kernels_used="torch's (--compile off)")
     try:
         build = usable_build(loaded, settings.cpu_kernels)
-        build = replace(build, formats=build.formats or settings.quantization != "none")
+        build = replace(build, formats=build.formats or settings.quantization == "int4")
         kernels_of_stored = kernels_of(loaded.model)
         kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)

@@ -94,7 +94,7 @@ class HeadForm:
 class NativeKernels:
     """The loaded library. Every tensor is of `dtype` and contiguous on the CPU; results are new tensors.
 
-    With `has_formats` it takes weights in blocks and K/V in int8.
+    With `has_formats` it takes weights in blocks of every format, else of Q8_0, and K/V in int8.
     Computes with the threads of `team`: as many as torch has on the calling thread, until it is resized.
     Raises NativeUnavailable if the library cannot be loaded.
     """
@@ -111,7 +111,7 @@ class NativeKernels:
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._pack_blocks = function("slip_pack_blocks", INDEX, *[POINTER] * 3, INDEX, INDEX)
         self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
-        self.has_formats = bool(self._panel_bytes(GGMLQuantizationType.Q8_0, MAX_HEAD_DIM))
+        self.has_formats = bool(self._panel_bytes(GGMLQuantizationType.Q4_0, MAX_HEAD_DIM))
         self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._normalize = function("slip_normalize", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._activate = function("slip_activate", POINTER, POINTER, *[INDEX] * 4)

@@ -48,7 +48,7 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 
 def both(
-    weights: EagleWeights, kernels: NativeKernels, least_chance: float = 0.0
+    weights: EagleWeights, kernels: NativeKernels, least_chance: float = 0.0, *, in_bytes: bool = False
 ) -> tuple[NativeEagle, LayerChains]:
     """Each over K/V of its own."""
     assert NativeEagle.fits(weights, kernels)
@@ -56,7 +56,7 @@ def both(
     layer = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
     kvs = [EagleKv(layer, sizes.window, 8, MOST, weights.head) for _ in range(2)]
     plain = LayerChains(TorchEagle(weights, kvs[1]), least_chance)
-    return NativeEagle(weights, kernels, kvs[0], least_chance), plain
+    return NativeEagle(weights, kernels, kvs[0], least_chance, in_bytes=in_bytes), plain
 
 
 def made_round(
@@ -106,6 +106,20 @@ def test_drafts_are_those_of_tensor_operations(
         assert all(len(chain) <= most for chain, most in zip(found, drafts, strict=True))
         assert max(map(len, found)) > 1 or max(drafts) <= 1
         kept = [before + some for before, some in zip(kept, rows, strict=True)]
+
+
+def test_weights_of_8_bits_seldom_change_the_first_guess(
+    weights: EagleWeights, kernels: NativeKernels
+) -> None:
+    native, plain = both(weights, kernels, in_bytes=True)
+    num_same, errors = 0, []
+    for seed in range(20):
+        work = made_round([3, 1, 2, 5], [1, 1, 1, 1], [0, 0, 0, 0], seed=seed)
+        for (own,), (like,) in zip(native.run(work), plain.run(work), strict=True):
+            num_same += own[0].token_id == like[0].token_id
+            errors.append(abs(own[0].chance - like[0].chance))
+    assert num_same >= 0.9 * len(errors)
+    assert 0 < np.mean(errors) < 0.03
 
 
 def assert_alike(found: list[Chain], expected: list[Chain], *, drawn: bool) -> None:
