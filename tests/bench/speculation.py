@@ -27,7 +27,7 @@ COPY_TOKENS, ORDINARY_TOKENS = 256, 96
 COPY_BAR = 5.0
 _IDLE_BAR = 0.97  # where drafts are made and none is verified
 # Streams at a time, and the requests of a run; the least gain on ordinary text at each temperature.
-STREAMS = {1: 20, 8: 24, 32: 64}
+STREAMS = {1: 20, 8: 40, 32: 96}
 ORDINARY_BARS = {
     (1, 0.0): 1.5,
     (1, 0.7): 1.3,
@@ -105,7 +105,7 @@ class Case:
 
     async def _reply(self, engine: Engine, index: int, number: int, enabled: bool) -> list[int]:
         sampling = SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=self._num_tokens(index),
             temperature=self.temperature,
             seed=1000 * number + index,
             ignore_eos=self.temperature > 0,  # ordinary text: as many tokens on both sides
@@ -121,6 +121,14 @@ class Case:
             if delta.finish is not None and delta.finish.speculation is not None:
                 self.stats.add(delta.finish.speculation)
         return token_ids
+
+    def _num_tokens(self, index: int) -> int:
+        """Replies beside each other are of many lengths around `max_tokens`, as users' are.
+
+        Replies of one length end together where nothing is drafted, and only there: the next prompts would be
+        read in one pass on that side alone.
+        """
+        return self.max_tokens if self.num_streams == 1 else self.max_tokens * (8 + 5 * index % 9) // 12
 
     @property
     def tokens_a_round(self) -> float:
