@@ -250,6 +250,14 @@ def test_rotation_writes_integers_as_tensor_operations_do(side_with_formats: Sid
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def test_weights_of_8_bits_need_no_formats(side: Side) -> None:
+    weight, x = side.noise(96, 64), side.noise(5, 64, seed=2)
+    rounded = side.kernels.quantize(side.kernels.pack(weight), 8)
+    found, wanted = side.kernels.linear(x, rounded).double(), x.double() @ weight.double().T
+    assert 0 < (found - wanted).norm() / wanted.norm() < 0.02
+    assert side.kernels.packs_format(2, 64) is side.kernels.has_formats
+
+
 def test_kernels_without_formats_refuse_integers(side: Side) -> None:
     if side.kernels.has_formats:
         pytest.skip("these have formats")
