@@ -20,7 +20,7 @@ _ROUND_KEEP = 0.5 ** (1 / 8)
 _PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _FIRST_GUESS = 0.75  # of an unknown method: high, so that it is tried
 _CARRY = 0.7  # of how far the place before differs from its prior
-_STRIDE = 4  # places that `reach` looks at together
+_STRIDE = 8  # places that `reach` looks at together: a tree's are worked out anew each time
 _REFRESH = 64  # observations, after which a method's rates are computed again
 
 

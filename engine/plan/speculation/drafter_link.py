@@ -12,7 +12,7 @@ from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
 
 _VAIN_ANSWERS = 8  # in a row, after which a cheap drafter is asked about a sequence less often
-_QUIET_ASKED = 4  # such sequences that a step asks about, on average
+_QUIET_ASKED = 2  # such sequences that a step asks about, on average
 
 _Wish = tuple[DraftedSequence, DraftView, int]  # and how many more drafts it wants
 
@@ -49,7 +49,7 @@ class DrafterLink:
     @property
     def has_price(self) -> bool:
         """True if this drafter makes the next step later, and it is known by how much."""
-        return self.is_awaited and self._waits.seconds(1, 1) is not None
+        return self.is_awaited and self._waits.is_known
 
     @property
     def has_clients(self) -> bool:
@@ -129,7 +129,8 @@ class DrafterLink:
             num_more = 1 if is_chain else count  # a tree comes at once
             gains.append(sum(view.acceptance.survival(num_drafted + num_more)[num_drafted:]))
         acceptances = [view.acceptance for _, view, _ in wishes]
-        seconds = [self._waits.seconds(count, count) or 0.0 for count in range(1, len(wishes) + 1)]
+        waited_s = self._waits.plain(len(wishes))
+        seconds = [0.0] * len(wishes) if waited_s is None else waited_s.tolist()
         return [wishes[place] for place in self._policy.served(acceptances, gains, seconds)]
 
     def _job(self, sequence: DraftedSequence, view: DraftView, num_wanted: int) -> DraftJob:

@@ -154,6 +154,11 @@ class PassCosts:
             for num_seqs, num_tokens, seconds in profile:
                 self.observe(num_seqs, num_tokens, seconds)
 
+    @property
+    def is_known(self) -> bool:
+        """True once a pass was observed."""
+        return self._step > 0
+
     def needs_plain(self, num_seqs: int) -> bool:
         """True if a pass without drafts of about this size should be run: drafts are compared with it."""
         knot = self._plain.knot(num_seqs)
@@ -163,6 +168,14 @@ class PassCosts:
         """Seconds of a pass; None while nothing is known."""
         line = self._line_of(num_seqs)
         return None if line is None else self._pace * _at(*line, num_tokens)
+
+    def plain(self, most: int) -> NDArray[np.float64] | None:
+        """Seconds of passes of 1, 2, ... `most` sequences without drafts; None while there was none."""
+        points = _increasing(self._plain.knots(), None)
+        if not points:
+            return None
+        sizes = np.arange(1, most + 1)
+        return self._pace * np.interp(sizes, [n for n, _ in points], [s for _, s in points])
 
     def run(self, num_seqs: int, num_tokens: int, num_more: int) -> NDArray[np.float64] | None:
         """Seconds of a pass with 0, 1, ... `num_more` tokens beyond `num_tokens`; None while unknown."""

@@ -53,6 +53,18 @@ def test_steps_without_drafts_are_kept_apart() -> None:
     assert costs.seconds(4, 5) == pytest.approx(0.009)
 
 
+def test_passes_without_drafts_are_told_for_all_sizes_at_once() -> None:
+    costs = PassCosts()
+    assert not costs.is_known
+    assert costs.plain(3) is None
+    costs.seed([(1, 1, 0.01), (5, 5, 0.03)])
+    assert costs.is_known
+    told = costs.plain(6)
+    assert told is not None
+    assert told.tolist() == pytest.approx([0.01, 0.015, 0.02, 0.025, 0.03, 0.03])
+    assert told[2] == pytest.approx(costs.seconds(3, 3))
+
+
 def test_a_machine_that_changes_its_pace_makes_no_size_dearer_than_another() -> None:
     """Sizes are seen at different times: the one seen last must not pay for all that changed meanwhile."""
     costs = PassCosts()
