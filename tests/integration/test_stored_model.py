@@ -11,16 +11,19 @@ from gguf import GGMLQuantizationType as Format
 
 from config import ModelSettings, load_settings
 from engine.compute.loading import loader, model_source
+from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.model_source import resolve_model
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear
+from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
 from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
 from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.native.stored import take_weights
+from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
@@ -60,6 +63,11 @@ def served(path: Path, dtype: str = "float32") -> LoadedModel:
     return with_kernels(loaded, settings, home, lambda: pytest.fail("the kernels are of no use"))
 
 
+def kind_of(linear: NativeLinear) -> int:
+    """What its weights are."""
+    return linear.weights.kind
+
+
 @pytest.mark.parametrize("kind", BLOCK_FORMATS, ids=lambda kind: kind.name)
 def test_unpacked_weights_are_the_files(kind: Format, tmp_path: Path) -> None:
     """Their numbers are those of the `gguf` package: the logits are the dequantised model's."""
@@ -82,6 +90,18 @@ def test_quantized_safetensors_are_multiplied_as_they_are(checkpoint: Checkpoint
     assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
 
 
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
+def test_experts_of_quantized_safetensors_are_multiplied_as_they_are(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.load_state_dict(save_quantized(tmp_path / "model", awq(), family))
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    loaded = served(tmp_path / "model")
+    experts = [part for part in loaded.model.modules() if isinstance(part, NativeExperts)]
+    assert experts and {kind_of(part.gate_up) for part in experts} == {BLOCKS}
+    assert not any(isinstance(part, StoredExperts) for part in loaded.model.modules())
+    assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Path) -> None:
     """Files mix formats, so that the parts of one product have several."""
@@ -91,6 +111,25 @@ def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Pat
     assert isinstance(loaded.model.base_model, NativeDecoder)
     assert not any(isinstance(module, StoredLinear | StoredEmbedding) for module in loaded.model.modules())
     assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_experts_stay_in_their_blocks(family: str, tmp_path: Path) -> None:
+    """Gates, ups and downs of several formats, as files of Q4_K_M have them, and of plain numbers."""
+    path = tmp_path / "model.gguf"
+    kinds = (Format.Q4_K, Format.Q6_K, Format.Q8_0, Format.Q4_0, Format.Q5_K)
+    expected = packed_sample(PackedForward(as_loaded(save_block_gguf(path, family, kinds))))
+    unpacked = stored(path)
+    assert sum(isinstance(part, StoredExperts) for part in unpacked.model.modules()) == len(unpacked.layers)
+    assert logits_distance(packed_sample(PackedForward(unpacked)), expected) < 1e-5
+    assert weight_bytes_by_format(unpacked.model).keys() == {"F32", *(kind.name for kind in kinds)}
+    loaded = served(path)
+    experts = [part for part in loaded.model.modules() if isinstance(part, NativeExperts)]
+    assert [kind_of(part.down) for part in experts] == [BLOCKS] * len(loaded.layers)
+    assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
+    in_file = {name: size for name, size in read_gguf(path).format_bytes.items() if name != "F32"}
+    for name, size in weight_bytes_by_format(loaded.model).items():
+        assert name == "F32" or in_file[name] <= size <= 1.15 * in_file[name]
 
 
 def test_a_tied_head_reads_the_embeddings_panels(tmp_path: Path) -> None:

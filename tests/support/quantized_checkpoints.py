@@ -46,18 +46,32 @@ class Checkpoint:
     store: Store
 
 
-def save_quantized(directory: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """A tiny Llama in `directory`, its projections but the head stored so; returns all its weights."""
-    save_tiny_model("llama", directory)
-    model, generator = tiny_model("llama"), torch.Generator().manual_seed(0)
+def save_quantized(directory: Path, checkpoint: Checkpoint, family: str = "llama") -> dict[str, Tensor]:
+    """A tiny model in `directory`, its projections but the head stored so; returns all its weights.
+
+    Experts are projections, too, each stored alone as in published checkpoints.
+    """
+    save_tiny_model(family, directory)
+    model, generator = tiny_model(family), torch.Generator().manual_seed(0)
     plain = {name: weights.clone() for name, weights in model.state_dict().items()}
     stored = dict(plain)
+
+    def store(name: str, out: int, width: int) -> Tensor:
+        made = checkpoint.store(out, width, generator)
+        stored.update({f"{name}.{ending}": each.contiguous() for ending, each in made.tensors.items()})
+        return made.numbers
+
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            made = checkpoint.store(module.out_features, module.in_features, generator)
+        if isinstance(module, nn.Linear) and name != "lm_head" and module.out_features > 1:
             del stored[f"{name}.weight"]
-            stored |= {f"{name}.{ending}": each.contiguous() for ending, each in made.tensors.items()}
-            plain[f"{name}.weight"] = made.numbers
+            plain[f"{name}.weight"] = store(name, module.out_features, module.in_features)
+        elif hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            gate_up, down = (stored.pop(f"{name}.{own}_proj") for own in ("gate_up", "down"))
+            for expert in range(len(down)):
+                of_expert, out, width = f"{name}.{expert}", gate_up.shape[1] // 2, gate_up.shape[2]
+                both = [store(f"{of_expert}.{own}_proj", out, width) for own in ("gate", "up")]
+                plain[f"{name}.gate_up_proj"][expert] = torch.cat(both)
+                plain[f"{name}.down_proj"][expert] = store(f"{of_expert}.down_proj", *down.shape[1:])
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": checkpoint.settings}))

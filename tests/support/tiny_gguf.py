@@ -34,9 +34,17 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+# Of experts, all of a layer in a tensor; which part of it is each of llama.cpp's.
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -95,7 +103,14 @@ def save_block_gguf(
 
     The model in float32, with the numbers that the blocks stand for.
     """
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": VOCAB_SIZE}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "head_dim": 64,
+        "vocab_size": VOCAB_SIZE,
+    }
+    if family in _ARCHITECTURES:
+        sizes |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "mlp_only_layers": []}
     model = tiny_model(family, **(sizes | changes))
     config = model.config
     writer = _begun(path, config, config.rope_parameters["rope_theta"])
@@ -103,8 +118,10 @@ def save_block_gguf(
     head = {"lm_head.weight"} if config.tie_word_embeddings else set()
     matrices = 0
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            writer.add_tensor(_gguf_name(name), parameter.numpy())
+        if parameter.dim() == 1 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            writer.add_tensor(_gguf_name(name), parameter.squeeze(0).numpy())
+        elif parameter.dim() == 3:
+            matrices = _add_experts(writer, name, parameter, kinds, matrices)
         elif name not in head:
             kind = kinds[matrices % len(kinds)]
             matrices += 1
@@ -120,9 +137,36 @@ def save_block_gguf(
     return model
 
 
+def _add_experts(
+    writer: Any,
+    name: str,
+    parameter: torch.Tensor,
+    kinds: Sequence[gguf.GGMLQuantizationType],
+    matrices: int,
+) -> int:
+    """Fill experts [experts, out, in] with random blocks, and write these; the matrices so far."""
+    prefix, _, own = name.rpartition(".")
+    parts = _EXPERTS[own]
+    for part, numbers in zip(parts, parameter.data.chunk(len(parts), dim=1), strict=True):
+        kind = kinds[matrices % len(kinds)]
+        matrices += 1
+        count, out, width = numbers.shape
+        blocks = random_blocks(kind, count * out, width, seed=matrices, spread=0.05)
+        numbers.copy_(unpacked(kind, blocks).view(numbers.shape))
+        tensor = f"blk.{prefix.split('.')[2]}.ffn_{part}_exps.weight"
+        writer.add_tensor(tensor, blocks.reshape(count, out, -1), raw_dtype=kind)
+    return matrices
+
+
 def _begun(path: Path, config: Any, rope_theta: float) -> Any:
     """A writer that has the settings and the tokenizer."""
-    writer = gguf.GGUFWriter(path, config.model_type)
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES.get(config.model_type, config.model_type))
+    if config.model_type in _ARCHITECTURES:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -64,6 +64,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -166,6 +167,13 @@ _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
 _MIXTURE_CONFIGS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: OlmoeConfig(
         **_GROUPED | {"intermediate_size": 64}, num_experts=6, num_experts_per_tok=3
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_GROUPED_16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
     ),
     # The second layer has an MLP in place of experts.
     "qwen3_moe": lambda: Qwen3MoeConfig(

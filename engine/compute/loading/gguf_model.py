@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +26,15 @@ from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.compute.loading.gguf_names import tensor_names
 from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
 from engine.compute.loading.model_files import GGUF_FILE, first_line
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear, StoredWeight
+from engine.compute.loading.stored_weights import (
+    ExpertWeights,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    StoredWeight,
+)
 from engine.compute.loading.support import find_model_class
+from engine.compute.native.families import has_read_experts
 from engine.errors import StartRefused, UnsupportedModel
 
 BLOCK_FORMATS = frozenset(
@@ -37,13 +45,21 @@ BLOCK_FORMATS = frozenset(
     }
 )
 _PLAIN_FORMATS = frozenset({Format.F32, Format.F16, Format.BF16})
+# All experts of a layer in one tensor, as transformers' table for these architectures has them.
+_EXPERTS = re.compile(r"(?P<stem>blk\.\d+\.ffn_(?P<part>gate|up|down)_exps)\.weight")
+_WITH_EXPERTS = frozenset({"qwen2moe", "qwen3moe"})
 
 
 def has_blocks(file: GgufFile) -> bool:
-    """True for a file of matrices in formats that are multiplied as they are, and of plain numbers."""
+    """True for a file whose matrices and experts are plain numbers or multiplied as they are stored."""
     kinds = {tensor.quantization for tensor in file.tensors}
-    matrices = all(tensor.blocks.ndim <= 2 for tensor in file.tensors if tensor.quantization in BLOCK_FORMATS)
-    return bool(kinds & BLOCK_FORMATS) and kinds <= BLOCK_FORMATS | _PLAIN_FORMATS and matrices
+    has_experts = file.values.get("general.architecture") in _WITH_EXPERTS
+    are_known = all(
+        tensor.blocks.ndim <= 2 or (has_experts and _EXPERTS.fullmatch(tensor.name))
+        for tensor in file.tensors
+        if tensor.quantization in BLOCK_FORMATS
+    )
+    return bool(kinds & BLOCK_FORMATS) and kinds <= BLOCK_FORMATS | _PLAIN_FORMATS and are_known
 
 
 def name_file(directory: Path, source: Path) -> None:
@@ -102,7 +118,12 @@ def _fill(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
     names = tensor_names(model, processor)
     stored: dict[str, StoredWeight] = {}
+    experts: dict[str, dict[str, StoredWeight]] = {}
     for tensor in file.tensors:
+        if found := _EXPERTS.fullmatch(tensor.name):
+            layer = names[found["stem"]].rpartition(".")[0]
+            experts.setdefault(layer, {})[found["part"]] = _stored_experts(tensor)
+            continue
         name = names.get(tensor.name)
         if name is None:
             if tensor.name != ROPE_FACTORS:
@@ -113,11 +134,13 @@ def _fill(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
         if tensor.quantization in BLOCK_FORMATS:
             stored[name] = _stored(tensor, processor)
         else:
-            found = processor.process(weights=tensor.values(), name=tensor.name)
-            _set_parameter(model, name, torch.tensor(found.weights, dtype=dtype))
+            values = processor.process(weights=tensor.values(), name=tensor.name).weights
+            _set_parameter(model, name, torch.tensor(values, dtype=dtype))
     _tie(model, stored)
     for name, weight in stored.items():
         _put_module(model, name.removesuffix(".weight"), weight, dtype)
+    for name, parts in experts.items():
+        _put_experts(model, name, parts)
 
 
 def _stored(tensor: GgufTensor, processor: Any) -> StoredWeight:
@@ -130,6 +153,26 @@ def _stored(tensor: GgufTensor, processor: Any) -> StoredWeight:
     kept = None if np.array_equal(order, numbers) else np.ascontiguousarray(order[:, 0])
     width = tensor.num_columns
     return StoredWeight(tensor.quantization, tensor.blocks, rows, width, kept)
+
+
+def _stored_experts(tensor: GgufTensor) -> StoredWeight:
+    """The outputs of all experts of a layer, [experts, out, in], one expert's behind the other's."""
+    blocks = tensor.blocks.reshape(-1, tensor.blocks.shape[-1])
+    return StoredWeight(tensor.quantization, blocks, len(blocks), tensor.num_columns)
+
+
+def _put_experts(model: Any, name: str, parts: dict[str, StoredWeight]) -> None:
+    """Stored weights in place of those of the experts `name`; what is incomplete is left empty."""
+    before = model.get_submodule(name)
+    if not has_read_experts(before):
+        raise UnsupportedModel(f"The GGUF tensors of {name} have no place in a {type(before).__name__}.")
+    if parts.keys() < {"gate", "up", "down"}:
+        return
+    pieces = ((parts[part],) for part in ("gate", "up", "down"))
+    weights = ExpertWeights(len(before.down_proj), *pieces)
+    if not weights.fits(before):
+        raise ValueError(f"its {name} are of other sizes")
+    model.set_submodule(name, StoredExperts(weights, before.act_fn))
 
 
 def _tie(model: Any, stored: dict[str, StoredWeight]) -> None:

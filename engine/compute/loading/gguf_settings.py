@@ -22,6 +22,8 @@ _ADDED: dict[str, str | None] = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
 }

@@ -149,7 +149,8 @@ def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Prob
     """What the layers of such a model are; stored weights are slow to compute with."""
     config = without_padding(config)
     with torch.device("meta"), no_remarks():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # The other ways to compute experts want numbers, or 16 bits.
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
         return probe_layers(model.eval(), model.config.get_text_config(decoder=True))
 
 

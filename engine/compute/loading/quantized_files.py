@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.compute.loading.model_files import first_line, weight_files
-from engine.compute.loading.stored_weights import StoredLinear, StoredWeight
+from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.loading.weight_formats import WeightFormat
+from engine.compute.native.families import has_read_experts
 from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
@@ -71,16 +72,45 @@ def unpack_files(
 
 
 def keep_stored(model: Any, stored: dict[str, StoredWeight]) -> None:
-    """Have projections of `model` keep their weights in blocks, in place of numbers."""
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    for name, weight in stored.items():
-        linear = linears.get(name)
-        if linear is None or linear.weight.shape != (weight.out, weight.in_features):
-            continue
-        sample = np.arange(min(_SAMPLE, weight.out))
-        if torch.equal(linear.weight[: len(sample)], weight.numbers(sample).to(linear.weight.dtype)):
-            bias = None if linear.bias is None else linear.bias.detach()
+    """Have projections and experts of `model` keep their weights in blocks, in place of numbers."""
+    for name, module in list(model.named_modules()):
+        weight = stored.get(name)
+        if has_read_experts(module):
+            experts = _experts(name, module, stored)
+            if experts is not None:
+                model.set_submodule(name, StoredExperts(experts, module.act_fn))
+        elif weight is not None and type(module) is nn.Linear and _are_numbers_of(weight, module.weight):
+            bias = None if module.bias is None else module.bias.detach()
             model.set_submodule(name, StoredLinear(weight, bias))
+
+
+def _experts(name: str, module: Any, stored: dict[str, StoredWeight]) -> ExpertWeights | None:
+    """The weights of the experts `name`, which files have one by one; None where these are not all blocks."""
+    count = len(module.down_proj)
+    pieces = [
+        [stored.get(f"{name}.{expert}.{own}") for expert in range(count)]
+        for own in ("gate_proj", "up_proj", "down_proj")
+    ]
+    found = [[piece for piece in own if piece is not None] for own in pieces]
+    if any(len(own) < count for own in found):
+        return None
+    weights = ExpertWeights(count, *found)
+    gates, ups = module.gate_up_proj.chunk(2, dim=1)
+    alike = zip(found, (gates, ups, module.down_proj), strict=True)
+    are_alike = weights.fits(module) and all(
+        _are_numbers_of(piece, numbers)
+        for own, given in alike
+        for piece, numbers in zip(own, given, strict=True)
+    )
+    return weights if are_alike else None
+
+
+def _are_numbers_of(weight: StoredWeight, numbers: Tensor) -> bool:
+    """Whether weights [out, in] are those stored, as far as a few outputs show."""
+    sample = np.arange(min(_SAMPLE, weight.out))
+    return numbers.shape == (weight.out, weight.in_features) and torch.equal(
+        numbers[: len(sample)], weight.numbers(sample).to(numbers.dtype)
+    )
 
 
 def in_blocks(codes: Tensor, scales: Tensor) -> StoredWeight | None:
@@ -98,7 +128,7 @@ def in_blocks(codes: Tensor, scales: Tensor) -> StoredWeight | None:
     least, most = float(codes.min()), float(codes.max())
     if not torch.equal(codes, codes.round()) or least < -128 or most > 127:
         return None
-    half = scale.half().contiguous().view(torch.uint8)  # [out, blocks, 2]
+    half = scale.half().clone(memory_format=torch.contiguous_format).view(torch.uint8)  # [out, blocks, 2]
     made = [half]
     if least < -16 or most > 15:
         block_format = Format.Q8_0

@@ -39,3 +39,21 @@ def joined(parts: Sequence[BlockPanels], bias: torch.Tensor | None = None) -> Pa
     kind = MIXED if any(part.format == PLAIN for part in parts) else BLOCKS
     out = sum(part.out for part in parts)
     return PackedWeights(kind, table, bias, out, parts[0].in_features, parts=tuple(parts))
+
+
+def joined_by_experts(gates: Sequence[BlockPanels], ups: Sequence[BlockPanels], count: int) -> PackedWeights:
+    """Gates and ups of `count` experts, each one expert behind the other, as the kernels take both.
+
+    That is each expert's gate before its up. An expert's outputs fill whole panels.
+    """
+    gate, up = (joined(parts) for parts in (gates, ups))
+    table = torch.stack([part.packed.view(count, -1, 2) for part in (gate, up)], dim=1)
+    kind = max(gate.kind, up.kind)
+    return PackedWeights(
+        kind,
+        table.flatten(0, 2).contiguous(),
+        None,
+        gate.out + up.out,
+        gate.in_features,
+        (*gate.parts, *up.parts),
+    )

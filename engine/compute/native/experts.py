@@ -10,7 +10,8 @@ from torch import nn
 from engine.compute.native.families import has_read_experts
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeLinear, activation_of
-from engine.compute.native.records import Experts
+from engine.compute.native.packed_weights import PackedWeights
+from engine.compute.native.records import Activation, Experts
 
 
 class NativeExperts(nn.Module):
@@ -21,12 +22,27 @@ class NativeExperts(nn.Module):
     """
 
     def __init__(self, kernels: NativeKernels, original: Any) -> None:
+        gate_up = kernels.pack(original.gate_up_proj.detach().flatten(0, 1))
+        down = kernels.pack(original.down_proj.detach().flatten(0, 1))
+        self._take(kernels, gate_up, down, activation_of(original.act_fn))
+
+    @classmethod
+    def of(
+        cls, kernels: NativeKernels, gate_up: PackedWeights, down: PackedWeights, activation: Activation
+    ) -> NativeExperts:
+        """Some with weights that are packed."""
+        made = cls.__new__(cls)
+        made._take(kernels, gate_up, down, activation)
+        return made
+
+    def _take(
+        self, kernels: NativeKernels, gate_up: PackedWeights, down: PackedWeights, activation: Any
+    ) -> None:
         super().__init__()
         self._kernels = kernels
-        self.gate_up = _packed(kernels, original.gate_up_proj)
-        self.down = _packed(kernels, original.down_proj)
-        self.num_experts = len(original.down_proj)
-        self.activation = activation_of(original.act_fn)
+        self.gate_up, self.down = (NativeLinear.of(kernels, weights) for weights in (gate_up, down))
+        self.num_experts = down.out // gate_up.in_features
+        self.activation = activation
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
@@ -54,8 +70,3 @@ class NativeExperts(nn.Module):
             top_k_index.long().contiguous(),
             top_k_weights.float().contiguous(),
         )
-
-
-def _packed(kernels: NativeKernels, weight: torch.Tensor) -> NativeLinear:
-    """Weights [experts, out, in] as one projection."""
-    return NativeLinear.of(kernels, kernels.pack(weight.detach().flatten(0, 1)))

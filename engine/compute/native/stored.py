@@ -1,4 +1,4 @@
-"""A GGUF file's weights taken over by the kernels as they are stored, one after the other."""
+"""Stored weights taken over by the kernels as they are stored, one after the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear, StoredWeight
-from engine.compute.native.block_panels import BlockPanels, joined
+from engine.compute.loading.stored_weights import (
+    ExpertWeights,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    StoredWeight,
+)
+from engine.compute.native.block_panels import BlockPanels, joined, joined_by_experts
 from engine.compute.native.compiler import library
+from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable, choose_build
-from engine.compute.native.kernels import NativeKernels
-from engine.compute.native.modules import NativeEmbedding, NativeLinear
+from engine.compute.native.kernels import PANEL, NativeKernels
+from engine.compute.native.modules import NativeEmbedding, NativeLinear, activation_of
+from engine.compute.native.records import Activation
 
 log = logging.getLogger("slipstream.model")
 
@@ -32,7 +41,7 @@ def take_weights(loaded: LoadedModel, settings: ModelSettings, home: Path) -> Lo
     stored = {
         name: module
         for name, module in loaded.model.named_modules()
-        if isinstance(module, StoredLinear | StoredEmbedding)
+        if isinstance(module, StoredLinear | StoredEmbedding | StoredExperts)
     }
     if not stored:
         return loaded
@@ -42,37 +51,66 @@ def take_weights(loaded: LoadedModel, settings: ModelSettings, home: Path) -> Lo
     except NativeUnavailable as reason:
         log.warning("weights are unpacked for each use, which is slow: %s", reason)
         return loaded
-    packed: dict[int, BlockPanels | None] = {}
+    packer = _Packer(kernels)
     for name, module in stored.items():
-        weight = module.stored
-        if id(weight) not in packed:
-            packed[id(weight)] = _pack(kernels, weight, name)
-        panels = packed[id(weight)]
-        if panels is None:
-            continue
-        if isinstance(module, StoredLinear):
-            bias = None if module.bias is None else module.bias.detach()
-            made: torch.nn.Module = NativeLinear.of(kernels, joined([panels], bias))
+        made = packer.made(module)
+        if made is None:
+            log.warning("the kernels do not multiply %s: it is unpacked for each use, which is slow", name)
         else:
-            made = NativeEmbedding(kernels, joined([panels]), module.scale)
-        loaded.model.set_submodule(name, made)
+            loaded.model.set_submodule(name, made)
     return loaded
 
 
-def kernels_of(model: torch.nn.Module) -> NativeKernels | None:
+def kernels_of(model: nn.Module) -> NativeKernels | None:
     """The kernels that have taken over some of the model's weights; None where none have."""
     found = (module.kernels for module in model.modules() if isinstance(module, NativeLinear))
     return next(found, None)
 
 
-def _pack(kernels: NativeKernels, weight: StoredWeight, name: str) -> BlockPanels | None:
-    """The weights in panels; None, with a warning, where they are not multiplied as they should be."""
+class _Packer:
+    """Makes our modules of those with stored weights; what several of them share is packed once."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+        self._packed: dict[int, BlockPanels | None] = {}
+
+    def made(self, module: StoredLinear | StoredEmbedding | StoredExperts) -> nn.Module | None:
+        """The module in panels; None where its weights are not multiplied as they should be."""
+        if isinstance(module, StoredExperts):
+            return self._experts(module.stored, activation_of(module.act_fn))
+        panels = self._pack(module.stored)
+        if panels is None:
+            return None
+        if isinstance(module, StoredEmbedding):
+            return NativeEmbedding(self._kernels, joined([panels]), module.scale)
+        bias = None if module.bias is None else module.bias.detach()
+        return NativeLinear.of(self._kernels, joined([panels], bias))
+
+    def _experts(self, stored: ExpertWeights, activation: Activation | None) -> NativeExperts | None:
+        if activation is None or stored.width % PANEL or stored.hidden % PANEL:
+            return None
+        gate, up, down = (
+            [self._pack(each) for each in pieces] for pieces in (stored.gate, stored.up, stored.down)
+        )
+        found = [[each for each in panels if each is not None] for panels in (gate, up, down)]
+        if sum(map(len, found)) < len(stored.pieces):
+            return None
+        gate_up = joined_by_experts(found[0], found[1], stored.count)
+        return NativeExperts.of(self._kernels, gate_up, joined(found[2]), activation)
+
+    def _pack(self, weight: StoredWeight) -> BlockPanels | None:
+        if id(weight) not in self._packed:
+            self._packed[id(weight)] = _pack(self._kernels, weight)
+        return self._packed[id(weight)]
+
+
+def _pack(kernels: NativeKernels, weight: StoredWeight) -> BlockPanels | None:
+    """The weights in panels; None where they are not multiplied as they should be."""
+    if not weight.is_blocks:
+        return kernels.pack_plain(weight.numbers().to(kernels.dtype))
     panels = kernels.pack_blocks(int(weight.format), weight.blocks, weight.in_features, weight.order)
     x = torch.randn(2, weight.in_features, generator=torch.Generator().manual_seed(0)).to(kernels.dtype)
     found = kernels.linear(x, joined([panels]))[:, :_SAMPLE].float()
     expected = x.float() @ weight.numbers(np.arange(min(_SAMPLE, weight.out))).T
     weight.leave_memory()
-    if (found - expected).norm() <= _LIMIT * expected.norm():
-        return panels
-    log.warning("%s is multiplied otherwise by the kernels: it is unpacked for each use, which is slow", name)
-    return None
+    return panels if (found - expected).norm() <= _LIMIT * expected.norm() else None

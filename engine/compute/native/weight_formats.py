@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import nn
 
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredLinear
+from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.native.block_panels import PLAIN
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
 from engine.compute.native.packed_weights import PackedWeights
@@ -34,8 +34,13 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, str, int]]:
         if isinstance(module, NativeLinear | NativeEmbedding):
             yield from _packed(module.weights)
         elif isinstance(module, StoredLinear | StoredEmbedding):
-            stored = module.stored
-            yield stored.blocks.ctypes.data, stored.format.name, stored.blocks.nbytes
+            yield _stored(module.stored)
+        elif isinstance(module, StoredExperts):
+            yield from map(_stored, module.stored.pieces)
+
+
+def _stored(weight: StoredWeight) -> tuple[int, str, int]:
+    return weight.blocks.ctypes.data, weight.format.name, weight.blocks.nbytes
 
 
 def _packed(weights: PackedWeights) -> Iterator[tuple[int, str, int]]:
