@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Format
@@ -25,9 +27,11 @@ from engine.compute.native.records import BLOCKS, ELEMENTS
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 from tests.support.gguf_blocks import BLOCK_FORMATS
+from tests.support.hybrid_gguf import save_hybrid_gguf
 from tests.support.native import FLOAT32_FORM, compiled_home
 from tests.support.packed import as_loaded
 from tests.support.quantized_checkpoints import Checkpoint, awq, compressed_integers, save_quantized
@@ -102,7 +106,7 @@ def test_experts_of_quantized_safetensors_are_multiplied_as_they_are(family: str
     assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "granite", "olmo2", "smollm3"])
 def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Path) -> None:
     """Files mix formats, so that the parts of one product have several."""
     path = tmp_path / "model.gguf"
@@ -113,7 +117,7 @@ def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Pat
     assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
 def test_experts_stay_in_their_blocks(family: str, tmp_path: Path) -> None:
     """Gates, ups and downs of several formats, as files of Q4_K_M have them, and of plain numbers."""
     path = tmp_path / "model.gguf"
@@ -130,6 +134,48 @@ def test_experts_stay_in_their_blocks(family: str, tmp_path: Path) -> None:
     in_file = {name: size for name, size in read_gguf(path).format_bytes.items() if name != "F32"}
     for name, size in weight_bytes_by_format(loaded.model).items():
         assert name == "F32" or in_file[name] <= size <= 1.15 * in_file[name]
+
+
+def _as_it_is(writer: Any) -> None:
+    pass
+
+
+def _with_module_for_drafts(writer: Any) -> None:
+    writer.add_tensor("blk.3.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+
+@pytest.mark.parametrize("setting", ["rope.scaling.factor", "ssm.decay"])
+def test_a_setting_of_a_hybrid_that_would_be_lost_is_refused(setting: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_hybrid_gguf(
+        path, "qwen3_5_hybrid", extra=lambda writer: writer.add_float32(f"qwen35.{setting}", 2.0)
+    )
+    with pytest.raises(StartRefused, match=f"qwen35.{setting} = 2.0 cannot be carried over"):
+        stored(path)
+
+
+def test_a_tensor_of_a_hybrid_without_a_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    added = np.zeros((64, 64), np.float32)
+    save_hybrid_gguf(path, "lfm2_hybrid", extra=lambda writer: writer.add_tensor("blk.0.extra.weight", added))
+    with pytest.raises(StartRefused, match=r"blk.0.extra.weight has no place in Lfm2ForCausalLM"):
+        stored(path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_hybrid", "lfm2_hybrid"])
+def test_hybrids_are_what_their_files_say(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = save_hybrid_gguf(path, family, extra=_with_module_for_drafts if "qwen" in family else _as_it_is)
+    expected = packed_sample(forward_of(as_loaded(model)))
+    unpacked = stored(path)
+    assert any(isinstance(part, StoredLinear) for part in unpacked.model.modules())
+    assert logits_distance(packed_sample(forward_of(unpacked)), expected) < 1e-5
+    settings = settings_of(path, "--compile", "off", "--dtype", "float32")
+    converted = load_model(resolve_model(settings, tmp_path / "home"), settings)
+    assert logits_distance(packed_sample(forward_of(converted)), expected) < 0.05, "rounded to bfloat16"
+    loaded = served(path)
+    assert not any(isinstance(part, StoredLinear | StoredEmbedding) for part in loaded.model.modules())
+    assert 1e-4 < logits_distance(packed_sample(forward_of(loaded)), expected) < 0.05
 
 
 def test_a_tied_head_reads_the_embeddings_panels(tmp_path: Path) -> None:

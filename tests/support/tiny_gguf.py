@@ -24,28 +24,11 @@ from tests.support.tiny_models import (
     tiny_tokenizer,
 )
 
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 # Of experts, all of a layer in a tensor; which part of it is each of llama.cpp's.
 _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_WITH_PAIRED_HEADS = {"llama", "granite", "smollm3"}
+_WITH_NORMS_OF_ONE_MORE = {"gemma"}
 
 
 def save_tiny_gguf(
@@ -68,10 +51,10 @@ def save_tiny_gguf(
         for part, num_heads in heads.items():
             if part in name:
                 weights = _interleave(weights, num_heads)
-        if (tensor := _gguf_name(name)) != without:
+        if (tensor := name_in_gguf(config, name)) != without:
             _add_tensor(writer, tensor, weights, quantization)
     extra(writer)
-    _finish(writer)
+    finish(writer)
     return path
 
 
@@ -92,7 +75,7 @@ def split_gguf(whole: Path, num_parts: int) -> list[Path]:
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[number::num_parts]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        _finish(writer)
+        finish(writer)
     return paths
 
 
@@ -109,17 +92,26 @@ def save_block_gguf(
         "head_dim": 64,
         "vocab_size": VOCAB_SIZE,
     }
+    if family == "smollm3":  # which layers rotate is in no file: every fourth does not
+        sizes |= {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "layer_types": ["full_attention"] * 4,
+        }
     if family in _ARCHITECTURES:
         sizes |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "mlp_only_layers": []}
     model = tiny_model(family, **(sizes | changes))
     config = model.config
     writer = _begun(path, config, config.rope_parameters["rope_theta"])
-    heads = _interleaved_heads(config) if family == "llama" else {}
+    heads = _interleaved_heads(config) if family in _WITH_PAIRED_HEADS else {}
+    draw = torch.Generator().manual_seed(0)
     head = {"lm_head.weight"} if config.tie_word_embeddings else set()
     matrices = 0
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
-            writer.add_tensor(_gguf_name(name), parameter.squeeze(0).numpy())
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+            more = name.endswith("norm.weight") and family in _WITH_NORMS_OF_ONE_MORE
+            writer.add_tensor(name_in_gguf(config, name), parameter.squeeze(0).numpy() + np.float32(more))
         elif parameter.dim() == 3:
             matrices = _add_experts(writer, name, parameter, kinds, matrices)
         elif name not in head:
@@ -132,8 +124,8 @@ def save_block_gguf(
                 if part in name:
                     numbers = torch.from_numpy(_apart(numbers.numpy(), num_heads))
             parameter.data.copy_(numbers)
-            writer.add_tensor(_gguf_name(name), blocks, raw_dtype=kind)
-    _finish(writer)
+            writer.add_tensor(name_in_gguf(config, name), blocks, raw_dtype=kind)
+    finish(writer)
     return model
 
 
@@ -161,12 +153,18 @@ def _add_experts(
 def _begun(path: Path, config: Any, rope_theta: float) -> Any:
     """A writer that has the settings and the tokenizer."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURES.get(config.model_type, config.model_type))
-    if config.model_type in _ARCHITECTURES:
+    if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type in _ARCHITECTURES:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -179,11 +177,12 @@ def _begun(path: Path, config: Any, rope_theta: float) -> Any:
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(rope_theta)
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer)
+    add_tokenizer(writer)
     return writer
 
 
-def _finish(writer: Any) -> None:
+def finish(writer: Any) -> None:
+    """Write all that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -204,7 +203,8 @@ def _add_tensor(
         writer.add_tensor(name, quantize(weights, quantization), raw_dtype=quantization)
 
 
-def _add_tokenizer(writer: Any) -> None:
+def add_tokenizer(writer: Any) -> None:
+    """The one of all tiny models."""
     model = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     writer.add_tokenizer_model("gpt2")
@@ -219,12 +219,14 @@ def _add_tokenizer(writer: Any) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _gguf_name(name: str) -> str:
-    stem, suffix = name.rsplit(".", 1)
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.{suffix}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.{suffix}"
+def name_in_gguf(config: Any, name: str) -> str:
+    """What llama.cpp calls a weight, by the table of its own package."""
+    known = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = known[_ARCHITECTURES.get(config.model_type, config.model_type)]
+    table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: str | None = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def _apart(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

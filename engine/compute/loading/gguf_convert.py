@@ -18,16 +18,15 @@ from rich.progress import track
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.compute.loading.gguf_model import name_file
-from engine.compute.loading.gguf_names import tensor_names
-from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
+from engine.compute.loading.gguf_names import EXPERTS, TensorPlaces
+from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import Architecture, check_num_layers, check_supported, find_model_class
-from engine.errors import StartRefused, UnsupportedModel
+from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
@@ -109,24 +108,24 @@ def _read_model(source: Path, file: GgufFile) -> Any:
 
 
 def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights by their name in the model, dequantized; transformers gathers experts as it goes."""
-    architecture = file.values["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
-    names = tensor_names(model, processor)
-    gathered: dict[str, Any] = {"config": settings, "tensors": {}}
+    """The weights by their name in the model, dequantized; of experts the gates and ups are one."""
+    places = TensorPlaces(model, str(file.values["general.architecture"]), settings)
     tensors: dict[str, Tensor] = {}
+    gates_and_ups: dict[str, dict[str, Tensor]] = {}
     for tensor in _with_progress(file.tensors):
-        result = processor.process(
-            weights=tensor.values(),
-            name=tensor.name,
-            tensor_key_mapping=names,
-            parsed_parameters=gathered,
-        )
-        if result.name in names:
-            tensors[names[result.name]] = torch.tensor(result.weights, dtype=_DTYPE)
-        elif result.name not in (None, ROPE_FACTORS):  # None: gathered
-            raise UnsupportedModel(f"The GGUF tensor {result.name} has no place in {type(model).__name__}.")
-    tensors.update({name: tensor.to(_DTYPE) for name, tensor in gathered["tensors"].items()})
+        name = places.place(tensor.name)
+        if name is None:
+            continue
+        values = places.values(tensor.name, tensor.values()).to(_DTYPE)
+        experts = EXPERTS.fullmatch(tensor.name)
+        if experts is None or experts["part"] == "down":
+            tensors[name] = values
+            continue
+        parts = gates_and_ups.setdefault(name, {})
+        parts[experts["part"]] = values
+        if len(parts) == 2:
+            tensors[name] = torch.cat([parts["gate"], parts["up"]], dim=1)
+            parts.clear()
     return tensors
 
 

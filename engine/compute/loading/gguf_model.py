@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +17,12 @@ import torch
 from gguf import GGMLQuantizationType as Format
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from engine.compute import attention
 from engine.compute.attention.own_attention import built_with
 from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
-from engine.compute.loading.gguf_names import tensor_names
-from engine.compute.loading.gguf_settings import ROPE_FACTORS, read_gguf_config
+from engine.compute.loading.gguf_names import EXPERTS, TensorPlaces
+from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.model_files import GGUF_FILE, first_line
 from engine.compute.loading.stored_weights import (
     ExpertWeights,
@@ -45,17 +43,13 @@ BLOCK_FORMATS = frozenset(
     }
 )
 _PLAIN_FORMATS = frozenset({Format.F32, Format.F16, Format.BF16})
-# All experts of a layer in one tensor, as transformers' table for these architectures has them.
-_EXPERTS = re.compile(r"(?P<stem>blk\.\d+\.ffn_(?P<part>gate|up|down)_exps)\.weight")
-_WITH_EXPERTS = frozenset({"qwen2moe", "qwen3moe"})
 
 
 def has_blocks(file: GgufFile) -> bool:
     """True for a file whose matrices and experts are plain numbers or multiplied as they are stored."""
     kinds = {tensor.quantization for tensor in file.tensors}
-    has_experts = file.values.get("general.architecture") in _WITH_EXPERTS
     are_known = all(
-        tensor.blocks.ndim <= 2 or (has_experts and _EXPERTS.fullmatch(tensor.name))
+        tensor.blocks.ndim <= 2 or EXPERTS.fullmatch(tensor.name)
         for tensor in file.tensors
         if tensor.quantization in BLOCK_FORMATS
     )
@@ -114,28 +108,19 @@ def _parameters_on_meta() -> Iterator[None]:
 def _fill(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
     """Put every tensor of the file where it belongs."""
     _, settings = read_gguf_config(file)
-    architecture = file.values["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
-    names = tensor_names(model, processor)
+    places = TensorPlaces(model, str(file.values["general.architecture"]), settings)
     stored: dict[str, StoredWeight] = {}
     experts: dict[str, dict[str, StoredWeight]] = {}
     for tensor in file.tensors:
-        if found := _EXPERTS.fullmatch(tensor.name):
-            layer = names[found["stem"]].rpartition(".")[0]
-            experts.setdefault(layer, {})[found["part"]] = _stored_experts(tensor)
-            continue
-        name = names.get(tensor.name)
+        name = places.place(tensor.name)
         if name is None:
-            if tensor.name != ROPE_FACTORS:
-                raise UnsupportedModel(
-                    f"The GGUF tensor {tensor.name} has no place in {type(model).__name__}."
-                )
             continue
-        if tensor.quantization in BLOCK_FORMATS:
-            stored[name] = _stored(tensor, processor)
+        if found := EXPERTS.fullmatch(tensor.name):
+            experts.setdefault(name.rpartition(".")[0], {})[found["part"]] = _stored_experts(tensor)
+        elif tensor.quantization in BLOCK_FORMATS and places.is_row_by_row(tensor.name):
+            stored[name] = _stored(tensor, places)
         else:
-            values = processor.process(weights=tensor.values(), name=tensor.name).weights
-            _set_parameter(model, name, torch.tensor(values, dtype=dtype))
+            _set_parameter(model, name, places.values(tensor.name, tensor.values()).to(dtype))
     _tie(model, stored)
     for name, weight in stored.items():
         _put_module(model, name.removesuffix(".weight"), weight, dtype)
@@ -143,16 +128,15 @@ def _fill(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
         _put_experts(model, name, parts)
 
 
-def _stored(tensor: GgufTensor, processor: Any) -> StoredWeight:
-    """The tensor with its rows in the model's order, which its processor is asked for."""
+def _stored(tensor: GgufTensor, places: TensorPlaces) -> StoredWeight:
+    """The tensor with its rows in the model's order."""
     rows = len(tensor.blocks)
     numbers = np.arange(rows)[:, None]
-    order = processor.process(weights=numbers, name=tensor.name).weights
+    order = places.values(tensor.name, numbers).numpy()
     if order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
         raise UnsupportedModel(f"The GGUF tensor {tensor.name} is not stored row by row.")
     kept = None if np.array_equal(order, numbers) else np.ascontiguousarray(order[:, 0])
-    width = tensor.num_columns
-    return StoredWeight(tensor.quantization, tensor.blocks, rows, width, kept)
+    return StoredWeight(tensor.quantization, tensor.blocks, rows, tensor.num_columns, kept)
 
 
 def _stored_experts(tensor: GgufTensor) -> StoredWeight:

@@ -6,11 +6,13 @@ stops the conversion: a window or a frequency scaling less is another model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.compute.loading.gguf_file import GgufFile, GgufList
@@ -29,6 +31,35 @@ _ADDED: dict[str, str | None] = {
 }
 # Where llama.cpp and transformers call an architecture differently.
 _MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+# Architectures that transformers' table lacks: the settings that llama.cpp writes for each.
+_COMMON: dict[str, str | None] = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.dimension_count": None,
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_MORE_TABLES: dict[str, dict[str, str | None]] = {
+    "gemma": _COMMON,
+    "granite": _COMMON
+    | {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "olmo2": _COMMON,
+    "olmoe": _COMMON
+    | {
+        "attention.clamp_kqv": "clip_qkv",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    "smollm3": _COMMON,
+}
 _VOCABULARY = "tokenizer.ggml.tokens"
 # Settings that must repeat the size of a head: anything else is a model with another shape of attention.
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -49,8 +80,11 @@ def read_gguf_config(file: GgufFile) -> tuple[PreTrainedConfig, dict[str, Any]]:
     Raises UnsupportedModel for an architecture or a setting that would be lost.
     """
     architecture = str(file.values.get("general.architecture"))
+    if architecture in GGUF_CONFIG_ARCHS:
+        return _rebuild_config(file, architecture), {}
     model_type = _MODEL_TYPES.get(architecture, architecture)
-    table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING.get(model_type)
+    tables = _MORE_TABLES | GGUF_CONFIG_MAPPING
+    table = tables.get(architecture) or tables.get(model_type)
     if table is None or architecture in ("general", "tokenizer"):
         raise UnsupportedModel(f"The GGUF architecture {architecture!r} is not known.")
     # What the file does not name there is not: the defaults are those of some published model.
@@ -67,6 +101,46 @@ def read_gguf_config(file: GgufFile) -> tuple[PreTrainedConfig, dict[str, Any]]:
             scaling = _find_scaling(config, tensor.values())
             config = AutoConfig.for_model(model_type, **settings, rope_scaling=scaling)
     return config, settings
+
+
+class _Watched(dict[str, Any]):
+    """Settings that know which of them were read."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def _rebuild_config(file: GgufFile, architecture: str) -> PreTrainedConfig:
+    """The configuration by transformers' own function for the architecture, which must read every setting."""
+    watched = _Watched(
+        {
+            name: (value.length if value.numbers is None else list(value.numbers))
+            if isinstance(value, GgufList)
+            else value
+            for name, value in file.values.items()
+        }
+    )
+    try:
+        found = get_gguf_config(watched, tuple(tensor.name for tensor in file.tensors))
+    except KeyError as error:
+        raise UnsupportedModel(f"The GGUF file has no setting {error}.") from error
+    config = AutoConfig.for_model(**found)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in watched.keys() - watched.read:
+        setting = name.removeprefix(f"{architecture}.")
+        is_known = setting == "vocab_size" or (setting in _HEAD_SIZES and watched[name] == head_size)
+        if setting != name and not is_known:
+            raise UnsupportedModel(f"The GGUF setting {name} = {watched[name]} cannot be carried over.")
+    return config
 
 
 def _add_settings(
