@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tests.support.tiny_gguf import add_tokenizer, finish
 from tests.support.tiny_models import tiny_model
 
+_PLAIN = ("conv1d.weight", "conv.conv.weight", "mlp.gate.weight")  # in float32
 _COMMON = {
     r"^model\.embed_tokens\.": "token_embd.",
     r"^lm_head\.": "output.",
@@ -40,6 +41,11 @@ _NAMES = {
         r"\.linear_attn\.A_log$": ".ssm_a",
         r"\.linear_attn\.dt_bias$": ".ssm_dt.bias",
         r"\.mlp\.(gate|up|down)_proj\.": r".ffn_\1.",
+    },
+    "qwen3_5_moe": {
+        r"\.mlp\.gate\.": ".ffn_gate_inp.",
+        r"\.mlp\.shared_expert_gate\.": ".ffn_gate_inp_shexp.",
+        r"\.mlp\.shared_expert\.(gate|up|down)_proj\.": r".ffn_\1_shexp.",
     },
     "lfm2_hybrid": {
         r"^model\.embedding_norm\.": "token_embd_norm.",
@@ -76,10 +82,13 @@ def save_hybrid_gguf(
             continue
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+        if ".experts." in name:
+            _add_experts(writer, name, parameter, kind)
+            continue
         there, back = _layout(name, model.config)
         given = there(parameter.data)
         tensor = _name(family, name)
-        if given.dim() == 2 and "conv" not in name.rpartition(".")[0].rpartition(".")[2]:
+        if given.dim() == 2 and not name.endswith(_PLAIN):
             blocks = quantize(given.numpy(), kind)
             parameter.data.copy_(back(torch.from_numpy(dequantize(blocks, kind))))
             writer.add_tensor(tensor, blocks, raw_dtype=kind)
@@ -89,8 +98,18 @@ def save_hybrid_gguf(
     return model
 
 
+def _add_experts(writer: Any, name: str, parameter: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
+    stem = name.rpartition(".mlp.")[0].replace("model.layers", "blk")
+    parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+    for part, numbers in zip(parts, parameter.data.chunk(len(parts), dim=1), strict=True):
+        blocks = quantize(numbers.contiguous().numpy(), kind)
+        numbers.copy_(torch.from_numpy(dequantize(blocks, kind)))
+        writer.add_tensor(f"{stem}.ffn_{part}_exps.weight", blocks, raw_dtype=kind)
+
+
 def _name(family: str, name: str) -> str:
-    for pattern, put in (_COMMON | _NAMES[family]).items():
+    named_too = _NAMES["qwen3_5_hybrid"] if family == "qwen3_5_moe" else {}
+    for pattern, put in (_COMMON | named_too | _NAMES[family]).items():
         name = re.sub(pattern, put, name)
     return name
 
@@ -117,6 +136,8 @@ def _layout(name: str, config: Any) -> tuple[_Turn, _Turn]:
         return (lambda x: turn(x[order])), lambda x: x[order.argsort()]
     if own == "out_proj.weight":
         return (lambda x: x[:, values].contiguous()), lambda x: x[:, values.argsort()]
+    if name.endswith("shared_expert_gate.weight"):
+        return (lambda x: x.squeeze(0)), lambda x: x
     is_offset = name.endswith("norm.weight") and own != "norm.weight"
     return (lambda x: x + 1 if is_offset else x), lambda x: x
 
@@ -128,10 +149,17 @@ def _tiled(num_keys: int, num_values: int, dim: int) -> torch.Tensor:
 
 def _begin_qwen35(path: Path, model: PreTrainedModel) -> Any:
     config = model.config
-    writer = gguf.GGUFWriter(path, "qwen35")
+    is_mixture = hasattr(config, "num_experts")
+    writer = gguf.GGUFWriter(path, "qwen35moe" if is_mixture else "qwen35")
+    if is_mixture:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers + 1)
     writer.add_nextn_predict_layers(1)
     writer.add_head_count(config.num_attention_heads)
@@ -167,4 +195,4 @@ def _begin_lfm2(path: Path, model: Any) -> Any:
     return writer
 
 
-_WRITERS = {"qwen3_5_hybrid": _begin_qwen35, "lfm2_hybrid": _begin_lfm2}
+_WRITERS = {"qwen3_5_hybrid": _begin_qwen35, "qwen3_5_moe": _begin_qwen35, "lfm2_hybrid": _begin_lfm2}

@@ -65,6 +65,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -167,6 +168,18 @@ _FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
 _MIXTURE_CONFIGS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: OlmoeConfig(
         **_GROUPED | {"intermediate_size": 64}, num_experts=6, num_experts_per_tok=3
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **_GROUPED_16 | {"num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
     ),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_GROUPED_16,
