@@ -174,7 +174,7 @@ class CacheSettings(Section):
     kv_cache_dtype: KvDtype = Field(
         "auto", description="what K/V is kept in; auto = as computed, int8 = half the memory, nearly exact"
     )
-    swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V; 0 = none")
+    swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V and states; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")
     prefix_cache_dir: DirectoryOrNone = Field(
         None,

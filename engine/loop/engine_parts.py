@@ -44,6 +44,7 @@ class EngineInfo:
     draft_methods: tuple[str, ...] = ()  # the draft sources at hand
     max_draft_tokens: int = 0  # that a step verifies of one request; 0 without speculation
     num_host_blocks: int = 0  # room for preempted requests in host memory
+    host_state_bytes: int = 0  # what one of them takes beside its blocks
     num_state_snapshots: int = 0  # of a recurrent model's states, for prompts that begin alike
     compute_threads: str = ""  # how many threads compute, and why so many
     kernels: str = ""  # which compute the model

@@ -134,7 +134,8 @@ class StepInputs:
     Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
     `state_slots` are constant and exclusive while a request runs: where a recurrent model keeps its state,
     which begins anew where `positions` begin at 0, and is first copied from a snapshot by `state_restores` or
-    from another sequence's slot, which the last pass `held_back`, by `state_copies`.
+    from another sequence's slot, which the last pass `held_back`, by `state_copies`. States of requests that
+    give way are kept on the host meanwhile, by `states_out` and `states_in`.
     `state_saves` keep in snapshots what the pass leaves behind each sequence's tokens, drafts left out.
 
     Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
@@ -163,6 +164,8 @@ class StepInputs:
     scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
     swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
+    states_out: tuple[StateCopy, ...] = ()  # slot -> host state, before all other copies
+    states_in: tuple[StateCopy, ...] = ()  # host state -> slot, before the pass, behind them
     previous_rows: Int64 | None = None  # [N], None when every token is known
 
 
@@ -172,7 +175,7 @@ class BatchDecision:
 
     `scheduled` lists decodes, then prefill chunks in policy order, then decodes with drafts; each that
     `samples` has one row of logits and one more a draft, in this order. `inputs` is None exactly when nothing
-    is scheduled. Of the `preempted`, those `swapped` keep their KV on the host.
+    is scheduled. Of the `preempted`, those `swapped` keep their KV, and their state, on the host.
     """
 
     step_id: int

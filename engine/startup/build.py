@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -106,7 +107,7 @@ def put_together(
     block_size = settings.cache.kv_block_size
     block_bytes = bytes_per_block(loaded.layers, block_size, loaded.kv_dtype)
     num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
-    num_host_blocks = count_host_blocks(settings, loaded, block_bytes)
+    host = count_host_room(settings, loaded, block_bytes)
     row_draw = find_row_draw(loaded, settings.model, settings.home)
     sampler = factories.sampler(loaded.vocab_size, loaded.device, row_draw)
     sources = tuple(
@@ -115,11 +116,12 @@ def put_together(
     sizes = RunnerSizes(
         num_blocks,
         block_size,
-        num_host_blocks,
+        host.num_blocks,
         settings.scheduler.max_num_seqs,
         settings.scheduler.max_num_batched_tokens,
         max_draft_tokens(sources),
         count_snapshots(settings, loaded, block_bytes),
+        host.num_states,
     )
     for_drafts = ForDrafts(
         verification=settings.speculation.draft_verification,
@@ -140,14 +142,15 @@ def put_together(
         has_chat_template=tokenizer.has_chat_template,
         draft_methods=draft_methods(sources),
         max_draft_tokens=max_draft_tokens(sources),
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=host.num_blocks,
+        host_state_bytes=host.state_bytes,
         num_state_snapshots=sizes.num_snapshots,
         scratch_bytes=scratch_bytes(loaded, settings.scheduler.max_num_batched_tokens),
         kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes_by_format(loaded.model),
     )
     with refused_where_memory_ends(settings):
-        kv = make_kv_manager(settings, info, num_host_blocks, loaded.rewindable)
+        kv = make_kv_manager(settings, info, host, loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
     batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
     if not loaded.keeps_state:
@@ -298,11 +301,31 @@ def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
     return cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}"
 
 
-def count_host_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
-    """How many K/V blocks --swap-space holds; none when nothing is ever swapped."""
-    if settings.scheduler.preemption == "recompute" or loaded.keeps_state:
-        return 0
-    return settings.cache.swap_space // block_bytes
+class HostRoom(NamedTuple):
+    """What --swap-space holds of preempted requests: K/V blocks, and states where a model has them."""
+
+    num_blocks: int = 0
+    num_states: int = 0
+    num_bytes: int = 0
+    state_bytes: int = 0  # of one
+
+
+def count_host_room(settings: Settings, loaded: LoadedModel, block_bytes: int) -> HostRoom:
+    """None when nothing is ever swapped. States get half of it at most, or all if there is nothing else."""
+    space = settings.cache.swap_space
+    if settings.scheduler.preemption == "recompute":
+        return HostRoom()
+    if not loaded.keeps_state:
+        num_blocks = space // block_bytes
+        return HostRoom(num_blocks, num_bytes=num_blocks * block_bytes)
+    each = seat_states_bytes(settings, loaded) // settings.scheduler.max_num_seqs
+    if not block_bytes:
+        num_states = space // each
+        needed = -(-loaded.max_model_len // settings.cache.kv_block_size)
+        return HostRoom(num_states * needed, num_states, num_states * each, each)
+    num_states = space // 2 // each
+    num_blocks = (space - num_states * each) // block_bytes
+    return HostRoom(num_blocks, num_states, num_states * each + num_blocks * block_bytes, each)
 
 
 def step_limit_s(settings: Settings) -> float:
@@ -311,7 +334,7 @@ def step_limit_s(settings: Settings) -> float:
 
 
 def make_kv_manager(
-    settings: Settings, info: EngineInfo, num_host_blocks: int, rewindable: Rewindable
+    settings: Settings, info: EngineInfo, host: HostRoom, rewindable: Rewindable
 ) -> PagedKvManager:
     """Who accounts for the K/V."""
     kv = PagedKvManager(
@@ -319,9 +342,11 @@ def make_kv_manager(
         block_size=info.kv_block_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=host.num_blocks,
         rewindable=rewindable,
     )
+    if kv.keeps_state:
+        kv.swap_states(host.num_states)
     kv.keep_snapshots(info.num_state_snapshots)
     return kv
 
@@ -335,7 +360,7 @@ def make_batcher(
 ) -> ContinuousBatcher:
     """The scheduler with its limits and its policy.
 
-    State that lies in no block is not swapped, and shared only by forks and where snapshots of it are kept.
+    State that lies in no block is shared only by forks and where snapshots of it are kept.
     """
     scheduler = settings.scheduler
     config = BatchConfig(
@@ -345,8 +370,9 @@ def make_batcher(
         max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
         max_model_len=info.max_model_len,
         prefix_caching=settings.cache.prefix_caching and (not kv.keeps_state or kv.snapshots.num_slots > 0),
-        preemption="recompute" if kv.keeps_state else scheduler.preemption,
+        preemption=scheduler.preemption,
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,
+        state_bytes=info.host_state_bytes,
         gap_limit_s=step_limit_s(settings) if scheduler.max_prefill_tokens is None else None,
     )
     weights = FairnessWeights(tenants=scheduler.tenant_weights)

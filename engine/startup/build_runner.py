@@ -30,6 +30,7 @@ class RunnerSizes(NamedTuple):
     max_num_tokens: int
     max_draft_tokens: int = 0
     num_snapshots: int = 0  # of a recurrent model's states
+    num_host_states: int = 0
 
 
 def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
@@ -44,6 +45,8 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
                 sizes.max_num_seqs,
                 max(LEAST_KEPT_ROWS, sizes.max_draft_tokens),
                 sizes.num_snapshots,
+                num_host_blocks,
+                sizes.num_host_states,
             ),
             sampler,
             for_drafts,

@@ -36,7 +36,7 @@ from engine.compute.recurrent.slot_states import state_bytes
 from engine.compute.runner.kept_kv import with_kept_kv
 from engine.errors import StartRefused
 from engine.startup.build import (
-    count_host_blocks,
+    count_host_room,
     count_kv_blocks,
     count_snapshots,
     kv_memory,
@@ -237,7 +237,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
     num_blocks = found.attempt(lambda: count_kv_blocks(settings, outline, block_bytes))
     if num_blocks is None:
         return
-    host_blocks = count_host_blocks(settings, outline, block_bytes) if block_bytes else 0
+    host = count_host_room(settings, outline, block_bytes)
     num_snapshots = count_snapshots(settings, outline, block_bytes)
     given = settings.cache.num_kv_blocks
     seats = settings.scheduler.max_num_seqs
@@ -252,8 +252,8 @@ def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -
         num_snapshots=num_snapshots,
         snapshot_bytes=state_bytes(outline.states, outline.dtype, num_snapshots),
         seats_bytes=seat_states_bytes(settings, outline),
-        num_host_blocks=host_blocks,
-        host_bytes=host_blocks * block_bytes,
+        num_host_blocks=host.num_blocks,
+        host_bytes=host.num_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.self_check import check_forward
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
 from engine.plan.kv.paged_kv_manager import Rewindable
-from engine.plan.step_records import BlockCopy, StepInputs
+from engine.plan.step_records import StepInputs
 from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
     load_recurrent,
@@ -245,19 +245,6 @@ def test_a_failed_draw_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
     runner.run(pack_slots({0: part(tokens, 4, 5)}))
     with pytest.raises(RewindError, match="has seen 5 tokens"):
         runner.run(pack_slots({0: part(tokens, 4, 5)}))
-
-
-def test_what_needs_a_state_to_be_moved_is_refused() -> None:
-    runner = make_recurrent_runner("granite_hybrid")
-    inputs = pack_slots({0: part(tokens_of(5), 0, 5)})
-    move = (BlockCopy(0, 1),)
-    for refused in (
-        replace(inputs, swap_out=move),
-        replace(inputs, swap_in=move),
-    ):
-        with pytest.raises(RewindError):
-            runner.run(refused)
-    assert len(runner.run(inputs).rows.token_ids) == 1
 
 
 def test_features_are_of_verified_positions_only() -> None:

@@ -95,7 +95,8 @@ class Draw(random.Random):
             rewindable = self.choice((Rewindable.DRAFTS, Rewindable.DRAFTS, Rewindable.NEVER))
         limits = self.limits()
         if rewindable is not Rewindable.ANYWHERE:
-            limits |= {"preemption": "recompute", "num_snapshots": self.choice((0, 1, 2, 8))}
+            limits |= {"rewindable": rewindable, "num_snapshots": self.choice((0, 1, 2, 8))}
+            limits |= {"num_host_states": self.choice((0, 1, 2, 8))}
         has_drafts = self.random() < 0.85
         return Scenario(
             limits=limits,
@@ -265,6 +266,10 @@ class Run:
     flying: list[Flight] = field(default_factory=list)
     states: dict[str, range] = field(default_factory=dict)  # tokens that the state of each has seen
     snapshots: dict[int, list[int]] = field(default_factory=dict)  # the tokens that each has seen
+    host_states: dict[int, tuple[str, range]] = field(
+        default_factory=dict
+    )  # whose each is, and as in `states`
+    slots: dict[int, str] = field(default_factory=dict)  # whose state each has
     last_was_empty: bool = False
     failed_in_a_row: int = 0
 
@@ -275,7 +280,6 @@ class Run:
         self.batcher: ContinuousBatcher = make_batcher(
             **scenario.limits, clock=self.clock, decoder=self.decoder
         )
-        self.batcher.kv.rewindable = scenario.rewindable
         self.batcher.running.lookup.stops.least = draw.choice((1, 4, 8))
         self.batcher.running.lookup.stops.period = draw.choice((4, 12, 512))
         faults = Faults(scenario.rates.bad_pass, draw)
@@ -440,7 +444,9 @@ class Run:
         """Each token has the slot of its place in its own sequence, and state goes on where it is."""
         kv = self.batcher.kv
         slots: list[int] = []
+        self._swap_states_out(inputs)
         self._restore(decision, inputs)
+        self._swap_states_in(inputs)
         for name, first, count, _, num_drafts in decision.scheduled:
             held = kv.block_ids(name)
             assert first + count <= len(held) * kv.block_size, (
@@ -452,12 +458,29 @@ class Run:
             ]
             assert not kv.keeps_state or first == 0 or first in self.states.get(name, ())
             self.states[name] = range(first + count - num_drafts, first + count + 1)
+            self.slots[kv.row(name)] = name
         for sequence in inputs.held_back:
             name, first, count, _, num_drafts = decision.scheduled[sequence]
             assert num_drafts == 0 and count > 1, "nothing else is held back"
             self.states[name] = range(first + count - 1, first + count + 1)
         assert inputs.slot_mapping.tolist() == slots
         self._save(decision, inputs)
+
+    def _swap_states_out(self, inputs: StepInputs) -> None:
+        """What a slot has when its sequence gives way is kept."""
+        for row, place in inputs.states_out:
+            name = self.slots[row]
+            self.host_states[place] = (name, self.states[name])
+            self.seen["states out"] += 1
+
+    def _swap_states_in(self, inputs: StepInputs) -> None:
+        """A state comes back to its own sequence, in whichever slot that has now."""
+        of_row = {self.batcher.kv.row(name): name for name in self.alive if name in self.batcher.kv}
+        for place, row in inputs.states_in:
+            name, seen = self.host_states[place]
+            assert of_row[row] == name, f"{of_row[row]} gets the state of {name}"
+            self.states[name] = seen
+            self.seen["states in"] += 1
 
     def _restore(self, decision: BatchDecision, inputs: StepInputs) -> None:
         """States go on where a snapshot saw the same tokens."""

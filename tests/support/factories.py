@@ -86,6 +86,7 @@ def make_batcher(
     clock: Callable[[], float] | None = None,
     num_host_blocks: int = 0,
     num_snapshots: int = 0,
+    num_host_states: int = 0,
     rewindable: Rewindable = Rewindable.ANYWHERE,
     decoder: SpeculativeDecoder | None = None,
     **further: Any,
@@ -108,6 +109,8 @@ def make_batcher(
         rewindable=rewindable,
     )
     kv.keep_snapshots(num_snapshots)
+    if kv.keeps_state:
+        kv.swap_states(num_host_states)
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
 
 

@@ -43,11 +43,12 @@ def make_recurrent_runner(
     max_drafts: int = 8,
     num_snapshots: int = 0,
     for_drafts: ForDrafts | None = None,
+    host_room: tuple[int, int] = (0, 0),
 ) -> RecurrentRunner:
-    """A runner over the shared tiny model."""
+    """A runner over the shared tiny model, with room for blocks and states of `host_room` on the host."""
     loaded = load_recurrent(family, dtype)
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    sizes = MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts, num_snapshots)
+    sizes = MemorySizes(num_blocks, BLOCK_SIZE, num_slots, max_drafts, num_snapshots, *host_room)
     return RecurrentRunner(loaded, sizes, sampler, for_drafts or ForDrafts())
 
 

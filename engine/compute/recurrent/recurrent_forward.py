@@ -35,6 +35,8 @@ class MemorySizes(NamedTuple):
     num_slots: int
     max_drafts: int = 0
     num_snapshots: int = 0
+    num_host_blocks: int = 0
+    num_host_states: int = 0
 
 
 class SequenceMemory(NamedTuple):

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
+from engine.compute.recurrent.slot_states import HostStates
 from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
@@ -17,7 +19,7 @@ from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
-from engine.errors import OutOfDeviceMemory, RewindError, RewindFault
+from engine.errors import OutOfDeviceMemory
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
@@ -25,12 +27,13 @@ _NO_DRAFTS = ForDrafts()
 
 
 class RecurrentRunner:
-    """Owns one state slot for each running request, and the paged K/V of the layers that attend.
+    """Owns one state slot for each running request, the paged K/V of the layers that attend, and host memory.
 
     A sequence can be cut back to any draft of its last step, of which there may be `max_drafts`, or before
-    its last token if the step held that back, and to no other token; nor can it be swapped. It may begin
-    where a snapshot was saved, or on a copy of another's slot. After a step that failed, its sequences must
-    be computed again from their first tokens, or restored. Every method runs on the one thread that made it.
+    its last token if the step held that back, and to no other token. It may begin where a snapshot was saved,
+    on a copy of another's slot, or where it was saved on the host. After a step that failed, its sequences
+    must be computed again from their first tokens, or restored. Every method runs on the one thread that made
+    it.
     """
 
     def __init__(
@@ -49,27 +52,23 @@ class RecurrentRunner:
         self._memory = self._forward.make_memory(sizes)
         self.kv = self._memory.kv
         self.states = self._memory.states
+        self._swap = SwapTensors(self.kv, sizes.num_host_blocks) if loaded.layers else None
+        self._host_states = HostStates(self.states, sizes.num_host_states)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepResult:
         """One step: mix tokens, attend, draw. The seconds are of the device's own clock.
 
-        A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for trees of drafts,
-        for blocks that are to be swapped and for a sequence that goes on where its slot cannot;
-        OutOfDeviceMemory; other errors of the forward pass come through.
+        A row that cannot be drawn is in the result's `row_errors`. Raises RewindError for trees of drafts and
+        for a sequence that goes on where its slot cannot; OutOfDeviceMemory; other errors of the forward pass
+        come through.
         """
-        if inputs.swap_out or inputs.swap_in:
-            raise RewindError(
-                RewindFault.NOT_SUPPORTED,
-                "The blocks of a recurrent model are not swapped: its states cannot be.",
-            )
         device = self._forward.loaded.device
+        num_swapped = len(inputs.states_out) + len(inputs.states_in)
         try:
             start = mark(device)
-            self.kv.scrub_blocks(inputs.scrub_blocks)
-            self.kv.copy_blocks(inputs.block_copies)
-            self._memory.snapshots.restore(inputs.state_restores)
-            self.states.copy(inputs.state_copies)
+            num_bytes = self._move(inputs)
+            begin = mark(device) if num_swapped else start
             with self._scorer.watching(inputs.prompt_rows) as seen:
                 logits, hidden = self._compute(inputs)
             self._memory.snapshots.save(inputs.state_saves)
@@ -85,11 +84,30 @@ class RecurrentRunner:
         end = mark(device)
         return StepResult(
             verified.rows,
-            seconds_between(start, middle),
+            seconds_between(begin, middle),
             seconds_between(middle, end),
+            seconds_between(start, begin) if num_swapped else 0.0,
+            num_bytes,
             features=None if hidden is None else self._for_drafts.features(hidden, inputs, verified),
             prompt_logprobs=scores,
         )
+
+    def _move(self, inputs: StepInputs) -> int:
+        """Blocks and states, before the pass; how many bytes went to the host or came from there."""
+        self._host_states.save(inputs.states_out)
+        if self._swap is not None:
+            self._swap.reserve(copy.target for copy in inputs.swap_out)
+            self._swap.copy_out(inputs.swap_out)
+        self.kv.scrub_blocks(inputs.scrub_blocks)
+        self.kv.copy_blocks(inputs.block_copies)
+        self._memory.snapshots.restore(inputs.state_restores)
+        self.states.copy(inputs.state_copies)
+        if self._swap is not None:
+            self._swap.copy_in(inputs.swap_in)
+        self._host_states.restore(inputs.states_in)
+        num_states = len(inputs.states_out) + len(inputs.states_in)
+        num_blocks = len(inputs.swap_out) + len(inputs.swap_in)
+        return num_states * self._host_states.each_bytes + num_blocks * self.kv.block_bytes
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The logits of a step, and what drafters read of it."""

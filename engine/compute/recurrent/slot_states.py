@@ -85,6 +85,59 @@ class Snapshots:
             self._slots.set_length(target, int(self._lengths[source]))
 
 
+class HostStates:
+    """Room in host memory for the states of `num` sequences, with the rows of the drafts behind them.
+
+    Memory is taken when a state is first kept in a place. Used on the model's thread only.
+    """
+
+    def __init__(self, slots: SlotStates, num: int) -> None:
+        self.num = num
+        self._slots = slots
+        self._kept: dict[int, _HostState] = {}
+
+    @property
+    def each_bytes(self) -> int:
+        """What a state takes."""
+        return sum(tensor[0].nbytes for tensor in self._slots.tensors)
+
+    def save(self, copies: Sequence[StateCopy]) -> None:
+        """Copy all that is in slots into places here."""
+        for slot, place in copies:
+            assert place < self.num, f"host state {place} is none of the {self.num}"
+            if place not in self._kept:
+                self._kept[place] = _HostState([self._room(tensor[0]) for tensor in self._slots.tensors])
+            kept = self._kept[place]
+            for target, source in zip(kept.tensors, self._slots.tensors, strict=True):
+                target.copy_(source[slot], non_blocking=True)
+            kept.num_tokens, kept.num_drafts = self._slots.counts(slot)
+
+    def restore(self, copies: Sequence[StateCopy]) -> None:
+        """Copy what `save` put into places back into slots, whose sequences go on wherever they could."""
+        for place, slot in copies:
+            kept = self._kept[place]
+            for source, target in zip(kept.tensors, self._slots.tensors, strict=True):
+                target[slot].copy_(source, non_blocking=True)
+            self._slots.set_length(slot, kept.num_tokens, kept.num_drafts)
+
+    def _room(self, like: Tensor) -> Tensor:
+        if like.device.type == "cuda":
+            try:
+                return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            except RuntimeError:  # a limit on locked memory: slower, still right
+                pass
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
+@dataclass(slots=True)
+class _HostState:
+    """One sequence's tensors, and what its slot said of them."""
+
+    tensors: list[Tensor]
+    num_tokens: int = 0
+    num_drafts: int = 0
+
+
 class SlotStates:
     """The states of up to `num_slots` sequences in every recurrent layer; every slot is empty at first.
 
@@ -122,14 +175,23 @@ class SlotStates:
         """The tokens that this slot's state has taken in."""
         return int(self._lengths[slot])
 
-    def set_length(self, slot: int, num_tokens: int) -> None:
-        """The slot has been filled with the state behind so many tokens, and keeps no drafts."""
-        self._lengths[slot], self._kept[slot] = num_tokens, 0
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, each [num_slots, ...]."""
+        return [*self.rows.values(), *self.state.values()]
+
+    def counts(self, slot: int) -> tuple[int, int]:
+        """The tokens that this slot's state has taken in, and the rows of drafts that it keeps."""
+        return int(self._lengths[slot]), int(self._kept[slot])
+
+    def set_length(self, slot: int, num_tokens: int, num_drafts: int = 0) -> None:
+        """The slot has been filled with the state behind so many tokens, and the rows of so many drafts."""
+        self._lengths[slot], self._kept[slot] = num_tokens, num_drafts
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
         """Have sequences in other slots go on wherever those in the sources can, drafts included."""
         for source, target in copies:
-            for tensor in (*self.rows.values(), *self.state.values()):
+            for tensor in self.tensors:
                 tensor[target] = tensor[source]
             self._lengths[target], self._kept[target] = self._lengths[source], self._kept[source]
 
@@ -143,7 +205,7 @@ class SlotStates:
         self._lengths[pieces.slots] = self._kept[pieces.slots] = 0
         fresh = torch.tensor(pieces.slots[pieces.begins], device=self.device, dtype=torch.long)
         if len(fresh):
-            for tensor in (*self.rows.values(), *self.state.values()):
+            for tensor in self.tensors:
                 tensor.index_fill_(0, fresh, 0.0)
         return SlotStep(pieces, self.conv_width, self.conv_width + self.max_drafts, self.device)
 

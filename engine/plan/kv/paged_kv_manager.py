@@ -50,9 +50,9 @@ class PagedKvManager:
     unknown request id is a KeyError.
 
     `pool` has the blocks, `prefixes` finds the published ones, which count as free once no sequence holds
-    them, and `host` has the KV of swapped-out sequences. Sequences of a model that `keeps_state` outside the
-    blocks cannot be swapped, are forked only where `hold_state` says, cut only as far as it is `rewindable`,
-    and begin on published blocks only where `snapshots` has the state behind them.
+    them, and `host` has the KV and the states of swapped-out sequences. Where a model `keeps_state` outside
+    the blocks, sequences are forked only where `hold_state` says, cut only as far as it is `rewindable`, and
+    begin on published blocks only where `snapshots` has the state behind them.
 
     KV is *suspect* from `mark_kv_suspect` until `mark_kv_good`: it may be non-finite. Blocks that a suspect
     sequence leaves are zeroed before the next pass, since a NaN spoils a weighted sum even at weight zero.
@@ -79,7 +79,7 @@ class PagedKvManager:
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool)
         self.snapshots = StateSnapshots(0)
-        self.host = SwapSpace(num_host_blocks)
+        self.host = SwapSpace(num_host_blocks, 0 if self.keeps_state else None)
         self._sequences: dict[str, _Sequence] = {}
         self._reserved: set[int] = set()
         self._scrub_blocks: list[int] = []
@@ -91,6 +91,11 @@ class PagedKvManager:
         assert not self._sequences, "snapshots are made room for before there are sequences"
         self.snapshots = StateSnapshots(num_snapshots)
         self.prefixes.on_gone = self.snapshots.forget
+
+    def swap_states(self, num_states: int) -> None:
+        """Before the first sequence of a model that `keeps_state`: the host has room for so many states."""
+        assert self.keeps_state and not self._sequences, "room is made before there are sequences"
+        self.host = SwapSpace(self.host.num_blocks, num_states)
 
     @property
     def keeps_state(self) -> bool:
@@ -161,7 +166,7 @@ class PagedKvManager:
         self._grow(sequence, num_tokens)
         self._sequences[request_id] = sequence
         if request_id in self.host:
-            self.host.restore(request_id, sequence.block_ids, len(found))
+            self.host.restore(request_id, sequence.block_ids, len(found), sequence.row)
         return True
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
@@ -340,12 +345,15 @@ class PagedKvManager:
         self._scrubs_in_flight.popleft()
 
     def swap_out(self, request_id: str, num_tokens: int) -> None:
-        """Keep the KV of its first `num_tokens` on the host, before its blocks are freed. They must fit."""
+        """Keep the KV of its first `num_tokens`, and its state, on the host, before its blocks are freed.
+
+        They must fit.
+        """
         if request_id in self.host:
             self.host.stay(request_id)  # the step that should have restored it failed
         else:
-            blocks = self._sequences[request_id].block_ids[: self.blocks_for(num_tokens)]
-            self.host.save(request_id, blocks)
+            sequence = self._sequences[request_id]
+            self.host.save(request_id, sequence.block_ids[: self.blocks_for(num_tokens)], sequence.row)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, tables and rows agree. O(blocks): for tests and idle time."""

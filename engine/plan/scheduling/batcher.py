@@ -67,7 +67,7 @@ class ContinuousBatcher:
         self._clock = clock
         self.queue = RequestQueue(policy)
         preemption = PreemptionPolicy(
-            config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes
+            config.preemption, config.max_preemptions, self.rates, config.kv_block_bytes, config.state_bytes
         )
         self.running = RunningSet(config.max_num_seqs, kv, policy, clock, preemption, config.prefix_caching)
         self.next_turns = self.running.lookup.next_turns = NextTurns(kv, self.rates)

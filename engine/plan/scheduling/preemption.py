@@ -27,6 +27,7 @@ class PreemptionPolicy:
     max_preemptions: int = 8
     rates: ServiceRates | None = None
     block_bytes: int = 0
+    state_bytes: int = 0  # of what a request has beside its blocks
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -43,10 +44,10 @@ class PreemptionPolicy:
         candidates = (request for request in running if request is not oldest and not self.is_spent(request))
         return max(candidates, key=key, default=None)
 
-    def swaps(self, num_tokens: int, num_blocks: int, num_free_host_blocks: int) -> bool:
-        """Whether KV of `num_tokens` in `num_blocks` should go to the host."""
-        if self.mode == "recompute" or num_tokens == 0 or num_blocks > num_free_host_blocks:
+    def swaps(self, num_tokens: int, num_blocks: int, *, has_room: bool) -> bool:
+        """Whether KV of `num_tokens` in `num_blocks` should go to the host, if that `has_room` for it."""
+        if self.mode == "recompute" or num_tokens == 0 or not has_room:
             return False
         if self.mode == "swap" or self.rates is None:
             return self.mode == "swap"
-        return self.rates.swap_is_cheaper(num_tokens, num_blocks * self.block_bytes)
+        return self.rates.swap_is_cheaper(num_tokens, num_blocks * self.block_bytes + self.state_bytes)

@@ -58,7 +58,7 @@ class PrefixLookup:
     def find(self, request: Request) -> list[int]:
         """The published blocks that this waiting request can begin on."""
         found = self._find_published(request)
-        if self._kv.keeps_state:
+        if self._kv.keeps_state and not self._kv.host.has_copied(request.request_id):
             del found[self._kv.snapshots.longest(request.block_hashes[: len(found)]) :]
         return found
 

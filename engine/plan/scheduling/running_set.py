@@ -87,7 +87,10 @@ class RunningSet:
         fits = kv.start(request_id, self._tokens_to_hold(request), found)
         assert fits, f"{request_id} was found to fit and does not"
         if request_id in kv.host:
-            return request.num_computed_tokens, 0
+            num_computed = request.num_computed_tokens
+            if kv.keeps_state:
+                self.lookup.stops.begin(request_id, num_computed, num_computed)
+            return num_computed, 0
         self.lookup.claim(request, len(found))
         if kv.keeps_state and found:
             snapshot = kv.snapshots.begin_on(request_id, request.block_hashes[len(found) - 1])
@@ -182,14 +185,21 @@ class RunningSet:
         """Stop a running request, and move its KV to the host or drop it. The caller queues it again."""
         kv, request_id, num_computed = self.kv, request.request_id, request.num_computed_tokens
         num_blocks = kv.blocks_for(num_computed)
+        may_swap = may_swap and not self._awaits_state(request_id)
         swapped = request_id in kv.host or (
-            may_swap and self._preemption.swaps(num_computed, num_blocks, kv.host.num_free)
+            may_swap
+            and self._preemption.swaps(num_computed, num_blocks, has_room=kv.host.has_room(num_blocks))
         )
         if swapped:
             kv.swap_out(request_id, num_computed)
         self.remove(request)
         kv.free(request_id)
         request.preempt(self._clock(), swapped=swapped)
+
+    def _awaits_state(self, request_id: str) -> bool:
+        """True if the next step is to copy a state into this request's slot: there is none to save yet."""
+        row = self.kv.row(request_id)
+        return any(copy.target == row for copy in (*self._restores, *self._state_copies))
 
     def restart(self, request: Request) -> bool:
         """Have a running request's state and KV computed from its first token on; False if blocks are short.
@@ -199,6 +209,7 @@ class RunningSet:
         kv, request_id = self.kv, request.request_id
         if kv.copy_on_write(request_id, 0) is None:  # what they hold is not needed
             return False
+        kv.host.release(request_id)  # it was to be brought back
         request.recompute_from(0)
         kv.scrub(kv.block_ids(request_id))
         self.lookup.stops.begin(request_id, 0, 0)
@@ -221,14 +232,13 @@ class RunningSet:
 
     def block_moves(self, items: Sequence[ScheduledItem] = ()) -> BlockMoves:
         """What the next step, of these, moves; `confirm_block_moves` or `undo_block_moves` must follow."""
-        swap_out, swap_in = self.kv.host.copies()
+        swapped = self.kv.host.copies()
         for request in (item.request for item in items if item.is_held_back):
             self.kv.hold_state(request.request_id, request.num_prompt_tokens - 1)
         return BlockMoves(
-            swap_out,
+            swapped,
             self.kv.take_scrub_blocks(),
             tuple(self._copies),
-            swap_in,
             tuple(self._restores),
             tuple(self._state_copies),
             self.lookup.stops.saves(items),

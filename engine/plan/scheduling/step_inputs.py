@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
+from engine.plan.kv.swap import SwapCopies
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.speculation.draft_tape import DraftedToken
@@ -26,12 +27,11 @@ from engine.plan.step_records import (
 
 
 class BlockMoves(NamedTuple):
-    """What happens to whole blocks before a pass, in this order, and to states around it; see StepInputs."""
+    """What happens to whole blocks before a pass, and to states around it; see StepInputs."""
 
-    swap_out: tuple[BlockCopy, ...] = ()
+    swapped: SwapCopies = SwapCopies()
     scrub: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    swap_in: tuple[BlockCopy, ...] = ()
     state_restores: tuple[StateCopy, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
     state_saves: tuple[StateCopy, ...] = ()
@@ -111,8 +111,10 @@ def build_step_inputs(
         state_saves=moves.state_saves,
         block_copies=moves.copies,
         scrub_blocks=moves.scrub,
-        swap_out=moves.swap_out,
-        swap_in=moves.swap_in,
+        swap_out=moves.swapped.blocks_out,
+        swap_in=moves.swapped.blocks_in,
+        states_out=moves.swapped.states_out,
+        states_in=moves.swapped.states_in,
         previous_rows=_previous_rows(previous, ends) if max(previous) >= 0 else None,
     )
 

@@ -37,6 +37,7 @@ class BatchConfig:
     preemption: str = "recompute"  # see PreemptionPolicy
     max_preemptions: int = 8
     kv_block_bytes: int = 0  # what swapping a block moves
+    state_bytes: int = 0  # what swapping a request moves beside its blocks
     gap_limit_s: float | None = None  # that a step should take while requests wait for their next token
 
     def __post_init__(self) -> None:

@@ -32,9 +32,9 @@ CHEAP, DEAR = rates(1e9), rates(1e3)
 )
 def test_the_mode_decides(mode: str, rates: ServiceRates | None, expected: bool) -> None:
     policy = PreemptionPolicy(mode, 8, rates, 1000)
-    assert policy.swaps(9, 3, 3) is expected
-    assert not policy.swaps(9, 3, 2), "a full host means recompute"
-    assert not policy.swaps(0, 0, 3), "there is nothing to save"
+    assert policy.swaps(9, 3, has_room=True) is expected
+    assert not policy.swaps(9, 3, has_room=False), "a full host means recompute"
+    assert not policy.swaps(0, 0, has_room=True), "there is nothing to save"
 
 
 def test_an_unknown_mode_stops_the_start() -> None:

@@ -156,7 +156,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     batcher.running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.kv.host.num_saved == 1
-    assert batcher.kv.host.copies() == ((), ())
+    assert batcher.kv.host.copies()[:2] == ((), ())
 
 
 def test_who_gives_way_when_memory_runs_out_is_computed_again() -> None:
@@ -178,7 +178,7 @@ def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None
     run_step(batcher, runner)
     seats.preempt(b)
     seats.admit(b)
-    assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()) == (0, 8, ((), ()))
+    assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()[:2]) == (0, 8, ((), ()))
 
 
 def test_nobody_is_preempted_more_often_than_the_limit() -> None:

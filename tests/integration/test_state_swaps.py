@@ -1,0 +1,143 @@
+"""Recurrent and hybrid models whose requests give way: states come back from the host as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config import load_settings
+from engine.compute.recurrent.slot_states import HostStates
+from engine.plan.kv.paged_kv_manager import Rewindable
+from engine.plan.request import Request
+from engine.plan.scheduling.batcher import ContinuousBatcher
+from engine.plan.speculation.controller import make_length_policy
+from engine.plan.speculation.drafter import read_answers
+from engine.plan.speculation.pass_costs import PassCosts
+from engine.plan.speculation.speculation_config import SpeculationConfig
+from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.step_records import BatchDecision, StateCopy
+from engine.startup.build import load_parts
+from tests.support.factories import make_batcher, make_request
+from tests.support.half_right import HalfRight
+from tests.support.packed import random_tokens
+from tests.support.recurrent import generated, make_recurrent_runner, serve
+from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model
+
+NUM_TOKENS = 10
+SOME = ["mamba2", "rwkv", "granite_hybrid", "qwen3_5_hybrid", "lfm2_hybrid"]
+HOST_ROOM = (64, 6)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(11)
+    shared = random_tokens(rng, 9)
+    return [[*shared, *random_tokens(rng, 4 + 3 * index)] for index in range(4)]
+
+
+def requests_of(temperature: float = 0.9) -> list[Request]:
+    return [
+        make_request(
+            f"{seed}", prompt, arrival=seed, max_tokens=NUM_TOKENS, temperature=temperature, seed=seed
+        )
+        for seed, prompt in enumerate(prompts())
+    ]
+
+
+def swapping(**limits: Any) -> ContinuousBatcher:
+    """One with too few blocks for all of them."""
+    num_blocks, num_states = HOST_ROOM
+    room: dict[str, Any] = {
+        "preemption": "swap",
+        "num_host_blocks": num_blocks,
+        "num_host_states": num_states,
+    }
+    return make_batcher(rewindable=Rewindable.DRAFTS, **({"num_blocks": 13} | room | limits))
+
+
+def served(family: str, batcher: ContinuousBatcher) -> tuple[list[list[int]], list[BatchDecision]]:
+    requests = requests_of()
+    decisions: list[BatchDecision] = []
+    runner = make_recurrent_runner(
+        family,
+        num_blocks=batcher.kv.num_blocks,
+        num_snapshots=batcher.kv.snapshots.num_slots,
+        host_room=HOST_ROOM,
+    )
+    serve(batcher, runner, {0: requests}, decisions.append)
+    batcher.kv.check_integrity()
+    assert batcher.kv.host.num_saved == 0
+    return [request.token_ids for request in requests], decisions
+
+
+def states_moved(decisions: Sequence[BatchDecision]) -> tuple[int, int]:
+    inputs = [decision.inputs for decision in decisions if decision.inputs is not None]
+    return sum(len(each.states_out) for each in inputs), sum(len(each.states_in) for each in inputs)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_requests_that_were_swapped_go_on_with_their_own_text(family: str, caching: bool) -> None:
+    expected, alone = served(family, make_batcher(rewindable=Rewindable.DRAFTS))
+    texts, decisions = served(family, swapping(prefix_caching=caching, num_snapshots=4 * caching))
+    out, back = states_moved(decisions)
+    assert out == back > 0 == sum(states_moved(alone))
+    assert texts == expected
+    assert len({tuple(text) for text in texts}) == 4
+
+
+@pytest.mark.parametrize("family", [family for family in SOME if family != "rwkv"])  # hardly reads its own
+def test_a_state_that_is_not_brought_back_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the equalities of these tests would mean little."""
+    expected, _ = served(family, make_batcher(rewindable=Rewindable.DRAFTS))
+
+    def forgets(host: HostStates, copies: list[StateCopy]) -> None:
+        for place, slot in copies:
+            kept = host._kept[place]
+            for tensor in host._slots.tensors:
+                tensor[slot] = 0.0
+            host._slots.set_length(slot, kept.num_tokens, kept.num_drafts)
+
+    monkeypatch.setattr(HostStates, "restore", forgets)
+    texts, _ = served(family, swapping())
+    assert texts != expected
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_drafts_that_were_accepted_before_a_swap_are_kept(family: str) -> None:
+    """Their rows lie beside the state, which has not taken them in."""
+    texts = [generated(family, prompt, NUM_TOKENS) for prompt in prompts()]
+    requests = requests_of(temperature=0.0)
+    known = [[*prompt, *text] for prompt, text in zip(prompts(), texts, strict=True)]
+    drafter = HalfRight(dict(zip((request.request_id for request in requests), known, strict=True)))
+    config = SpeculationConfig(512, 6, length_policy="fixed", min_acceptance_rate=0.0)
+    costs = PassCosts()
+    decoder = SpeculativeDecoder(config, [DraftSource(drafter, 6)], make_length_policy(config, costs), costs)
+    batcher = swapping(decoder=decoder)
+    runner = make_recurrent_runner(family, num_blocks=13, host_room=HOST_ROOM)
+    for request in requests:
+        batcher.add(request)
+    decisions = []
+    while batcher.has_work:
+        (link,) = decoder.links
+        if jobs := link.jobs(ahead=False):
+            link.take(read_answers(jobs, drafter.draft(jobs), 512))
+        decisions.append(batcher.step())
+        if (inputs := decisions[-1].inputs) is not None:
+            batcher.commit(decisions[-1], runner.run(inputs).rows)
+    assert states_moved(decisions)[1] > 0 and decoder.stats.num_accepted > 0
+    assert [request.output_token_ids for request in requests] == texts
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_hybrid"])
+def test_room_on_the_host_comes_with_the_settings(family: str, tmp_path: Path) -> None:
+    save_tiny_model(family, tmp_path)
+    flags = ["--max-model-len", "64", "--max-num-seqs", "4", "--swap-space", "1MiB", "--compile", "off"]
+    parts = load_parts(load_settings([str(tmp_path), *flags], environ={}))
+    host = parts.batcher.kv.host
+    assert host.num_states is not None and host.num_states > 4 and host.num_blocks >= 4
+    none = load_parts(load_settings([str(tmp_path), *flags, "--preemption", "recompute"], environ={}))
+    assert (none.batcher.kv.host.num_blocks, none.batcher.kv.host.num_states) == (0, 0)
