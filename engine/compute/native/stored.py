@@ -12,7 +12,6 @@ from torch import nn
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.stored_weights import (
-    ExpertWeights,
     StoredEmbedding,
     StoredExperts,
     StoredLinear,
@@ -24,7 +23,6 @@ from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear, activation_of
-from engine.compute.native.records import Activation
 
 log = logging.getLogger("slipstream.model")
 
@@ -61,6 +59,11 @@ def take_weights(loaded: LoadedModel, settings: ModelSettings, home: Path) -> Lo
     return loaded
 
 
+def packed_experts(kernels: NativeKernels, experts: StoredExperts) -> NativeExperts | None:
+    """The experts in panels; None where the kernels do not compute them as they should."""
+    return _Packer(kernels).experts(experts)
+
+
 def kernels_of(model: nn.Module) -> NativeKernels | None:
     """The kernels that have taken over some of the model's weights; None where none have."""
     found = (module.kernels for module in model.modules() if isinstance(module, NativeLinear))
@@ -77,7 +80,7 @@ class _Packer:
     def made(self, module: StoredLinear | StoredEmbedding | StoredExperts) -> nn.Module | None:
         """The module in panels; None where its weights are not multiplied as they should be."""
         if isinstance(module, StoredExperts):
-            return self._experts(module.stored, activation_of(module.act_fn))
+            return self.experts(module)
         panels = self._pack(module.stored)
         if panels is None:
             return None
@@ -86,7 +89,9 @@ class _Packer:
         bias = None if module.bias is None else module.bias.detach()
         return NativeLinear.of(self._kernels, joined([panels], bias))
 
-    def _experts(self, stored: ExpertWeights, activation: Activation | None) -> NativeExperts | None:
+    def experts(self, module: StoredExperts) -> NativeExperts | None:
+        """Those of a layer, each piece of them packed."""
+        stored, activation = module.stored, activation_of(module.act_fn)
         if activation is None or stored.width % PANEL or stored.hidden % PANEL:
             return None
         gate, up, down = (
