@@ -12,7 +12,8 @@ from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
 
 _VAIN_ANSWERS = 8  # in a row, after which a cheap drafter is asked about a sequence less often
-_QUIET_ASKED = 2  # such sequences that a step asks about, on average
+_CROWD = 4  # sequences, which one of no use to each may still be asked about in every step
+_QUIET_ASKED = 2  # in a larger crowd, such sequences that a step asks about, on average
 
 _Wish = tuple[DraftedSequence, DraftView, int]  # and how many more drafts it wants
 
@@ -76,7 +77,7 @@ class DrafterLink:
     def _is_quiet(self, view: DraftView) -> bool:
         """True in a crowd, for a sequence that a cheap drafter has long been of no use to."""
         is_useless = self.drafter.is_cheap and view.num_vain >= _VAIN_ANSWERS
-        return is_useless and len(self._clients) > _QUIET_ASKED
+        return is_useless and len(self._clients) > _CROWD
 
     # Requests come and go.
 
