@@ -111,13 +111,64 @@ def test_drafts_that_were_accepted_before_a_swap_are_kept(family: str) -> None:
     """Their rows lie beside the state, which has not taken them in."""
     texts = [generated(family, prompt, NUM_TOKENS) for prompt in prompts()]
     requests = requests_of(temperature=0.0)
-    known = [[*prompt, *text] for prompt, text in zip(prompts(), texts, strict=True)]
-    drafter = HalfRight(dict(zip((request.request_id for request in requests), known, strict=True)))
+    decoder, decisions = drafted(family, requests, texts)
+    assert states_moved(decisions)[1] > 0 and decoder.stats.num_accepted > 0
+    assert [request.output_token_ids for request in requests] == texts
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("family", SOME)
+def test_forks_and_drafts_among_swaps_have_their_own_text(family: str, caching: bool) -> None:
+    """Three choices of each of two prompts that begin alike, and one state on the host beside another."""
+    apart, together = choices(), choices()
+    serve(make_batcher(rewindable=Rewindable.DRAFTS), make_recurrent_runner(family), {0: apart})
+    texts = [request.output_token_ids for request in apart]
+    limits = {"prefix_caching": caching, "num_snapshots": 4 * caching, "num_host_states": 2}
+    decoder, decisions = drafted(family, together, texts, **limits)
+    inputs = [decision.inputs for decision in decisions if decision.inputs is not None]
+    assert states_moved(decisions)[1] > 0
+    assert caching or sum(len(each.state_copies) for each in inputs) > 0, (
+        "else a prompt's last token is alone"
+    )
+    assert decoder.stats.num_accepted > 0
+    assert [request.output_token_ids for request in together] == texts
+
+
+def choices() -> list[Request]:
+    """They draw, so that the smallest difference shows."""
+    found = []
+    for place, prompt in enumerate(prompts()[:2]):
+        for choice in range(3):
+            name, parent = f"{place}.{choice}", f"{place}.0" if choice else None
+            seed = 10 * place + choice
+            found.append(
+                make_request(
+                    *(name, prompt),
+                    arrival=seed,
+                    max_tokens=NUM_TOKENS,
+                    temperature=0.9,
+                    seed=seed,
+                    fork_of=parent,
+                )
+            )
+    return found
+
+
+def drafted(
+    family: str, requests: Sequence[Request], texts: Sequence[list[int]], **limits: Any
+) -> tuple[SpeculativeDecoder, list[BatchDecision]]:
+    """Serve the requests with half of their drafts right, and too few blocks for all of them."""
+    known = {
+        request.request_id: [*request.token_ids, *text] for request, text in zip(requests, texts, strict=True)
+    }
+    drafter = HalfRight(known)
     config = SpeculationConfig(512, 6, length_policy="fixed", min_acceptance_rate=0.0)
     costs = PassCosts()
     decoder = SpeculativeDecoder(config, [DraftSource(drafter, 6)], make_length_policy(config, costs), costs)
-    batcher = swapping(decoder=decoder)
-    runner = make_recurrent_runner(family, num_blocks=13, host_room=HOST_ROOM)
+    batcher = swapping(decoder=decoder, **limits)
+    batcher.running.lookup.stops.least, batcher.running.lookup.stops.period = 4, 8
+    num_snapshots = batcher.kv.snapshots.num_slots
+    runner = make_recurrent_runner(family, num_blocks=13, num_snapshots=num_snapshots, host_room=HOST_ROOM)
     for request in requests:
         batcher.add(request)
     decisions = []
@@ -128,8 +179,8 @@ def test_drafts_that_were_accepted_before_a_swap_are_kept(family: str) -> None:
         decisions.append(batcher.step())
         if (inputs := decisions[-1].inputs) is not None:
             batcher.commit(decisions[-1], runner.run(inputs).rows)
-    assert states_moved(decisions)[1] > 0 and decoder.stats.num_accepted > 0
-    assert [request.output_token_ids for request in requests] == texts
+        batcher.kv.check_integrity()
+    return decoder, decisions
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_hybrid"])

@@ -26,7 +26,7 @@ EVENTS = {
     "preempted": 100,
     "swapped": 20,
     "swapped in": 50,
-    "states in": 5,
+    "states in": 8,
     "forks": 30,
     "drafts": 1000,
     "trees": 100,
