@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 from config import load_settings
-from engine.compute.recurrent.slot_states import HostStates
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.recurrent.slot_states import HostStates, state_bytes
+from engine.compute.runner.dummy_steps import Part
 from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.request import Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -19,12 +23,19 @@ from engine.plan.speculation.drafter import read_answers
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, StateCopy
+from engine.plan.step_records import BatchDecision, BlockCopy, StateCopy
 from engine.startup.build import load_parts
 from tests.support.factories import make_batcher, make_request
 from tests.support.half_right import HalfRight
 from tests.support.packed import random_tokens
-from tests.support.recurrent import generated, make_recurrent_runner, serve
+from tests.support.recurrent import (
+    BLOCK_SIZE,
+    generated,
+    load_recurrent,
+    make_recurrent_runner,
+    pack_slots,
+    serve,
+)
 from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model
 
 NUM_TOKENS = 10
@@ -107,13 +118,61 @@ def test_a_state_that_is_not_brought_back_is_seen(family: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_drafts_that_were_accepted_before_a_swap_are_kept(family: str) -> None:
-    """Their rows lie beside the state, which has not taken them in."""
+def test_drafts_that_were_accepted_before_a_swap_are_kept(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows lie beside the state, which has not taken them in. With nine blocks there are some."""
+    brought_back: dict[int, int] = {}  # by slot: the tokens that its state has taken in
+    restore = HostStates.restore
+
+    def watched(host: HostStates, copies: Sequence[StateCopy]) -> None:
+        restore(host, copies)
+        brought_back.update((slot, host._slots.length(slot)) for _, slot in copies)
+
+    monkeypatch.setattr(HostStates, "restore", watched)
     texts = [generated(family, prompt, NUM_TOKENS) for prompt in prompts()]
     requests = requests_of(temperature=0.0)
-    decoder, decisions = drafted(family, requests, texts)
-    assert states_moved(decisions)[1] > 0 and decoder.stats.num_accepted > 0
+    _, decisions = drafted(family, requests, texts, num_blocks=9)
+    first = {
+        copy.target: first_position(decision, copy.target)
+        for decision in decisions
+        if decision.inputs is not None
+        for copy in decision.inputs.states_in
+    }
+    assert any(first[slot] > length for slot, length in brought_back.items()), "none had been accepted"
     assert [request.output_token_ids for request in requests] == texts
+
+
+def first_position(decision: BatchDecision, slot: int) -> int:
+    """Where the sequence in this slot goes on in this step."""
+    inputs = decision.inputs
+    assert inputs is not None and inputs.state_slots is not None
+    place = inputs.state_slots.tolist().index(slot)
+    return int(inputs.kv_lens[place] - inputs.query_lens[place])
+
+
+@pytest.mark.parametrize(("family", "num_blocks"), [("mamba2", 0), ("qwen3_5_hybrid", 1)])
+def test_bytes_of_states_are_counted_with_those_of_blocks(family: str, num_blocks: int) -> None:
+    """`num_blocks` move beside a state; a model that attends nowhere has no bytes in a block."""
+    loaded = load_recurrent(family)
+    runner = make_recurrent_runner(family, max_drafts=3, host_room=(2, 2))
+    assert bool(loaded.layers) == bool(num_blocks)
+    inputs = pack_slots({0: Part([1, 2, 3], 0, 3, [0])})
+    assert runner.run(inputs).swap_bytes == 0
+    out = replace(
+        pack_slots({1: Part([4, 5], 0, 2, [1])}),
+        states_out=(StateCopy(0, 1),),
+        swap_out=(BlockCopy(0, 0),) * num_blocks,
+    )
+    block_bytes = bytes_per_block(loaded.layers, BLOCK_SIZE, loaded.kv_dtype)
+    each = state_bytes(loaded.states, loaded.dtype, max_drafts=3)
+    assert runner.run(out).swap_bytes == each + num_blocks * block_bytes
+    back = replace(
+        pack_slots({2: Part([1, 2, 3, 4], 3, 4, [2])}),
+        states_in=(StateCopy(1, 2),),
+        swap_in=(BlockCopy(0, 2),) * num_blocks,
+    )
+    assert runner.run(back).swap_bytes == each + num_blocks * block_bytes
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -192,3 +251,21 @@ def test_room_on_the_host_comes_with_the_settings(family: str, tmp_path: Path) -
     assert host.num_states is not None and host.num_states > 4 and host.num_blocks >= 4
     none = load_parts(load_settings([str(tmp_path), *flags, "--preemption", "recompute"], environ={}))
     assert (none.batcher.kv.host.num_blocks, none.batcher.kv.host.num_states) == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_hybrid"])
+def test_requests_are_swapped_where_the_settings_say_so(family: str, tmp_path: Path) -> None:
+    save_tiny_model(family, tmp_path)
+    flags = ["--max-model-len", "40", "--max-num-seqs", "4", "--kv-block-size", "4", "--compile", "off"]
+    flags += ["--speculative-method", "none", "--no-prefix-caching", "--preemption", "swap"]
+    found = []
+    for num_blocks in ("64", "13"):
+        settings = load_settings([str(tmp_path), *flags, "--num-kv-blocks", num_blocks], environ={})
+        parts = load_parts(settings)
+        assert isinstance(parts.runner, RecurrentRunner)
+        requests, decisions = requests_of(), list[BatchDecision]()
+        serve(parts.batcher, parts.runner, {0: requests}, decisions.append)
+        found.append(([request.token_ids for request in requests], states_moved(decisions)))
+    (alone, none), (swapped, (out, back)) = found
+    assert none == (0, 0) and out == back > 0
+    assert swapped == alone

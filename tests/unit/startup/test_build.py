@@ -11,6 +11,8 @@ from config import load_settings
 from engine.compute.recurrent.slot_states import LayerState
 from engine.errors import StartRefused
 from engine.startup.build import (
+    HostRoom,
+    count_host_room,
     count_kv_blocks,
     count_snapshots,
     seat_states_bytes,
@@ -85,6 +87,29 @@ def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs
 def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
     assert count("cpu", block_bytes=0, states=(STATE,)) == 64 * 4
     assert count("cpu", "--num-kv-blocks", "9", block_bytes=0, states=(STATE,)) == 9
+
+
+def host_room(*flags: str, block_bytes: int = BLOCK_BYTES, keeps_state: bool = True) -> HostRoom:
+    model = model_on("cpu", (STATE,) if keeps_state else ())
+    model.keeps_state = keeps_state
+    return count_host_room(load_settings(("--preemption", "swap", *flags), {}), model, block_bytes)
+
+
+def test_states_get_half_of_the_swap_space_and_blocks_the_rest() -> None:
+    assert host_room("--swap-space", "1MiB") == HostRoom(128, 512, 2**20, 1024)
+    assert host_room("--swap-space", "9KiB") == HostRoom(1, 4, 8192, 1024)
+    assert host_room("--swap-space", "1KiB") == HostRoom(0, 0, 0, 1024), "half of it is too small for one"
+    assert host_room("--swap-space", "1MiB", keeps_state=False) == HostRoom(256, num_bytes=2**20)
+
+
+def test_a_model_that_attends_nowhere_swaps_states_alone() -> None:
+    room = host_room("--swap-space", "8KiB", block_bytes=0)
+    assert room == HostRoom(8 * 4, 8, 8192, 1024), "and blocks for each, which take nothing"
+    assert host_room("--swap-space", "0", block_bytes=0) == HostRoom(state_bytes=1024)
+
+
+def test_nothing_is_kept_on_the_host_where_nothing_is_swapped() -> None:
+    assert host_room("--preemption", "recompute") == HostRoom()
 
 
 def test_compute_threads_take_what_is_too_small_for_zero() -> None:
