@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention.h"
-#include "gated_products.h"
+#include "mixture.h"
 
 extern "C" {
 
@@ -11,22 +11,24 @@ struct DecoderLayer {  // records.py mirrors it
   Norm attention_norm, attended_norm;  // before attention and behind it
   Norm mlp_norm, transformed_norm;     // before the MLP and behind it
   Norm query_norm, key_norm;           // as in Rotation
-  Product qkv, output, gate_up, down;  // gate before up
-  Index table;                         // of the step's angles; below 0 for none
-  Index window;                        // as in Attention, as are these
-  float scale, softcap;
-};
-
-struct Decoder {  // what stays from step to step, and is the same in all layers; records.py mirrors it
-  const DecoderLayer* layers;
-  Norm last_norm;
   Heads form;
-  Index num_layers, hidden;
-  Index width;                // of the gate
-  Index activation;           // an Activation
+  Product qkv, output;
+  Product gate_up, down;               // of the MLP; gate before up
+  const Mixture* mixture;              // in place of the MLP; null for none
+  Index activation;                    // an Activation, of the MLP's gate
   Index is_gated;
   Index is_parallel;          // the MLP reads what attention read: then nothing is normed behind them, or multiplied
-  float residual_multiplier;  // of what is added to hidden
+  Index table;                         // of the step's angles; below 0 for none
+  Index window;                        // as in Attention, as are these
+  const float* sinks;
+  float scale, softcap;
+  float residual_multiplier;           // of what is added to hidden
+};
+
+struct Decoder {  // what stays from step to step; records.py mirrors it
+  const DecoderLayer* layers;
+  Norm last_norm;
+  Index num_layers, hidden;
 };
 
 struct DecoderStep {  // records.py mirrors it
@@ -34,7 +36,7 @@ struct DecoderStep {  // records.py mirrors it
   const float* const *cos, *const *sin;  // of each table, [n, rotary]
   const Index* slots;            // [n], as in Rotation
   void* const *keys, *const *values;  // each layer's pages
-  const Attention* attention;    // what is the same in all layers; it gets its tensors here
+  const Attention* attention;    // what is the same in all layers; it gets its tensors and heads here
   Element* scratch;                 // [n, slip_decoder_scratch()]
   Index n;
   const Index* taps;                // [num_taps] layers whose input is wanted; num_layers stands for the last norm
@@ -49,35 +51,33 @@ namespace {
 // Where a step's intermediate results lie: those of a layer's two halves in one place.
 struct Scratch {
   RowBlock* blocks;  // of the product at hand
-  Element *normed, *qkv, *query, *attended, *act;
+  Element *normed, *half;
 
   Scratch(const Decoder& d, const DecoderStep& s)
-      : blocks(row_block_space<1>(most_row_blocks(d, s.n))),
-        normed(s.scratch),
-        qkv(normed + s.n * d.hidden),
-        query(qkv + s.n * (d.form.heads + 2 * d.form.kv_heads) * d.form.dim),
-        attended(query + s.n * d.form.heads * d.form.dim),
-        act(qkv) {}
+      : blocks(row_block_space<1>(most_row_blocks(d, s.n))), normed(s.scratch), half(normed + s.n * d.hidden) {}
 
   static Index most_row_blocks(const Decoder& d, Index n) {
     Index most = 0;
-    for (Index i = 0; i < d.num_layers; i++)
-      for (const Product* w : {&d.layers[i].qkv, &d.layers[i].output, &d.layers[i].gate_up, &d.layers[i].down})
+    for (Index i = 0; i < d.num_layers; i++) {
+      const DecoderLayer& layer = d.layers[i];
+      for (const Product* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
         most = std::max(most, num_row_blocks(*w, n));
+      if (layer.mixture) most = std::max(most, num_row_blocks(*layer.mixture, n));
+    }
     return most;
   }
 
   static Index width(const Decoder& d) {
-    return d.hidden + std::max((3 * d.form.heads + 2 * d.form.kv_heads) * d.form.dim, d.width);
+    Index most = 0;
+    for (Index i = 0; i < d.num_layers; i++) {
+      const DecoderLayer& layer = d.layers[i];
+      const Heads& form = layer.form;
+      most = std::max({most, (3 * form.heads + 2 * form.kv_heads) * form.dim, layer.down.k});
+      if (layer.mixture) most = std::max(most, MixtureSpace::width(*layer.mixture));
+    }
+    return d.hidden + most;
   }
 };
-
-// What a half of a layer reads: hidden, normed where there is a norm. As all below, for every thread of a team.
-const Element* read_in_team(Worker& me, const Decoder& d, const DecoderStep& s, const Norm& norm, const Scratch& at) {
-  if (!norm.weight) return s.hidden;
-  normalize_in_team(me, s.hidden, norm, at.normed, s.n, d.hidden);
-  return at.normed;
-}
 
 // hidden [width] += added, rounded after it was multiplied.
 void add_scaled(const Element* added, float by, Element* hidden, Index width) {
@@ -85,57 +85,106 @@ void add_scaled(const Element* added, float by, Element* hidden, Index width) {
     store(hidden + j, rounded(load(added + j) * broadcast(by)) + load(hidden + j));
 }
 
-// hidden += x times the product's weights, by way of the norm behind it and the multiplier.
-void add_product_in_team(Worker& me, const Decoder& d, const DecoderStep& s, const Product& w, const Element* x,
-                         const Norm& norm, const Scratch& at) {
-  if (!norm.weight && d.residual_multiplier == 1)
-    return product_in_team(me, w, x, s.hidden, s.n, at.blocks, s.hidden);
-  product_in_team(me, w, x, at.normed, s.n, at.blocks);
-  me.each(s.n, [&](Index i) {
-    Element* row = at.normed + i * d.hidden;
-    if (norm.weight) normalize(row, norm, row, d.hidden);
-    add_scaled(row, d.residual_multiplier, s.hidden + i * d.hidden, d.hidden);
-  });
-}
+// A step's way through a decoder. All that takes a worker is for every thread of a team, with a barrier behind it.
+class DecoderPass {
+ public:
+  DecoderPass(const Decoder& d, const DecoderStep& s) : d_(d), s_(s), at_(d, s) {
+    for (Index i = 0; i < d.num_layers; i++) {
+      const Mixture* mixture = d.layers[i].mixture;
+      routings_.push_back(mixture ? std::make_unique<Routing>(mixture->router, s.n) : nullptr);
+    }
+  }
 
-// hidden += attention(hidden).
-void attend_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
-  const DecoderLayer& layer = d.layers[index];
-  const Element* read = read_in_team(me, d, s, layer.attention_norm, at);
-  product_in_team(me, layer.qkv, read, at.qkv, s.n, at.blocks);
-  Attention attention = *s.attention;
-  const bool is_rotated = layer.table >= 0;
-  rotate_and_write_in_team(me, {d.form, at.qkv, is_rotated ? s.cos[layer.table] : nullptr,
-                                is_rotated ? s.sin[layer.table] : nullptr, layer.query_norm, layer.key_norm, at.query,
-                                s.keys[index], s.values[index], s.slots, s.n, attention.block_size,
-                                attention.of_bytes});
-  attention.query = at.query;
-  attention.keys = s.keys[index];
-  attention.values = s.values[index];
-  attention.output = at.attended;
-  attention.window = layer.window;
-  attention.scale = layer.scale;
-  attention.softcap = layer.softcap;
-  attend_in_team(me, attention);
-  add_product_in_team(me, d, s, layer.output, at.attended, layer.attended_norm, at);
-}
+  void run(Worker& me) {
+    for (Index index = 0; index < d_.num_layers; index++) {
+      tap(me, index);
+      attend(me, index);
+      transform(me, index);
+    }
+    tap(me, d_.num_layers);
+    normalize_in_team(me, s_.hidden, d_.last_norm, s_.hidden, s_.n, d_.hidden);
+  }
 
-// Copies what enters a layer to where it is wanted.
-void tap_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index) {
-  for (Index tap = 0; tap < s.num_taps; tap++)
-    if (s.taps[tap] == index)
-      me.each(s.n, [&](Index i) {
-        memcpy(s.tapped + (i * s.num_taps + tap) * d.hidden, s.hidden + i * d.hidden, d.hidden * sizeof(Element));
-      });
-}
+ private:
+  // Copies what enters a layer to where it is wanted.
+  void tap(Worker& me, Index index) {
+    for (Index tap = 0; tap < s_.num_taps; tap++)
+      if (s_.taps[tap] == index)
+        me.each(s_.n, [&](Index i) {
+          memcpy(s_.tapped + (i * s_.num_taps + tap) * d_.hidden, hidden(i), d_.hidden * sizeof(Element));
+        });
+  }
 
-// hidden += mlp(hidden).
-void transform_layer(Worker& me, const Decoder& d, const DecoderStep& s, Index index, const Scratch& at) {
-  const DecoderLayer& layer = d.layers[index];
-  const Element* read = d.is_parallel ? at.normed : read_in_team(me, d, s, layer.mlp_norm, at);
-  gated_product_in_team(me, layer.gate_up, {d.activation, d.is_gated}, read, at.act, s.n, at.blocks);
-  add_product_in_team(me, d, s, layer.down, at.act, layer.transformed_norm, at);
-}
+  // hidden += attention(hidden).
+  void attend(Worker& me, Index index) {
+    const DecoderLayer& layer = d_.layers[index];
+    const Heads& form = layer.form;
+    Element *const qkv = at_.half, *const query = qkv + s_.n * (form.heads + 2 * form.kv_heads) * form.dim,
+                  *const attended = query + s_.n * form.heads * form.dim;
+    product_in_team(me, layer.qkv, read(me, layer.attention_norm), qkv, s_.n, at_.blocks);
+    Attention attention = *s_.attention;
+    const bool is_rotated = layer.table >= 0;
+    rotate_and_write_in_team(me, {form, qkv, is_rotated ? s_.cos[layer.table] : nullptr,
+                                  is_rotated ? s_.sin[layer.table] : nullptr, layer.query_norm, layer.key_norm, query,
+                                  s_.keys[index], s_.values[index], s_.slots, s_.n, attention.block_size,
+                                  attention.of_bytes});
+    attention.heads = form.heads;
+    attention.kv_heads = form.kv_heads;
+    attention.dim = form.dim;
+    attention.query = query;
+    attention.keys = s_.keys[index];
+    attention.values = s_.values[index];
+    attention.output = attended;
+    attention.window = layer.window;
+    attention.scale = layer.scale;
+    attention.softcap = layer.softcap;
+    attention.sinks = layer.sinks;
+    attend_in_team(me, attention);
+    add_product(me, layer, layer.output, attended, layer.attended_norm);
+  }
+
+  // hidden += mlp(hidden), or what the mixture in its place makes of it.
+  void transform(Worker& me, Index index) {
+    const DecoderLayer& layer = d_.layers[index];
+    const Element* x = layer.is_parallel ? at_.normed : read(me, layer.mlp_norm);
+    if (layer.mixture) {
+      const MixtureSpace space(*layer.mixture, at_.half, s_.n);
+      mixture_in_team(me, *layer.mixture, x, *routings_[index], space, at_.blocks,
+                      [&](Index i, Element* mixed) { add(layer, mixed, layer.transformed_norm, i); });
+      return;
+    }
+    gated_product_in_team(me, layer.gate_up, {layer.activation, layer.is_gated}, x, at_.half, s_.n, at_.blocks);
+    add_product(me, layer, layer.down, at_.half, layer.transformed_norm);
+  }
+
+  // What a half of a layer reads: hidden, normed where there is a norm.
+  const Element* read(Worker& me, const Norm& norm) {
+    if (!norm.weight) return s_.hidden;
+    normalize_in_team(me, s_.hidden, norm, at_.normed, s_.n, d_.hidden);
+    return at_.normed;
+  }
+
+  // hidden += x times the product's weights, by way of the norm behind it and the multiplier.
+  void add_product(Worker& me, const DecoderLayer& layer, const Product& w, const Element* x, const Norm& norm) {
+    if (!norm.weight && layer.residual_multiplier == 1)
+      return product_in_team(me, w, x, s_.hidden, s_.n, at_.blocks, s_.hidden);
+    product_in_team(me, w, x, at_.normed, s_.n, at_.blocks);
+    me.each(s_.n, [&](Index i) { add(layer, at_.normed + i * d_.hidden, norm, i); });
+  }
+
+  // One row of it, from what is to be added.
+  void add(const DecoderLayer& layer, Element* row, const Norm& norm, Index i) {
+    if (norm.weight) normalize(row, norm, row, d_.hidden);
+    add_scaled(row, layer.residual_multiplier, hidden(i), d_.hidden);
+  }
+
+  Element* hidden(Index i) const { return s_.hidden + i * d_.hidden; }
+
+  const Decoder& d_;
+  const DecoderStep& s_;
+  const Scratch at_;
+  std::vector<std::unique_ptr<Routing>> routings_;  // of each layer
+};
 
 }  // namespace
 
@@ -146,16 +195,8 @@ Index slip_decoder_scratch(const Decoder* d) { return Scratch::width(*d); }
 
 // Every layer and the last norm, in one region: threads meet where one reads what another wrote.
 void slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
-  const Scratch at(*d, *s);
-  team->run(true, [&](Worker& me) {
-    for (Index index = 0; index < d->num_layers; index++) {
-      tap_layer(me, *d, *s, index);
-      attend_layer(me, *d, *s, index, at);
-      transform_layer(me, *d, *s, index, at);
-    }
-    tap_layer(me, *d, *s, d->num_layers);
-    normalize_in_team(me, s->hidden, d->last_norm, s->hidden, s->n, d->hidden);
-  });
+  DecoderPass pass(*d, *s);
+  team->run(true, [&](Worker& me) { pass.run(me); });
 }
 
 }  // extern "C"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import nn
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, PagedRows
 from engine.compute.native.families import is_plain
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.native.layer_form import common_form, decoder_record, layer_record
+from engine.compute.native.layer_form import LayerForm, heads_record
 from engine.compute.native.modules import NativeNorm
 from engine.compute.native.places import is_unhooked
-from engine.compute.native.records import INDEX, POINTER, DecoderLayer, DecoderStep
-from engine.compute.native.rotation_table import kind_of_layer, rotation_tables
+from engine.compute.native.records import INDEX, POINTER, Decoder, DecoderLayer, DecoderStep
+from engine.compute.native.rotation_table import RotationTable, kind_of_layer, rotation_tables
 from engine.compute.native.scratch import kept_numbers
 from engine.compute.runner.layer_taps import tap
 
@@ -30,6 +30,7 @@ class DecoderOutput:
     past_key_values: None = None
     hidden_states: None = None
     attentions: None = None
+    router_logits: None = None
 
 
 class NativeDecoder(nn.Module):
@@ -47,18 +48,15 @@ class NativeDecoder(nn.Module):
         self.embed_tokens = plain.embed_tokens  # where transformers looks for it
         self._multiplier: float | None = getattr(plain, "embedding_multiplier", None)
         self._kernels = kernels
-        form = common_form(plain.layers)
-        assert form is not None, "only what fits is asked for"
         tables = rotation_tables(plain.rotary_emb, plain.norm.weight)
         self._rotations = list(tables.values())
-        kinds = [kind_of_layer(plain, index, tables) for index in range(len(plain.layers))]
         self._layers = (DecoderLayer * len(plain.layers))(
-            *(
-                layer_record(layer, form, list(tables).index(kind))
-                for layer, kind in zip(plain.layers, kinds, strict=True)
-            )
+            *(self._record(index, tables) for index in range(len(plain.layers)))
         )
-        self._decoder = decoder_record(plain, form, self._layers, self._rotations[0].width)
+        hidden = plain.norm.weight.numel()
+        self._decoder = Decoder(self._layers, plain.norm.weights.record, len(plain.layers), hidden)
+        self._most_heads = max(layer.form.heads for layer in self._layers)
+        self._largest = max(range(len(self._layers)), key=lambda index: self._layers[index].form.dim)
         self._scratch = torch.empty(0, dtype=plain.norm.weight.dtype)
 
     @staticmethod
@@ -71,7 +69,7 @@ class NativeDecoder(nn.Module):
             return False
         if not all(is_unhooked(part) for layer in layers for part in layer.modules()):
             return False
-        if common_form(layers) is None:
+        if not all(LayerForm.of(layer) for layer in layers):
             return False
         return [layer.self_attn.call.layer for layer in layers] == list(range(len(layers)))
 
@@ -87,6 +85,13 @@ class NativeDecoder(nn.Module):
         self._decode(hidden[0], position_ids[0], context, rows)
         return DecoderOutput(hidden)
 
+    def _record(self, index: int, tables: Mapping[str | None, RotationTable]) -> DecoderLayer:
+        layer, kind = self.plain.layers[index], kind_of_layer(self.plain, index, tables)
+        form = LayerForm.of(layer)
+        assert form is not None, "only what fits is asked for"
+        heads = heads_record(layer, tables[kind].width)
+        return form.record(layer, heads, list(tables).index(kind))
+
     def _compute_plainly(self, **options: Any) -> Any:
         if not self.tapped_layers:
             return self.plain(**options)
@@ -100,7 +105,7 @@ class NativeDecoder(nn.Module):
         angles = [table.rows(positions) for table in self._rotations]
         kv, slots, n = context.kv, context.slots, len(hidden)
         keys, values = _addresses(kv.keys), _addresses(kv.values)
-        attention = self._kernels.attention_record(rows, kv.keys[0], self._decoder.form.heads)
+        attention = self._kernels.attention_record(rows, kv.keys[self._largest], self._most_heads)
         taps = (INDEX * len(self.tapped_layers))(*self.tapped_layers)
         self.tapped = hidden.new_empty(n, len(taps) * hidden.shape[1])
         step = DecoderStep(

@@ -28,6 +28,13 @@ struct ChosenExperts {   // of one call; records.py mirrors it
 
 namespace {
 
+// Which experts rows go through, and what their outputs are multiplied with: each [n, each].
+struct Choices {
+  const Index* experts;
+  const float* shares;
+  Index n, each;
+};
+
 // Rows that go through one expert together: `count` of the sorted ones from `first` on.
 struct ExpertRows {
   Index expert, first, count;
@@ -36,11 +43,13 @@ struct ExpertRows {
 // Every choice of every row, sorted by expert.
 class SortedChoices {
  public:
-  SortedChoices(const ChosenExperts& c, Index num_experts) : places_(c.n * c.each, LEFT_OUT) {
+  void sort(const Choices& c, Index num_experts) {
+    places_.assign(c.n * c.each, LEFT_OUT);
     std::vector<Index> begins(num_experts + 1);
     const auto is_one = [&](Index choice) { return 0 <= c.experts[choice] && c.experts[choice] < num_experts; };
     for (Index choice = 0; choice < c.n * c.each; choice++)
       if (is_one(choice)) begins[c.experts[choice] + 1]++;
+    together_.clear();
     for (Index e = 0; e < num_experts; e++) {
       begins[e + 1] += begins[e];
       for (Index first = begins[e]; first < begins[e + 1]; first += ROW_BLOCK)
@@ -72,7 +81,8 @@ void for_expert_panels(Worker& me, const SortedChoices& sorted, Index panels, Wo
 }
 
 // y [hidden] = the shares of what row `i`'s experts made of it, summed.
-void sum_shares(const ChosenExperts& c, const SortedChoices& sorted, const Element* outputs, Index i, Index hidden) {
+void sum_shares(const Choices& c, const SortedChoices& sorted, const Element* outputs, Index i, Element* y,
+                Index hidden) {
   for (Index j = 0; j < hidden; j += LANES) {
     Floats total = zeros();
     for (Index choice = i * c.each; choice < (i + 1) * c.each; choice++) {
@@ -80,16 +90,20 @@ void sum_shares(const ChosenExperts& c, const SortedChoices& sorted, const Eleme
       if (place != SortedChoices::LEFT_OUT)
         total = fma(load(outputs + place * hidden + j), broadcast(c.shares[choice]), total);
     }
-    store(c.y + i * hidden + j, total);
+    store(y + j, total);
   }
 }
 
-// For every thread of a team, with a barrier behind it. `shared` has room for all sorted rows in blocks.
-void experts_in_team(Worker& me, const Experts& e, const ChosenExperts& c, const SortedChoices& sorted,
+// rows [sorted choices, hidden] = those of x that they are of, in place of which `experts_in_team` puts its outputs.
+void copy_row(const SortedChoices& sorted, const Element* x, Index i, Index hidden, Element* rows) {
+  memcpy(rows + i * hidden, x + sorted.row(i) * hidden, hidden * sizeof(Element));
+}
+
+// rows [sorted choices, hidden] = what its expert makes of each; act is [sorted choices, width]. For every thread of a
+// team, with a barrier behind it. `shared` has room for all sorted rows in blocks.
+void experts_in_team(Worker& me, const Experts& e, const SortedChoices& sorted, Element* rows, Element* act,
                      RowBlock* shared) {
   const Index hidden = e.gate_up.k, width = e.down.k, n = sorted.count();
-  Element *const rows = c.scratch, *const act = rows + n * hidden, *const outputs = rows;
-  me.each(n, [&](Index i) { memcpy(rows + i * hidden, c.x + sorted.row(i) * hidden, hidden * sizeof(Element)); });
   Input input(me, e.gate_up, rows, n, shared);
   for_expert_panels(me, sorted, width / PANEL, [&](const ExpertRows& r, Index panel) {
     const GatedPanels panels{e.gate_up, {e.activation, true}, r.expert * 2 * width / PANEL, width / PANEL};
@@ -97,11 +111,15 @@ void experts_in_team(Worker& me, const Experts& e, const ChosenExperts& c, const
   });
   Input gated(me, e.down, act, n, shared);
   for_expert_panels(me, sorted, hidden / PANEL, [&](const ExpertRows& r, Index panel) {
-    Element* const y = outputs + r.first * hidden + panel * PANEL;
+    Element* const y = rows + r.first * hidden + panel * PANEL;
     times_panel(e.down, r.expert * hidden / PANEL + panel, gated.rows(r.first, r.first + r.count), r.count,
                 {y, nullptr, hidden});
   });
-  me.each(c.n, [&](Index i) { sum_shares(c, sorted, outputs, i, hidden); });
+}
+
+// How many blocks the rows of so many choices are.
+inline Index num_row_blocks(const Experts& e, Index choices) {
+  return std::max(num_row_blocks(e.gate_up, choices), num_row_blocks(e.down, choices));
 }
 
 }  // namespace
@@ -110,10 +128,17 @@ extern "C" {
 
 // y [n, hidden] = the shares of each row's experts, summed: down(activation(gate) * up).
 void slip_experts(Team* team, const Experts* e, const ChosenExperts* c) {
-  const SortedChoices sorted(*c, e->count);
-  const Index most = std::max(num_row_blocks(e->gate_up, sorted.count()), num_row_blocks(e->down, sorted.count()));
-  RowBlock* shared = row_block_space<1>(most);
-  team->run(true, [&](Worker& me) { experts_in_team(me, *e, *c, sorted, shared); });
+  const Choices choices{c->experts, c->shares, c->n, c->each};
+  const Index hidden = e->gate_up.k;
+  SortedChoices sorted;
+  sorted.sort(choices, e->count);
+  Element *const rows = c->scratch, *const act = rows + sorted.count() * hidden;
+  RowBlock* shared = row_block_space<1>(num_row_blocks(*e, sorted.count()));
+  team->run(true, [&](Worker& me) {
+    me.each(sorted.count(), [&](Index i) { copy_row(sorted, c->x, i, hidden, rows); });
+    experts_in_team(me, *e, sorted, rows, act, shared);
+    me.each(c->n, [&](Index i) { sum_shares(choices, sorted, rows, i, c->y + i * hidden, hidden); });
+  });
 }
 
 }  // extern "C"

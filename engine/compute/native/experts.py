@@ -44,6 +44,12 @@ class NativeExperts(nn.Module):
         self.num_experts = down.out // gate_up.in_features
         self.activation = activation
 
+    @property
+    def record(self) -> Experts:
+        """The experts as the kernels take them, for as long as the weights stay where they are."""
+        gate_up, down = self.gate_up.weights.record, self.down.weights.record
+        return Experts(gate_up, down, self.num_experts, self.activation)
+
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for experts that can be computed; their output is still to be compared."""
@@ -61,12 +67,9 @@ class NativeExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[N, hidden] to the same; chosen experts and their shares are [N, each]."""
-        experts = Experts(
-            self.gate_up.weights.record, self.down.weights.record, self.num_experts, self.activation
-        )
         return self._kernels.compute_experts(
             hidden_states.contiguous(),
-            experts,
+            self.record,
             top_k_index.long().contiguous(),
             top_k_weights.float().contiguous(),
         )

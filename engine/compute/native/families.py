@@ -60,14 +60,15 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "ministral": Family(),
     "mistral": Family(),
-    "mixtral": Family(is_plain=False),
+    "mixtral": Family(),
     "olmo2": Family(norm=NormKind.AT_ONCE, rotates_at_once=True),
     "olmo3": Family(norm=NormKind.AT_ONCE, rotates_at_once=True),
+    "olmoe": Family(),
     "phi3": Family(),
     "qwen2": Family(),
-    "qwen2_moe": Family(is_plain=False),
+    "qwen2_moe": Family(),
     "qwen3": Family(),
-    "qwen3_moe": Family(is_plain=False),
+    "qwen3_moe": Family(),
     "seed_oss": Family(),
     "smollm3": Family(rotates=lambda attention: bool(attention.use_rope)),
     "starcoder2": Family(norm=NormKind.CENTRED),
@@ -182,6 +183,8 @@ EXPERTS = frozenset(
 )
 # And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
 ROUTERS = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"})
+# And these do no more than add what a shared expert makes of a row, where there is one.
+MIXTURES = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
 def is_known(model: nn.Module) -> bool:
@@ -213,6 +216,11 @@ def has_read_experts(module: nn.Module) -> bool:
 def has_read_router(module: nn.Module) -> bool:
     """True for what chooses experts for rows, whose code was read."""
     return _name_of(type(module)) in ROUTERS and type(module).__name__.endswith("Router")
+
+
+def is_read_mixture(module: nn.Module) -> bool:
+    """True for a router with its experts, whose code was read."""
+    return _name_of(type(module)) in MIXTURES and type(module).__name__.endswith("SparseMoeBlock")
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:

@@ -17,6 +17,7 @@ from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.families import is_known
 from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build
 from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.mixture import NativeMixture
 from engine.compute.native.observation import observe
 from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
@@ -139,10 +140,11 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
 
 
 def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
-    """Have one call compute all layers where that gives the same bits as one after the other.
+    """Have one call compute each mixture, and one all layers where that gives the same bits as each alone.
 
-    After it, weights must stay where they are.
+    After it, weights must stay where they are. Raises LogitsChanged where the mixtures' calls do that.
     """
+    _join_mixtures(loaded, kernels)
     base = loaded.model.base_model
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
@@ -153,6 +155,19 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
         return
     loaded.model.set_submodule(loaded.model.base_model_prefix, base)
     log.warning("one call for all layers changes the logits: they are computed one by one")
+
+
+def _join_mixtures(loaded: LoadedModel, kernels: NativeKernels) -> None:
+    found = [name for name, module in loaded.model.named_modules() if NativeMixture.fits(module)]
+    if not found:
+        return
+    before = packed_sample(forward_of(loaded))
+    for name in found:
+        loaded.model.set_submodule(name, NativeMixture(kernels, loaded.model.get_submodule(name)))
+    difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks=False)
+    if difference is not None:
+        raise LogitsChanged(difference)
+    log.debug("one call of a kernel computes each of %d mixtures", len(found))
 
 
 @torch.inference_mode()

@@ -33,10 +33,13 @@ from engine.compute.native.records import (
     EagleRound,
     Experts,
     Heads,
+    Mixture,
     Norm,
     NormKind,
     Product,
     Rotation,
+    Router,
+    Routes,
 )
 from engine.compute.native.scratch import record_numbers
 from engine.compute.native.team import ComputeTeam, library_function, load_library
@@ -116,6 +119,11 @@ class NativeKernels:
         self._normalize = function("slip_normalize", POINTER, ctypes.POINTER(Norm), POINTER, INDEX, INDEX)
         self._activate = function("slip_activate", POINTER, POINTER, *[INDEX] * 4)
         self._experts = function("slip_experts", ctypes.POINTER(Experts), ctypes.POINTER(ChosenExperts))
+        self._route = function("slip_route", ctypes.POINTER(Router), ctypes.POINTER(Routes))
+        self._mixture = function("slip_mixture", ctypes.POINTER(Mixture), *[POINTER] * 3, INDEX)
+        self._mixture_scratch = library_function(
+            loaded, "slip_mixture_scratch", ctypes.POINTER(Mixture), result=INDEX
+        )
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = function("slip_attend", ctypes.POINTER(Attention))
         self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
@@ -228,6 +236,27 @@ class NativeKernels:
         self._experts(self.team.handle, experts, ChosenExperts(*given, *chosen.shape))
         return y
 
+    def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows x [n, hidden] the logits [n, experts], and numbers and float32 shares of those chosen.
+
+        These are [n, each], int64 and float32, the likeliest first.
+        """
+        n = len(x)
+        logits = x.new_empty(n, router.weights.out)
+        chosen = torch.empty(n, router.each, dtype=torch.int64)
+        shares = torch.empty(n, router.each)
+        given = (tensor.data_ptr() for tensor in (x, logits, chosen, shares))
+        self._route(self.team.handle, router, Routes(*given, n))
+        return logits[:, : router.count], chosen, shares
+
+    def compute_mixture(self, x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+        """Each row of x [n, hidden] through the experts that the mixture's router chooses: the same."""
+        y = torch.empty_like(x)
+        scratch = x.new_empty(len(x), self._mixture_scratch(mixture))
+        given = (tensor.data_ptr() for tensor in (x, y, scratch))
+        self._mixture(self.team.handle, mixture, *given, len(x))
+        return y
+
     def rotate_and_write(
         self,
         qkv: torch.Tensor,
@@ -288,6 +317,7 @@ class NativeKernels:
         """What of a step's attention is the same in all layers of `heads` and of `pages` like these.
 
         Queries, keys, values, output and sinks, window, chunk, scale and soft cap are still to be filled in.
+        Layers with fewer heads, or smaller ones, may put in their own.
         Raises NativeUnavailable where there is no memory to attend with.
         """
         of_bytes = pages.dtype is torch.int8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from engine.compute.native.families import is_plain
 from engine.compute.native.kernels import NO_NORM
+from engine.compute.native.mixture import NativeMixture
 from engine.compute.native.modules import NativeAttention, NativeMlp, NativeNorm
-from engine.compute.native.records import Decoder, DecoderLayer, Norm
+from engine.compute.native.records import DecoderLayer, Heads, Norm, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +48,66 @@ NORM_NAMES = (
 
 
 _NO_TABLE = -1
+_NO_PRODUCT = Product()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What all layers of a model must have alike to be computed in one call."""
+    """What a layer that is all ours does between its parts."""
 
     norm_names: NormNames
-    sizes: tuple[int, ...]  # of all projections
-    head_dim: int
-    norms_rows: bool  # as in HeadForm
-    activation: int
-    is_gated: bool
     residual_multiplier: float
 
     @classmethod
     def of(cls, layer: Any) -> LayerForm | None:
         """That of one layer; None for one that is not all ours, or does more than call its parts."""
         names = _norm_names(layer)
-        if names is None or not is_plain(layer, "DecoderLayer"):
+        if names is None or not is_plain(layer, "DecoderLayer") or layer.self_attn.call.chunk is not None:
             return None
-        attention, mlp = layer.self_attn, layer.mlp
-        if attention.call.chunk is not None or attention.call.sinks is not None:
-            return None
-        linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        sizes = tuple(size for linear in linears for size in (linear.in_features, linear.out_features))
-        multiplier = getattr(layer, "residual_multiplier", 1.0)
-        heads = attention.head_dim, attention.form.norms_rows
-        form = cls(names, sizes, *heads, mlp.activation, mlp.is_gated, multiplier)
-        return None if form.is_parallel and multiplier != 1.0 else form
+        form = cls(names, getattr(layer, "residual_multiplier", 1.0))
+        return None if form.is_parallel and form.residual_multiplier != 1.0 else form
 
     @property
     def is_parallel(self) -> bool:
         """True where attention and MLP read the same: what a single norm gives."""
         return tuple(self.norm_names) == (self.norm_names.before_attention,)
 
+    def record(self, layer: Any, heads: Heads, table: int) -> DecoderLayer:
+        """A layer of this form as the kernels take it; `table` is that of its angles, where it has any.
 
-def common_form(layers: Iterable[Any]) -> LayerForm | None:
-    """That of each of the layers; None where they have none, or not all the same."""
-    forms = {LayerForm.of(layer) for layer in layers}
-    return forms.pop() if len(forms) == 1 else None
+        Good for as long as the layer's weights stay where they are.
+        """
+        attention, call = layer.self_attn, layer.self_attn.call
+        linears = attention.qkv, attention.output
+        return DecoderLayer(
+            *(_norm_record(layer, name) for name in astuple(self.norm_names)),
+            *attention.form.norm_records,
+            heads,
+            *(linear.weights.record for linear in linears),
+            *_mlp_records(layer.mlp),
+            self.is_parallel,
+            *(table if attention.is_rotated else _NO_TABLE, call.window or 0),
+            None if attention.sinks is None else attention.sinks.data_ptr(),
+            *(call.scaling, call.softcap or 0.0, self.residual_multiplier),
+        )
+
+
+def _mlp_records(mlp: NativeMlp | NativeMixture) -> tuple[Any, ...]:
+    """Products, mixture, activation of the gate, and whether there is one."""
+    if isinstance(mlp, NativeMixture):
+        return _NO_PRODUCT, _NO_PRODUCT, ctypes.pointer(mlp.record), 0, False
+    records = (linear.weights.record for linear in (mlp.gate_up, mlp.down))
+    return *records, None, mlp.activation, mlp.is_gated
+
+
+def heads_record(layer: Any, rotary: int) -> Heads:
+    """A layer's heads as the kernels take them, where angles for `rotary` numbers of each are given."""
+    attention = layer.self_attn
+    dim = attention.head_dim
+    heads = attention.output.in_features // dim
+    kv_heads = (attention.qkv.out_features // dim - heads) // 2
+    record: Heads = attention.form.record(heads, kv_heads, dim, rotary)
+    return record
 
 
 def _norm_names(layer: nn.Module) -> NormNames | None:
@@ -96,35 +117,11 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     """
     parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
     for names in NORM_NAMES:
-        if parts == {"self_attn": NativeAttention, "mlp": NativeMlp} | dict.fromkeys(names, NativeNorm):
-            return names
+        norms = dict.fromkeys(names, NativeNorm)
+        for mlp in (NativeMlp, NativeMixture):
+            if parts == {"self_attn": NativeAttention, "mlp": mlp} | norms:
+                return names
     return None
-
-
-def layer_record(layer: Any, form: LayerForm, table: int) -> DecoderLayer:
-    """A layer of this form as the kernels take it; `table` is that of its angles, where it has any."""
-    attention, mlp, call = layer.self_attn, layer.mlp, layer.self_attn.call
-    table = table if attention.is_rotated else _NO_TABLE
-    return DecoderLayer(
-        *(_norm_record(layer, name) for name in astuple(form.norm_names)),
-        *attention.form.norm_records,
-        *(linear.weights.record for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down)),
-        *(table, call.window or 0, call.scaling, call.softcap or 0.0),
-    )
-
-
-def decoder_record(base: Any, form: LayerForm, layers: ctypes.Array[DecoderLayer], rotary: int) -> Decoder:
-    """A base model whose layers are of this form as the kernels take it."""
-    first, attention, dim = layers[0], base.layers[0].self_attn, form.head_dim
-    heads = first.output.k // dim
-    kv_heads = (first.qkv.out // dim - heads) // 2
-    return Decoder(
-        layers,
-        base.norm.weights.record,
-        attention.form.record(heads, kv_heads, dim, rotary),
-        *(len(layers), first.qkv.k, first.down.k, form.activation, form.is_gated, form.is_parallel),
-        form.residual_multiplier,
-    )
 
 
 def _norm_record(layer: Any, name: str) -> Norm:

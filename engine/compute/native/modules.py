@@ -232,11 +232,12 @@ class NativeAttention(nn.Module):
         self.is_rotated = family.rotates(original)
         self._has_paired_angles = family.has_paired_angles
         self.call = call
+        self.sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
-        if not is_whole(original, "Attention"):
+        if not is_whole(original, "Attention") or _clips(original):
             return False
         names = (*_qkv_names(original), "o_proj")
         norms = {name for name, _ in original.named_children()} - set(names)
@@ -274,6 +275,11 @@ class NativeAttention(nn.Module):
         query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
+
+
+def _clips(original: Any) -> bool:
+    """True for one of OLMoE's that limits what it attends with, as no published one does."""
+    return getattr(getattr(original, "config", None), "clip_qkv", None) is not None
 
 
 def _has_norms(original: Any, dtype: torch.dtype) -> bool:

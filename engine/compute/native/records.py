@@ -59,6 +59,33 @@ class ChosenExperts(ctypes.Structure):
     )
 
 
+class Router(ctypes.Structure):
+    """See mixture.h."""
+
+    _fields_ = (
+        ("weights", Product),
+        *((name, INDEX) for name in ("count", "each", "is_normed", "rounds_shares")),
+    )
+
+
+class Routes(ctypes.Structure):
+    """See mixture.h."""
+
+    _fields_ = (*((name, POINTER) for name in ("x", "logits", "experts", "shares")), ("n", INDEX))
+
+
+class Mixture(ctypes.Structure):
+    """See mixture.h."""
+
+    _fields_ = (
+        ("router", Router),
+        ("experts", Experts),
+        *((name, Product) for name in ("shared_gate_up", "shared_down")),
+        ("shared_gate", POINTER),
+        ("shared_activation", INDEX),
+    )
+
+
 class Norm(ctypes.Structure):
     """See rows.h. No weight where there is no norm."""
 
@@ -143,9 +170,12 @@ class DecoderLayer(ctypes.Structure):
     _fields_ = (
         *((name, Norm) for name in ("attention_norm", "attended_norm", "mlp_norm", "transformed_norm")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
+        ("form", Heads),
         *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, INDEX) for name in ("table", "window")),
-        *((name, FLOAT) for name in ("scale", "softcap")),
+        ("mixture", ctypes.POINTER(Mixture)),
+        *((name, INDEX) for name in ("activation", "is_gated", "is_parallel", "table", "window")),
+        ("sinks", POINTER),
+        *((name, FLOAT) for name in ("scale", "softcap", "residual_multiplier")),
     )
 
 
@@ -155,10 +185,7 @@ class Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("last_norm", Norm),
-        ("form", Heads),
-        *((name, INDEX) for name in ("num_layers", "hidden", "width", "activation")),
-        *((name, INDEX) for name in ("is_gated", "is_parallel")),
-        ("residual_multiplier", FLOAT),
+        *((name, INDEX) for name in ("num_layers", "hidden")),
     )
 
 

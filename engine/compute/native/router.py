@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.compute.native.families import has_read_router
 from engine.compute.native.kernels import PANEL, NativeKernels
+from engine.compute.native.records import Router
 
 
 class NativeRouter(nn.Module):
@@ -22,12 +23,12 @@ class NativeRouter(nn.Module):
         super().__init__()
         self._kernels = kernels
         weight = original.weight.detach()
-        self._num_experts = len(weight)
         spare = weight.new_zeros(-len(weight) % PANEL, weight.shape[1])  # panels are whole
         self._weights = kernels.pack(torch.cat((weight, spare)))
-        self._num_chosen: int = original.top_k
-        self._is_normed = bool(getattr(original, "norm_topk_prob", True))
+        is_normed = bool(getattr(original, "norm_topk_prob", True))
         self._rounds_shares = hasattr(original, "norm_topk_prob")  # but Mixtral's
+        counts = len(weight), original.top_k
+        self.record = Router(self._weights.record, *counts, is_normed, self._rounds_shares)
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
@@ -40,8 +41,5 @@ class NativeRouter(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of rows [N, hidden] the logits [N, experts], and shares and numbers of those chosen, [N, each]."""
         rows = hidden_states.reshape(-1, self._weights.in_features).contiguous()
-        logits = self._kernels.linear(rows, self._weights)[:, : self._num_experts]
-        shares, chosen = logits.softmax(dim=-1, dtype=torch.float).topk(self._num_chosen, dim=-1)
-        if self._is_normed:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
+        logits, chosen, shares = self._kernels.route(rows, self.record)
         return logits, shares.to(logits.dtype) if self._rounds_shares else shares, chosen

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
 
 TILE_ROWS = 96  # as tiles.h has it
 _FLOAT_BYTES = 4
+_PANEL = 32
 _KEYS = 64
 _RECORDS_EACH = 16  # tiles' worth for each thread in a round: beside its work, the end of a round is nothing
 
@@ -28,10 +30,23 @@ def attention_bytes(layers: Sequence[LayerKv], num_threads: int) -> int:
     return _FLOAT_BYTES * (record_numbers(dim, num_threads) + num_threads * each)
 
 
-def layer_numbers(hidden: int, heads: tuple[int, int, int], width: int) -> int:
-    """Numbers for each token between the parts of a layer; `heads` are query heads, KV heads, their size."""
-    num_heads, num_kv_heads, dim = heads
-    return hidden + max((3 * num_heads + 2 * num_kv_heads) * dim, width)
+def layer_numbers(config: Any, num_kv_heads: int, dim: int) -> int:
+    """Numbers for each token between the parts of a layer; `dim` is that of a head."""
+    attention = (3 * config.num_attention_heads + 2 * num_kv_heads) * dim
+    return int(config.hidden_size + max(attention, config.intermediate_size, _mixture_numbers(config)))
+
+
+def _mixture_numbers(config: Any) -> int:
+    """Those of a mixture in an MLP's place, as mixture.h has them; 0 for a model without any."""
+    each = getattr(config, "num_experts_per_tok", None) or 0
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    hidden = config.hidden_size
+    if not each or not count:
+        return 0
+    logits = -(-count // _PANEL) * _PANEL
+    return int(logits + each * hidden + max(each * width, shared) + (2 if shared else 1) * hidden)
 
 
 def kept_numbers(needed: int) -> int:
@@ -49,8 +64,7 @@ def scratch_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 def foreseen_bytes(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
     """The same for a model of which only its shape is known, on so many threads."""
     config, first = outline.config, outline.layers[0]
-    heads = config.num_attention_heads, first.num_kv_heads, first.key_dim
-    each = layer_numbers(config.hidden_size, heads, config.intermediate_size)
+    each = layer_numbers(config, first.num_kv_heads, first.key_dim)
     layer_bytes = outline.dtype.itemsize * kept_numbers(num_tokens * each)
     return attention_bytes(outline.layers, num_threads) + layer_bytes
 

@@ -100,6 +100,52 @@ void check_experts() {
   }
 }
 
+// A mixture of the likeliest two of six experts and a shared one: rows are what its parts make of them, and the same
+// bits in other company.
+void check_mixture() {
+  const Index count = 6, hidden = 64, width = 32, wide = 96, n = 130, each = 2;
+  const auto routes = noise(PANEL * hidden, 1.f / 8), gate_up = noise(count * 2 * width * hidden, 1.f / 8);
+  const auto down = noise(count * hidden * width, 1.f / 4), shared_up = noise(2 * wide * hidden, 1.f / 8);
+  const auto shared_down = noise(hidden * wide, 1.f / 8), gate = noise(hidden, 1.f / 8), x = noise(n * hidden);
+  Team one(1), three(3);
+  std::vector<std::vector<Element>> kept;
+  const auto packed = [&](const std::vector<Element>& weight, Index k) {
+    const Index out = (Index)weight.size() / k;
+    kept.emplace_back(weight.size());
+    slip_pack(&three, weight.data(), kept.back().data(), out, k);
+    return Product{ELEMENTS, kept.back().data(), nullptr, out, k};
+  };
+  const Router router{packed(routes, hidden), count, each, true, true};
+  const Mixture m{router, {packed(gate_up, hidden), packed(down, width), count, SILU}, packed(shared_up, hidden),
+                  packed(shared_down, wide), gate.data(), SILU};
+  std::vector<Element> logits(n * PANEL), mixed(n * hidden), act(n * wide), shared(n * hidden), whole(n * hidden);
+  std::vector<Element> few(n * hidden), scratch(n * std::max(slip_mixture_scratch(&m), each * (hidden + width)));
+  std::vector<Index> chosen(n * each);
+  std::vector<float> shares(n * each);
+  const Routes to{x.data(), logits.data(), chosen.data(), shares.data(), n};
+  slip_route(&one, &router, &to);
+  const ChosenExperts c{x.data(), chosen.data(), shares.data(), mixed.data(), scratch.data(), n, each};
+  slip_experts(&one, &m.experts, &c);
+  one.run(true, [&](Worker& me) { gated_product_in_team(me, m.shared_gate_up, {SILU, true}, x.data(), act.data(), n, nullptr); });
+  slip_linear(&one, &m.shared_down, act.data(), shared.data(), n);
+  slip_mixture(&one, &m, x.data(), whole.data(), scratch.data(), n);
+  for (Index i = 0; i < n; i++) {
+    for (Index choice = 0; choice < each; choice++)
+      for (Index e = 0, taken = chosen[each * i]; e < count; e++)
+        check((choice && e == taken) || value(logits[i * PANEL + e]) <= value(logits[i * PANEL + chosen[each * i + choice]]),
+              "choice", i, e);
+    check(std::abs(shares[each * i] + shares[each * i + 1] - 1) <= 2 * ROUNDING, "shares", i);
+    double open = 0;
+    for (Index j = 0; j < hidden; j++) open += (double)value(x[i * hidden + j]) * value(gate[j]);
+    for (Index j = i * hidden; j < (i + 1) * hidden; j++)
+      check(is_near(value(whole[j]), value(mixed[j]) + value(shared[j]) / (1 + std::exp(-open)), 1), "mixture", i, j);
+  }
+  for (Index rows : {1, 8, 9, 97}) {
+    slip_mixture(rows % 2 ? &three : &one, &m, x.data() + 5 * hidden, few.data(), scratch.data(), rows);
+    check(is_same(few.data(), whole.data() + 5 * hidden, rows * hidden), "mixture in other company", rows);
+  }
+}
+
 // Weights rounded to few bits: each as near as half a step of its 32.
 void check_quantized(Format format, double step) {
   const Index k = 96, out = 64;
@@ -312,6 +358,7 @@ int main() {
   check_products(34, 64);
   check_products(130, 96);
   check_experts();
+  check_mixture();
   check_quantized(Q8_0, 0.51 / 127);
   check_quantized(Q4_1, 2. / 15);
   check_all_blocks();

@@ -14,15 +14,16 @@ from tests.support.packed import as_loaded
 from tests.support.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "starcoder2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "starcoder2", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_layers_take_what_is_said(family: str) -> None:
     kernels = compiled_kernels()
     loaded = install(as_loaded(tiny_model(family, dtype=torch.bfloat16, head_dim=32)), kernels)
     join_layers(loaded, kernels)
     base, config = loaded.model.base_model, loaded.config
     assert isinstance(base, NativeDecoder)
-    heads = config.num_attention_heads, loaded.layers[0].num_kv_heads, 32
-    each = layer_numbers(config.hidden_size, heads, config.intermediate_size)
+    each = layer_numbers(config, loaded.layers[0].num_kv_heads, 32)
     assert kernels.decoder_scratch(base._decoder) == each
     for num_tokens in (100, 1000):
         room = base._scratch_for(num_tokens)
