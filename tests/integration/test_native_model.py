@@ -67,7 +67,7 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "ministral": ({}, (2, 2, 5)),
     "olmo2": ({}, (2, 2, 5)),
     "olmo3": ({}, (2, 2, 5)),
-    "olmoe": ({"num_attention_heads": 2, "num_key_value_heads": 1}, (2, 0, 9)),
+    "olmoe": ({"num_attention_heads": 2, "num_key_value_heads": 1}, (2, 0, 5)),
     "qwen3_moe": ({}, (2, 1, 5)),
     "seed_oss": ({}, (2, 2, 5)),
     "smollm3": ({}, (2, 2, 5)),
