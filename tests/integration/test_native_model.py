@@ -65,6 +65,7 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "glm": ({"head_dim": 64}, (2, 2, 5)),
     "glm4": ({"head_dim": 64}, (2, 2, 9)),
     "ministral": ({}, (2, 2, 5)),
+    "gpt_oss": ({}, (2, 0, 5)),
     "olmo2": ({}, (2, 2, 5)),
     "olmo3": ({}, (2, 2, 5)),
     "olmoe": ({"num_attention_heads": 2, "num_key_value_heads": 1}, (2, 0, 5)),
@@ -76,7 +77,7 @@ WHOLE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 
 
 # How many of their layers are mixtures.
-MIXTURES = {"mixtral": 2, "olmoe": 2, "qwen3_moe": 1}
+MIXTURES = {"gpt_oss": 2, "mixtral": 2, "olmoe": 2, "qwen3_moe": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")

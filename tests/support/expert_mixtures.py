@@ -19,6 +19,14 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What a gate makes of what it is multiplied with."""
+    if activation is not Activation.SWIGLU_LIMITED:
+        return ACTIVATIONS[activation](gate) * up
+    gate = gate.clamp(max=7)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Experts' weights [COUNT, 2 * width, hidden] and [COUNT, hidden, width]."""
@@ -53,7 +61,7 @@ class Mixture:
             for place, expert in enumerate(choices):
                 if 0 <= expert < self.COUNT:
                     gate, up = (self.gate_up[expert].double() @ x[row].double()).chunk(2)
-                    act = ACTIVATIONS[self.activation](gate) * up
+                    act = gated(self.activation, gate, up)
                     found[row] += shares[row, place].double() * (self.down[expert].double() @ act)
         return found
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.native.families import has_read_experts
+from engine.compute.native.families import has_limited_experts, has_read_experts
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeLinear, activation_of
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Activation, Experts
+
+_LIMITS = 1.702, 7.0  # as rows.h has them
 
 
 class NativeExperts(nn.Module):
@@ -22,6 +24,10 @@ class NativeExperts(nn.Module):
     """
 
     def __init__(self, kernels: NativeKernels, original: Any) -> None:
+        if has_limited_experts(original):
+            gate_up, down = _packed_limited(kernels, original)
+            self._take(kernels, gate_up, down, Activation.SWIGLU_LIMITED)
+            return
         gate_up = kernels.pack(original.gate_up_proj.detach().flatten(0, 1))
         down = kernels.pack(original.down_proj.detach().flatten(0, 1))
         self._take(kernels, gate_up, down, activation_of(original.act_fn))
@@ -53,9 +59,15 @@ class NativeExperts(nn.Module):
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for experts that can be computed; their output is still to be compared."""
-        if not has_read_experts(original) or activation_of(original.act_fn) is None:
+        if not has_read_experts(original):
             return False
         gate_up, down = original.gate_up_proj, original.down_proj
+        if has_limited_experts(original):
+            if (original.alpha, original.limit) != _LIMITS:
+                return False
+            gate_up, down = gate_up.mT, down.mT
+        elif activation_of(original.act_fn) is None:
+            return False
         num_experts, hidden, width = down.shape
         return (
             gate_up.dtype is down.dtype is dtype
@@ -73,3 +85,17 @@ class NativeExperts(nn.Module):
             top_k_index.long().contiguous(),
             top_k_weights.float().contiguous(),
         )
+
+
+def _packed_limited(kernels: NativeKernels, original: Any) -> tuple[PackedWeights, PackedWeights]:
+    """Gate and up, and down, of experts that are stored the other way round, gate and up by turns."""
+
+    def apart(by_turns: torch.Tensor) -> torch.Tensor:  # [experts, 2 * width, ...], gate first
+        return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1)
+
+    gate_up, down = original.gate_up_proj.detach().mT, original.down_proj.detach().mT
+    gate_up_bias, down_bias = original.gate_up_proj_bias.detach(), original.down_proj_bias.detach()
+    return (
+        kernels.pack(apart(gate_up).flatten(0, 1), apart(gate_up_bias).flatten()),
+        kernels.pack(down.flatten(0, 1), down_bias.flatten()),
+    )

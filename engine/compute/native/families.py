@@ -25,8 +25,9 @@ class Family:
     """What the code of a family computes and its modules do not show; by default what Llama's does.
 
     With `rotates_at_once` a rotated number is rounded once. With `rotates_pairs` neighbours are rotated
-    together and not halves, and with `has_paired_angles` angles come in that order. `rotates` is true for
-    an attention that rotates heads by their positions at all.
+    together and not halves, and with `has_paired_angles` angles come in that order; with `has_half_angles`
+    those of the second half are not given again. `rotates` is true for an attention that rotates heads by
+    their positions at all.
 
     Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
     of `layer_form`, each half added to what it was given, and nothing comes between layers. What is added is
@@ -38,6 +39,7 @@ class Family:
     rotates_at_once: bool = False
     rotates_pairs: bool = False
     has_paired_angles: bool = False
+    has_half_angles: bool = False
     rotates: Callable[[Any], bool] = _always
     is_plain: bool = True
 
@@ -56,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(norm=NormKind.ONE_MORE),
     "glm": Family(rotates_pairs=True),
     "glm4": Family(rotates_pairs=True),
+    "gpt_oss": Family(norm=NormKind.AT_ONCE, has_half_angles=True),
     "granite": Family(),
     "llama": Family(),
     "ministral": Family(),
@@ -100,7 +103,6 @@ PROJECTIONS = frozenset(
         "gpt_neo",
         "gpt_neox",
         "gpt_neox_japanese",
-        "gpt_oss",
         "gptj",
         "granite_swa",
         "helium",
@@ -181,10 +183,15 @@ EXPERTS = frozenset(
         "zaya",
     }
 )
+# The same, but with biases and limits; of gate and up their outputs take turns.
+LIMITED_EXPERTS = frozenset({"gpt_oss"})
 # And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
-ROUTERS = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"})
+ROUTERS = frozenset(
+    {"flex_olmo", "gpt_oss", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"}
+)
+_ROUTERS_OF_FLOATS = frozenset({"mixtral"})  # whose shares are not rounded
 # And these do no more than add what a shared expert makes of a row, where there is one.
-MIXTURES = frozenset({"flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+MIXTURES = frozenset({"flex_olmo", "gpt_oss", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
 def is_known(model: nn.Module) -> bool:
@@ -209,8 +216,14 @@ def is_whole(module: nn.Module, kind: str) -> bool:
 
 
 def has_read_experts(module: nn.Module) -> bool:
-    """True for all experts of a layer, gated and without biases, whose code was read."""
-    return _name_of(type(module)) in EXPERTS and type(module).__name__.endswith("Experts")
+    """True for all experts of a layer, gated, whose code was read."""
+    names = EXPERTS | LIMITED_EXPERTS
+    return _name_of(type(module)) in names and type(module).__name__.endswith("Experts")
+
+
+def has_limited_experts(module: nn.Module) -> bool:
+    """True for those of them with biases and limits."""
+    return has_read_experts(module) and _name_of(type(module)) in LIMITED_EXPERTS
 
 
 def has_read_router(module: nn.Module) -> bool:
@@ -218,9 +231,14 @@ def has_read_router(module: nn.Module) -> bool:
     return _name_of(type(module)) in ROUTERS and type(module).__name__.endswith("Router")
 
 
+def rounds_shares(router: nn.Module) -> bool:
+    """True for one of them whose shares are of the model's type, not float32."""
+    return _name_of(type(router)) not in _ROUTERS_OF_FLOATS
+
+
 def is_read_mixture(module: nn.Module) -> bool:
     """True for a router with its experts, whose code was read."""
-    return _name_of(type(module)) in MIXTURES and type(module).__name__.endswith("SparseMoeBlock")
+    return _name_of(type(module)) in MIXTURES and type(module).__name__.endswith(("SparseMoeBlock", "MLP"))
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:

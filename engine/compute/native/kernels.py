@@ -213,7 +213,7 @@ class NativeKernels:
     def activate(self, x: torch.Tensor, activation: Activation, *, is_gated: bool = True) -> torch.Tensor:
         """activation(gate) * up of x [n, 2 * width], gate before up: [n, width]; width a multiple of 16.
 
-        What is not gated is x [n, width], and the result its activation.
+        What is not gated is x [n, width], and the result its activation; SWIGLU_LIMITED always is.
         """
         n, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
         y = x.new_empty(n, width)

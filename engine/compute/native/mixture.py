@@ -15,6 +15,7 @@ from engine.compute.native.records import Mixture, Product
 from engine.compute.native.router import NativeRouter
 
 _PARTS = {"gate": NativeRouter, "experts": NativeExperts}
+_PARTS_OF_MLP = {"router": NativeRouter, "experts": NativeExperts}  # gpt-oss's, which gives shares, too
 _SHARED = {"shared_expert": NativeMlp, "shared_expert_gate": nn.Linear}
 
 
@@ -27,7 +28,8 @@ class NativeMixture(nn.Module):
     def __init__(self, kernels: NativeKernels, block: Any) -> None:
         super().__init__()
         self._kernels = kernels
-        self.gate, self.experts = block.gate, block.experts
+        self._gives_shares = hasattr(block, "router")
+        self.gate, self.experts = block.router if self._gives_shares else block.gate, block.experts
         self.shared_expert: Any = getattr(block, "shared_expert", None)
         self.shared_expert_gate: Any = getattr(block, "shared_expert_gate", None)
         self.record = Mixture(self.gate.record, self.experts.record, *self._shared_records())
@@ -36,12 +38,13 @@ class NativeMixture(nn.Module):
     def fits(block: Any) -> bool:
         """True for a mixture whose code was read and whose parts are all ours."""
         parts = {name: type(part) for name, part in block.named_children()}
-        return is_read_mixture(block) and parts in (_PARTS, _PARTS | _SHARED)
+        return is_read_mixture(block) and parts in (_PARTS, _PARTS | _SHARED, _PARTS_OF_MLP)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to the same."""
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """[..., hidden] to the same; where the original gives shares as well, None in their place."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        return self._kernels.compute_mixture(rows, self.record).view(hidden_states.shape)
+        mixed = self._kernels.compute_mixture(rows, self.record).view(hidden_states.shape)
+        return (mixed, None) if self._gives_shares else mixed
 
     def _shared_records(self) -> tuple[Product, Product, int | None, int]:
         shared = self.shared_expert

@@ -26,7 +26,7 @@ from engine.compute.native.kernels import (
 )
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Activation, NormKind
-from engine.compute.native.rotation_table import halves_apart
+from engine.compute.native.rotation_table import in_halves
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -113,7 +113,7 @@ class NativeNorm(nn.Module):
     def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
         super().__init__()
         self._kernels = kernels
-        self.weights = _norm_weights(norm)
+        self.weights = _norm_weights(norm, kernels.dtype)
         self.weight = self.weights.weight
 
     @staticmethod
@@ -124,7 +124,7 @@ class NativeNorm(nn.Module):
             (is_whole(norm, "Norm") or type(norm) is nn.LayerNorm)
             and isinstance(weight, torch.Tensor)
             and isinstance(_eps(norm), float)
-            and weight.dtype is dtype
+            and _is_norm_weight(norm, weight, dtype)
             and weight.numel() % VECTOR == 0
         )
 
@@ -226,11 +226,10 @@ class NativeAttention(nn.Module):
         self._kernels = kernels
         self.qkv = NativeLinear(kernels, *(getattr(original, name) for name in _qkv_names(original)))
         self.output = NativeLinear(kernels, original.o_proj)
-        self.form = _head_form(original)
+        self.form = _head_form(original, kernels.dtype)
         self.head_dim: int = original.head_dim
-        family = _family(original)
-        self.is_rotated = family.rotates(original)
-        self._has_paired_angles = family.has_paired_angles
+        self._family = _family(original)
+        self.is_rotated = self._family.rotates(original)
         self.call = call
         self.sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
 
@@ -253,10 +252,10 @@ class NativeAttention(nn.Module):
     @staticmethod
     def rotates(original: Any, rotation: Any) -> bool:
         """True for angles that our kernel takes: of whole heads, or of a multiple of 32 in front."""
-        return isinstance(rotation, tuple) and all(
-            0 < part.shape[-1] <= original.head_dim and part.shape[-1] % (2 * VECTOR) == 0
-            for part in rotation
-        )
+        if not isinstance(rotation, tuple):
+            return False
+        sizes = {part.shape[-1] for part in in_halves(rotation, _family(original))}
+        return all(0 < size <= original.head_dim and size % (2 * VECTOR) == 0 for size in sizes)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
@@ -270,7 +269,7 @@ class NativeAttention(nn.Module):
         rotation = None
         if self.is_rotated:
             cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
-            rotation = (halves_apart(cos), halves_apart(sin)) if self._has_paired_angles else (cos, sin)
+            rotation = in_halves((cos, sin), self._family)
         qkv = self.qkv(hidden_states[0])
         query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
         attended = context.attend_written(query, call)  # [N, heads, dim]
@@ -335,22 +334,34 @@ def _joined_bias(linears: Sequence[nn.Linear | NativeLinear], dtype: torch.dtype
     return torch.cat(whole)
 
 
-def _norm_weights(norm: Any) -> NormWeights:
-    bias = getattr(norm, "bias", None)
+def _norm_weights(norm: Any, dtype: torch.dtype) -> NormWeights:
+    bias, weight = getattr(norm, "bias", None), norm.weight.detach().to(dtype)
+    return NormWeights(weight, _eps(norm), _norm_kind(norm), None if bias is None else bias.detach())
+
+
+def _norm_kind(norm: nn.Module) -> NormKind:
     family = family_of(norm)
-    kind = NormKind.CENTRED if family is None else family.norm  # None is torch's own
-    return NormWeights(norm.weight.detach(), _eps(norm), kind, None if bias is None else bias.detach())
+    return NormKind.CENTRED if family is None else family.norm  # None is torch's own
+
+
+def _is_norm_weight(norm: nn.Module, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True for a weight of `dtype`, or of float32 whose numbers it holds where that makes no difference."""
+    if weight.dtype is dtype:
+        return True
+    if weight.dtype is not torch.float32 or _norm_kind(norm) is not NormKind.AT_ONCE:
+        return False
+    return weight.is_meta or torch.equal(weight.to(dtype).float(), weight)
 
 
 def _eps(norm: Any) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _head_form(original: Any) -> HeadForm:
+def _head_form(original: Any, dtype: torch.dtype) -> HeadForm:
     family = _family(original)
     form = HeadForm(in_pairs=family.rotates_pairs, at_once=family.rotates_at_once)
     if not hasattr(original, "q_norm"):
         return form
-    norms = _norm_weights(original.q_norm), _norm_weights(original.k_norm)
+    norms = _norm_weights(original.q_norm, dtype), _norm_weights(original.k_norm, dtype)
     norms_rows = norms[0].weight.numel() != original.head_dim
     return replace(form, query_norm=norms[0], key_norm=norms[1], norms_rows=norms_rows)

@@ -24,11 +24,12 @@ class NormKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """What an MLP's gate goes through, as rows.h numbers it."""
+    """What an MLP's gate goes through, as rows.h numbers it. SWIGLU_LIMITED is gpt-oss's."""
 
     SILU = 0
     GELU_TANH = 1
     GELU = 2
+    SWIGLU_LIMITED = 3
 
 
 class Product(ctypes.Structure):

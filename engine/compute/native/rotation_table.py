@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.native.families import family_of
+from engine.compute.native.families import Family, family_of
 
 # Those of the kinds that transformers knows whose angles do not change with what else is in a pass.
 _STATIC = frozenset({"default", "linear", "llama3", "yarn"})
@@ -24,11 +24,9 @@ class RotationTable:
     def __init__(self, rotary: nn.Module, like: torch.Tensor, layer_type: str | None = None) -> None:
         """`like` is of the dtype and on the device that the angles are for.
 
-        A module that has other angles for each kind of layer needs to be told which. One whose family
-        `has_paired_angles` gives those of neighbours side by side.
+        A module that has other angles for each kind of layer needs to be told which.
         """
-        family = family_of(rotary)
-        self._in_pairs = family is not None and family.has_paired_angles
+        self._family = family_of(rotary) or Family()
         self._rotary: Any = rotary if layer_type is None else partial(rotary, layer_type=layer_type)
         self._like = like
         kind = getattr(rotary, "rope_type", None)
@@ -53,15 +51,24 @@ class RotationTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _ask(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._rotary(self._like, position_ids=positions[None])
-        if self._in_pairs:
-            cos, sin = halves_apart(cos), halves_apart(sin)
+        cos, sin = in_halves(self._rotary(self._like, position_ids=positions[None]), self._family)
         return cos[0].float().contiguous(), sin[0].float().contiguous()
 
 
-def halves_apart(angles: torch.Tensor) -> torch.Tensor:
-    """Angles [..., rotary] of neighbours side by side, brought into the order of halves."""
-    return torch.cat((angles[..., ::2], angles[..., 1::2]), dim=-1)
+def in_halves(
+    rotation: tuple[torch.Tensor, torch.Tensor], family: Family
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines as a family gives them, brought into the order of halves: each [..., rotary]."""
+    cos, sin = (_in_halves(part, family) for part in rotation)
+    return cos, sin
+
+
+def _in_halves(angles: torch.Tensor, family: Family) -> torch.Tensor:
+    if family.has_half_angles:
+        return torch.cat((angles, angles), dim=-1)
+    if family.has_paired_angles:
+        return torch.cat((angles[..., ::2], angles[..., 1::2]), dim=-1)
+    return angles
 
 
 def rotation_tables(rotary: Any, like: torch.Tensor) -> dict[str | None, RotationTable]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.native.families import has_read_router
+from engine.compute.native.families import has_read_router, rounds_shares
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.records import Router
 
@@ -24,9 +24,12 @@ class NativeRouter(nn.Module):
         self._kernels = kernels
         weight = original.weight.detach()
         spare = weight.new_zeros(-len(weight) % PANEL, weight.shape[1])  # panels are whole
-        self._weights = kernels.pack(torch.cat((weight, spare)))
+        bias = getattr(original, "bias", None)
+        if bias is not None:
+            bias = torch.cat((bias.detach(), bias.new_zeros(len(spare))))
+        self._weights = kernels.pack(torch.cat((weight, spare)), bias)
         is_normed = bool(getattr(original, "norm_topk_prob", True))
-        self._rounds_shares = hasattr(original, "norm_topk_prob")  # but Mixtral's
+        self._rounds_shares = rounds_shares(original)
         counts = len(weight), original.top_k
         self.record = Router(self._weights.record, *counts, is_normed, self._rounds_shares)
 

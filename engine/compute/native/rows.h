@@ -77,7 +77,7 @@ void normalize(const Element* x, Norm norm, Element* y, Index width) {
 }
 
 // What a layer's gate goes through.
-enum Activation : Index { SILU = 0, GELU_TANH = 1, GELU = 2 };
+enum Activation : Index { SILU = 0, GELU_TANH = 1, GELU = 2, SWIGLU_LIMITED = 3 };
 
 // x over 1 + e^-z.
 SLIP_INLINE Floats times_sigmoid(Floats x, Floats z) {
@@ -109,7 +109,19 @@ void gate_with(Activate activate, const Element* gate, const Element* up, Elemen
   }
 }
 
+// y [width] = gate * sigmoid(1.702 gate) * (up + 1), both limited to 7 first and the gate from above alone, rounded
+// after each.
+void gate_limited(const Element* gate, const Element* up, Element* y, Index width) {
+  const Floats most = broadcast(7.f), one = broadcast(1.f);
+  for (Index j = 0; j < width; j += LANES) {
+    const Floats g = minimum(most, load(gate + j)), u = maximum(zeros() - most, minimum(most, load(up + j)));
+    const Floats open = rounded(times_sigmoid(one, rounded(g * broadcast(1.702f))));
+    store(y + j, rounded(g * open) * rounded(u + one));
+  }
+}
+
 void apply_gate(Index activation, const Element* gate, const Element* up, Element* y, Index width) {
+  if (activation == SWIGLU_LIMITED) return gate_limited(gate, up, y, width);
   if (activation == SILU)
     return gate_with([](Floats x) SLIP_ALWAYS { return times_sigmoid(x, x); }, gate, up, y, width);
   if (activation == GELU_TANH) return gate_with([](Floats x) SLIP_ALWAYS { return gelu_tanh(x); }, gate, up, y, width);

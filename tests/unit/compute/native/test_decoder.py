@@ -38,6 +38,7 @@ JOINED: dict[str, dict[str, Any]] = {
     **{family: {} for family in FURTHER_FAMILIES},
     "glm": {"head_dim": 64},  # likewise
     "glm4": {"head_dim": 64},
+    "gpt_oss": {},
     "mixtral": {},
     "olmoe": {"num_attention_heads": 2, "num_key_value_heads": 1},  # of 64 together, as its norms are
     "qwen2_moe": {},
@@ -93,7 +94,7 @@ def test_the_bits_are_those_of_layer_after_layer(family: str) -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "cohere2", "olmo3"])
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "gpt_oss", "olmo3", "qwen2_moe"])
 def test_drafts_in_a_tree_have_the_bits_of_layer_after_layer(family: str) -> None:
     """Behind a window, too, that ends among what was there before."""
     tokens = random_tokens(np.random.default_rng(0), 35)
@@ -127,6 +128,15 @@ def test_a_draft_in_a_tree_has_the_bits_that_it_has_in_a_chain(family: str, cont
         chain = [*tokens[: context + 1], *(tokens[context + 1 + own] for own in branch)]
         expected = compute(forward, kv, [Part(chain, context, len(chain), blocks)])
         assert torch.equal(found[1 + draft], expected[0]), f"draft {draft}"
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-4])
+def test_norms_in_float32_are_taken_where_their_numbers_are_the_models(change: float) -> None:
+    """Transformers keeps gpt-oss's so; a file of bfloat16 has no others."""
+    model = tiny_model("gpt_oss", dtype=torch.bfloat16, head_dim=32)
+    for layer in model.model.layers:
+        layer.input_layernorm.float().weight.data.mul_(1 + change)
+    assert is_joined(joined(install.install(as_loaded(model), compiled_kernels()))) is (change == 0)
 
 
 def test_the_bits_are_the_same_on_any_number_of_threads() -> None:

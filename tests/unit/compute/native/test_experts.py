@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -180,3 +181,29 @@ class OfAnotherFamily(Qwen3MoeExperts):  # type: ignore[misc]
 )
 def test_others_stay(other: nn.Module) -> None:
     assert not NativeExperts.fits(other, BF16)
+
+
+def limited(**changes: float) -> Any:
+    """gpt-oss's experts: other way round, gate and up by turns, with biases."""
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=5)
+    made = GptOssExperts(config).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.data = torch.randn_like(parameter) / parameter.shape[1] ** 0.5
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made.to(BF16)
+
+
+@pytest.mark.parametrize("n", [1, 9, 200])
+def test_limited_experts_are_the_originals(kernels: NativeKernels, n: int) -> None:
+    original = limited()
+    assert NativeExperts.fits(original, BF16) and not NativeExperts.fits(original, torch.float32)
+    x, chosen, shares = random_rows(n, 64, BF16)
+    rows = 6 * x, chosen % 5, shares
+    assert_close(NativeExperts(kernels, original)(*rows), limited().double()(rows[0].double(), *rows[1:]))
+
+
+def test_experts_of_other_limits_stay() -> None:
+    assert not NativeExperts.fits(limited(alpha=1.5), BF16)
+    assert not NativeExperts.fits(limited(limit=8.0), BF16)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.native.families import EXPERTS, FAMILIES, MIXTURES, PROJECTIONS, READ, ROUTERS
+from engine.compute.native.families import (
+    EXPERTS,
+    FAMILIES,
+    LIMITED_EXPERTS,
+    MIXTURES,
+    PROJECTIONS,
+    READ,
+    ROUTERS,
+)
 from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
 from engine.compute.recurrent import mixer_kinds
@@ -30,15 +38,15 @@ def code_of(family: str) -> dict[str, str]:
                 function.name == "forward" or not isinstance(node, ast.ClassDef)
             ):
                 found[node.name if isinstance(node, ast.ClassDef) else function.name] = bare(function)
-            elif isinstance(function, ast.FunctionDef) and function.name == "_norm":
-                found["_norm"] = bare(function)
+            elif isinstance(function, ast.FunctionDef) and function.name in ("_norm", "_apply_gate"):
+                found[function.name] = bare(function)
     return found
 
 
 def bare(function: ast.FunctionDef) -> str:
     """Its statements without types, docstrings and dropout.
 
-    Windows and soft caps are left out too: they are seen when it runs.
+    Windows, soft caps and sinks are left out too: they are seen when it runs.
     """
     statements = [
         line
@@ -51,7 +59,7 @@ def bare(function: ast.FunctionDef) -> str:
     text = re.sub(r"self\.resid_\w+_dropout\((\w+)\)", r"\1", text)
     text = text.replace("hidden_states, self_attn_weights = ", "hidden_states, _ = ")
     text = re.sub(r"dropout=[^,]*", "dropout=0.0", text)
-    text = re.sub(r", softcap=[\w.]+", "", text)
+    text = re.sub(r", (softcap|s_aux)=[\w.]+", "", text)
     return re.sub(r", sliding_window=(getattr\([^)]*\)|[\w.]+)( if self.is_sliding else None)?", "", text)
 
 
@@ -73,13 +81,18 @@ def test_parts_are_what_was_read(family: str) -> None:
         assert only(code, "Norm").splitlines() == NORMS[known.norm]
     if known.norm is NormKind.ONE_MORE:
         assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
-    if family not in ("mixtral", "olmoe"):  # all of whose layers have experts in its place
+    if family not in ("gpt_oss", "mixtral", "olmoe"):  # all of whose layers have experts in its place
         assert only(code, "MLP").splitlines() in MLPS
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_heads_are_rotated_as_was_read(family: str) -> None:
     code, known = code_of(family), FAMILIES[family]
+    if known.has_half_angles:
+        assert code["_apply_rotary_emb"].splitlines() == HALF_ANGLES
+        assert code["apply_rotary_pos_emb"].splitlines()[2:] == HALF_ROTATED
+        assert "emb = freqs\n" in only(code, "RotaryEmbedding")
+        return
     assert code["rotate_half"].splitlines() in (PAIRS if known.rotates_pairs else [HALVES])
     rotated = [line for line in code["apply_rotary_pos_emb"].splitlines() if "unsqueeze" not in line]
     assert rotated in ROTATIONS[known.rotates_at_once, known.rotates_pairs]
@@ -123,6 +136,17 @@ PARTLY_ROTATED = [
     "k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])",
     "q_embed = torch.cat([q_rot * cos + rotate_half(q_rot) * sin, q_pass], dim=-1)",
     "k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)",
+    "return (q_embed, k_embed)",
+]
+HALF_ANGLES = [
+    "first_half, second_half = torch.chunk(x, 2, dim=-1)",
+    "first_ = first_half * cos - second_half * sin",
+    "second_ = second_half * cos + first_half * sin",
+    "return torch.cat((first_, second_), dim=-1)",
+]
+HALF_ROTATED = [
+    "q_embed = _apply_rotary_emb(q, cos, sin)",
+    "k_embed = _apply_rotary_emb(k, cos, sin)",
     "return (q_embed, k_embed)",
 ]
 _APART = PARTLY_ROTATED[:3]
@@ -270,6 +294,9 @@ def test_layers_norm_where_the_names_of_their_norms_say(family: str) -> None:
     text = re.sub(r"self_attn\(.*\)", "self_attn()", text)
     assert text.count("hidden_states * self.residual_multiplier\n") in (0, 2)
     text = text.replace(" * self.residual_multiplier", "")
+    text = text.replace(
+        "hidden_states, _ = self.mlp(", "hidden_states = self.mlp("
+    )  # which gives shares, too
     assert text.splitlines() in [layer_code(names) for names in NORM_NAMES]
 
 
@@ -367,14 +394,13 @@ EXPERTS_OF_A_MIXTURE = [
 
 @pytest.mark.parametrize("family", sorted(ROUTERS))
 def test_routers_are_what_was_read(family: str) -> None:
-    code = code_of(family)
-    assert only(code, "Router").splitlines() == (MIXTRALS_ROUTER if family == "mixtral" else ROUTER)
-    assert "self.gate(" in only(code, "SparseMoeBlock")
+    assert only(code_of(family), "Router").splitlines() == ROUTERS_READ.get(family, ROUTER)
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))
 def test_mixtures_are_what_was_read(family: str) -> None:
-    assert only(code_of(family), "SparseMoeBlock").splitlines() in MIXTURES_READ
+    name = "MLP" if family == "gpt_oss" else "SparseMoeBlock"
+    assert only(code_of(family), name).splitlines() in MIXTURES_READ
 
 
 _MIXED = ["batch_size, sequence_length, hidden_dim = hidden_states.shape"]
@@ -383,6 +409,14 @@ _RESHAPED = "hidden_states_reshaped = hidden_states.view(-1, hidden_dim)"
 _CHOOSES = "_, routing_weights, selected_experts = self.gate(hidden_states_reshaped)"
 _EXPERTS = "self.experts(hidden_states_reshaped, selected_experts, routing_weights)"
 MIXTURES_READ = [
+    [
+        *_MIXED,
+        "hidden_states = hidden_states.reshape(-1, hidden_dim)",
+        "_, router_scores, router_indices = self.router(hidden_states)",
+        "hidden_states = self.experts(hidden_states, router_indices, router_scores)",
+        f"hidden_states = hidden_states.{_BACK}",
+        "return (hidden_states, router_scores)",
+    ],
     [
         *_MIXED,
         _RESHAPED,
@@ -439,6 +473,45 @@ MIXTRALS_ROUTER = [
     ROUTER[5].strip(),
     *ROUTER[7:],
 ]
+
+
+# A softmax over those chosen is one over all, normed.
+ROUTERS_READ = {
+    "mixtral": MIXTRALS_ROUTER,
+    "gpt_oss": [
+        "router_logits = F.linear(hidden_states, self.weight, self.bias)",
+        "router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)",
+        "router_scores = torch.nn.functional.softmax(router_top_value, dim=1, dtype=router_top_value.dtype)",
+        ROUTER[-1],
+    ],
+}
+
+
+@pytest.mark.parametrize("family", sorted(LIMITED_EXPERTS))
+def test_limited_experts_are_what_was_read(family: str) -> None:
+    code = code_of(family)
+    loop = only(code, "Experts").splitlines()
+    assert loop[-7:] == [
+        "    current_state = hidden_states[token_idx]",
+        "    gate_up = current_state @ self.gate_up_proj[expert_idx] + self.gate_up_proj_bias[expert_idx]",
+        "    gated_output = self._apply_gate(gate_up)",
+        "    out = gated_output @ self.down_proj[expert_idx] + self.down_proj_bias[expert_idx]",
+        "    weighted_output = out * routing_weights[token_idx, top_k_pos, None]",
+        "    next_states.index_add_(0, token_idx, weighted_output.to(hidden_states.dtype))",
+        "return next_states",
+    ]
+    assert code["_apply_gate"].splitlines() == [
+        "gate, up = (gate_up[..., ::2], gate_up[..., 1::2])",
+        "gate = gate.clamp(min=None, max=self.limit)",
+        "up = up.clamp(min=-self.limit, max=self.limit)",
+        "glu = gate * torch.sigmoid(gate * self.alpha)",
+        "gated_output = (up + 1) * glu",
+        "return gated_output",
+    ]
+    assert (
+        "@use_experts_implementation(is_concatenated=False, is_transposed=True, has_bias=True)"
+        in source_of(family)
+    )
 
 
 def source_of(family: str) -> str:

@@ -90,7 +90,10 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("activation", Activation)
+ALONE = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)  # that need nothing to be multiplied with
+
+
+@pytest.mark.parametrize("activation", ALONE)
 @pytest.mark.parametrize("n", [0, 1, 7, 40])
 @pytest.mark.parametrize("width", [16, 96, 1536])
 def test_activate(kernels: NativeKernels, n: int, width: int, activation: Activation) -> None:
@@ -101,7 +104,20 @@ def test_activate(kernels: NativeKernels, n: int, width: int, activation: Activa
     assert_close(alone, activated(gate, activation))
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("n", [0, 1, 40])
+def test_a_limited_gate(kernels: NativeKernels, n: int) -> None:
+    """Rounded as often as torch rounds it, so that the bits are the same but where a sigmoid's are."""
+    x = 6 * noise(n, 192)
+    gate, up = x.chunk(2, dim=-1)
+    assert n == 0 or ((gate > 7).any() and (up.abs() > 7).any())
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    found = kernels.activate(x, Activation.SWIGLU_LIMITED)
+    assert (found == expected).float().mean() > 0.99 or n == 0
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ALONE)
 def test_activate_far_out(kernels: NativeKernels, activation: Activation) -> None:
     gate = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 80.0, -80.0, 300.0, -300.0] * 2).bfloat16()
     found = kernels.activate(gate[None], activation, is_gated=False)
