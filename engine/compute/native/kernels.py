@@ -72,21 +72,28 @@ NO_NORM = Norm(None, 0.0, NormKind.ROUNDED, None)
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """How queries and keys are normed and rotated; by default as Llama's.
+    """How queries, keys and values are normed and which are rotated; by default as Llama's.
 
-    Norms are of single heads, [dim], or with `norms_rows` of all of a token. `in_pairs` rotates neighbours
-    together and not the halves of a head. `at_once` rounds a rotated number once, not its products as well.
+    Norms are of single heads, [dim], or with `norms_rows` those of queries and keys of all of a token.
+    `in_pairs` rotates neighbours together and not the halves of a head. `at_once` rounds a rotated number
+    once, not its products as well. `kv_parts` is what is projected beside queries: keys and values; 1 for
+    keys alone, which as they are before their norm are the values, too; or nothing where keys and values are
+    those of another layer, which has written them.
     """
 
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None
+    value_norm: NormWeights | None = None
     norms_rows: bool = False
     in_pairs: bool = False
     at_once: bool = False
+    kv_parts: int = 2
 
     def record(self, heads: int, kv_heads: int, dim: int, rotary: int) -> Heads:
         """The same for heads of `dim`, of which the first `rotary` numbers are rotated."""
-        return Heads(heads, kv_heads, dim, rotary, self.in_pairs, self.at_once, self.norms_rows)
+        kv_heads = kv_heads if self.kv_parts else 0
+        flags = self.in_pairs, self.at_once, self.norms_rows, self.kv_parts == 1
+        return Heads(heads, kv_heads, dim, rotary, *flags)
 
     @property
     def norm_records(self) -> tuple[Norm, Norm]:
@@ -267,15 +274,15 @@ class NativeKernels:
     ) -> torch.Tensor:
         """Norm, rotate, put keys and values into their pages; the queries [n, heads, dim].
 
-        `qkv` is [n, (heads + 2 * kv_heads) * dim]; its contents are lost. `rotation` is cos and sin [n,
-        rotary] of any type, those of the second half behind the first's: so many numbers of each head are
-        rotated, none where it is None. `pages` are a layer's keys and values as KvTensors has them, `slots`
-        int64 [n]; dim and rotary are multiples of 32, dim at most MAX_HEAD_DIM.
+        `qkv` is [n, (heads + form.kv_parts * kv_heads) * dim]; its contents are lost. `rotation` is cos and
+        sin [n, rotary] of any type, those of the second half behind the first's: so many numbers of each head
+        are rotated, none where it is None. `pages` are a layer's keys and values as KvTensors has them,
+        `slots` int64 [n]; dim and rotary are multiples of 32, dim at most MAX_HEAD_DIM.
         """
         keys, values = pages
         _, kv_heads, block_size, _ = keys.shape
         dim = head_dim(keys)
-        n, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+        n, heads = qkv.shape[0], qkv.shape[1] // dim - form.kv_parts * kv_heads
         query = qkv.new_empty(n, heads, dim)
         angles = [part.float().contiguous() for part in rotation or ()]
         rotary = angles[0].shape[1] if angles else 0
@@ -288,6 +295,7 @@ class NativeKernels:
                 *form.norm_records,
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
                 *(n, block_size, keys.dtype is torch.int8),
+                norm_record(form.value_norm),
             ),
         )
         return query

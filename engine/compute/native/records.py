@@ -96,8 +96,9 @@ class Norm(ctypes.Structure):
 class Heads(ctypes.Structure):
     """See rows.h."""
 
-    _fields_ = tuple(
-        (name, INDEX) for name in ("heads", "kv_heads", "dim", "rotary", "in_pairs", "at_once", "norms_rows")
+    _fields_ = (
+        *((name, INDEX) for name in ("heads", "kv_heads", "dim", "rotary", "in_pairs", "at_once")),
+        *((name, INDEX) for name in ("norms_rows", "keys_twice")),
     )
 
 
@@ -110,6 +111,7 @@ class Rotation(ctypes.Structure):
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, POINTER) for name in ("query", "keys", "values", "slots")),
         *((name, INDEX) for name in ("n", "block_size", "of_bytes")),
+        ("value_norm", Norm),
     )
 
 

@@ -15,16 +15,17 @@ struct Norm {  // records.py mirrors it
 };
 
 struct Heads {  // how queries and keys become what is attended with; records.py mirrors it
-  Index heads, kv_heads, dim;
+  Index heads, kv_heads, dim;  // no KV heads where keys and values are another layer's
   Index rotary;      // how many numbers at the front of each head are rotated, a multiple of 32
   Index in_pairs;    // neighbours are rotated together, not the halves
   Index at_once;     // rounded once, not after each product
   Index norms_rows;  // norms are of all heads of a token together, not of single ones
+  Index keys_twice;  // keys as they were projected are the values as well, which have no place of their own
 };
 
 struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   Heads form;
-  Element* qkv;                       // [n, (heads + 2 * kv_heads) * dim]; its contents are lost
+  Element* qkv;                       // [n, numbers_each(form)]; its contents are lost
   const float *cos, *sin;             // [n, rotary], those of the second half behind the first's; null for no rotation
   Norm query_norm, key_norm;          // weight [dim], or that of all heads
   Element* query;                     // [n, heads, dim]
@@ -32,6 +33,7 @@ struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   const Index* slots;                 // [n], block * block_size + offset
   Index n, block_size;
   Index of_bytes;                     // what the pages are of
+  Norm value_norm;                    // of single heads, weight [dim]
 };
 
 }  // extern "C"
@@ -149,6 +151,11 @@ void rotate_halves(const Heads& form, const Element* from, const float* cos, con
 
 constexpr Index MAX_HEAD_DIM = 512;
 
+// How many numbers of queries, keys and values each token has.
+Index numbers_each(const Heads& form) {
+  return (form.heads + (form.keys_twice ? 1 : 2) * form.kv_heads) * form.dim;
+}
+
 // to [dim] = the head `from`, rotated as far as it is. Null angles copy it.
 void rotate(const Heads& form, const Element* from, const float* cos, const float* sin, Element* to) {
   const Index rotary = cos ? form.rotary : 0, half = rotary / 2;
@@ -187,27 +194,30 @@ void rotate_and_write(const Rotation& r, Index i) {
   const Heads& form = r.form;
   const Index dim = form.dim, heads = form.heads, kv_heads = form.kv_heads;
   const PageWriter pages(r, r.slots[i]);
-  Element* row = r.qkv + i * (heads + 2 * kv_heads) * dim;
+  Element* row = r.qkv + i * numbers_each(form);
+  const Element* values = row + (heads + (form.keys_twice ? 0 : kv_heads)) * dim;
+  alignas(64) Element normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+  const auto norm_head = [&](const Norm& norm, const Element* head) {
+    if (norm.weight) normalize(head, norm, normed, dim);
+    return norm.weight ? normed : head;
+  };
+  // First the values: keys that are these, too, may be normed where they lie.
+  for (Index h = 0; h < kv_heads; h++) pages.write(r.values, h, norm_head(r.value_norm, values + h * dim));
   if (form.norms_rows) {
     normalize(row, r.query_norm, row, heads * dim);
     normalize(row + heads * dim, r.key_norm, row + heads * dim, kv_heads * dim);
   }
   const float* cos = r.cos ? r.cos + i * form.rotary : nullptr;
   const float* sin = r.cos ? r.sin + i * form.rotary : nullptr;
-  alignas(64) Element normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+  const Norm none{};
   for (Index h = 0; h < heads + kv_heads; h++) {
     const bool is_query = h < heads;
-    const Norm norm = is_query ? r.query_norm : r.key_norm;
-    const Element* from = row + h * dim;
-    if (norm.weight && !form.norms_rows) {
-      normalize(from, norm, normed, dim);
-      from = normed;
-    }
+    const Norm& norm = form.norms_rows ? none : is_query ? r.query_norm : r.key_norm;
+    const Element* from = norm_head(norm, row + h * dim);
     Element* to = is_query ? r.query + (i * heads + h) * dim : rotated;
     rotate(form, from, cos, sin, to);
     if (!is_query) pages.write(r.keys, h - heads, rotated);
   }
-  for (Index h = 0; h < kv_heads; h++) pages.write(r.values, h, row + (heads + kv_heads + h) * dim);
 }
 
 // For every thread of a team, with a barrier behind it: y [n, width] = the rows of x, each normalized.
@@ -241,8 +251,7 @@ void slip_activate(Team* team, const Element* x, Element* y, Index n, Index widt
 
 // See rotate_and_write_in_team.
 void slip_rotate_and_write(Team* team, const Rotation* r) {
-  const Index numbers = r->n * (r->form.heads + 2 * r->form.kv_heads) * r->form.dim;
-  team->run(numbers > SERIAL, [&](Worker& me) { rotate_and_write_in_team(me, *r); });
+  team->run(r->n * numbers_each(r->form) > SERIAL, [&](Worker& me) { rotate_and_write_in_team(me, *r); });
 }
 
 }  // extern "C"

@@ -19,7 +19,7 @@ from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.forms import FORMS, CpuForm, NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import HeadForm, NativeKernels, NormWeights
 from engine.compute.native.quantization import Q4_1, Q8_0
-from engine.compute.native.records import Activation
+from engine.compute.native.records import Activation, NormKind
 from engine.compute.native.state_scans import NativeScans
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -202,6 +202,23 @@ def test_rotation(side: Side, dim: int) -> None:
     side.assert_close(found / size[:, :heads], expected[:, :heads] / size[:, :heads], slack=4)
     side.assert_close(by_slot[0] / size[:, heads:], expected[:, heads:] / size[:, heads:], slack=4)
     assert torch.equal(by_slot[1], qkv.view(n, -1, dim)[:, heads + kv_heads :])
+
+
+@pytest.mark.parametrize("kv_parts", [1, 2])
+@pytest.mark.parametrize("dim", [32, 96])
+def test_values_are_normed(side: Side, dim: int, kv_parts: int) -> None:
+    """As they were projected, where keys are values, too."""
+    heads, kv_heads, n = 4, 2, 5
+    qkv = side.noise(n, (heads + kv_parts * kv_heads) * dim)
+    value = qkv.view(n, -1, dim)[:, -kv_heads:].double()
+    weight = side.noise(dim, seed=1)
+    norms = [NormWeights(each, 1e-6, NormKind.AT_ONCE) for each in (side.noise(dim, seed=2), weight)]
+    form = HeadForm(norms[0], norms[0], norms[1], kv_parts=kv_parts)
+    pages = side.noise(4, kv_heads, 3, dim), side.noise(4, kv_heads, 3, dim)
+    slots = torch.tensor([11, 0, 4, 7, 8])
+    side.kernels.rotate_and_write(qkv, None, form, pages, slots)
+    expected = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    side.assert_close(pages[1].transpose(1, 2).flatten(0, 1)[slots], expected)
 
 
 @pytest.mark.parametrize("window", [None, 40])

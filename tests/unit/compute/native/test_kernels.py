@@ -194,6 +194,44 @@ def test_norms_of_all_heads_together(kernels: NativeKernels) -> None:
     assert torch.equal(pages[1][0].transpose(0, 1), value.view(n, kv_heads, dim))
 
 
+@pytest.mark.parametrize("norms_rows", [False, True])
+@pytest.mark.parametrize("kv_parts", [1, 2])
+@pytest.mark.parametrize("dim", [32, 96, 512])
+def test_values_are_normed_and_may_be_keys(
+    kernels: NativeKernels, dim: int, kv_parts: int, norms_rows: bool
+) -> None:
+    """Keys as they were projected, whatever becomes of them."""
+    n, heads, kv_heads = 5, 4, 2
+    qkv = noise(n, (heads + kv_parts * kv_heads) * dim)
+    parts = qkv.clone().view(n, -1, dim)
+    query, key, value = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, -kv_heads:]
+    widths = (heads * dim, kv_heads * dim, dim) if norms_rows else (dim, dim, dim)
+    weights = [noise(width, seed=seed) for seed, width in enumerate(widths, 1)]
+    norms = [NormWeights(weight, 1e-6, NormKind.AT_ONCE) for weight in weights]
+    form = HeadForm(norms[0], norms[1], norms[2], norms_rows=norms_rows, kv_parts=kv_parts)
+    pages = noise(1, kv_heads, n, dim), noise(1, kv_heads, n, dim)
+    found = kernels.rotate_and_write(qkv, None, form, pages, torch.arange(n))
+    written = [page[0].transpose(0, 1) for page in pages]  # [n, kv_heads, dim]
+    for ours, theirs, weight in zip((found, *written), (query, key, value), weights, strict=True):
+        rows = theirs.reshape(n, -1, len(weight))  # of a head, or of all of a token
+        assert_same_vectors(ours, normed_at_once(rows, weight).view(theirs.shape), exact=False)
+
+
+def test_another_layers_keys_and_values_are_not_written(kernels: NativeKernels) -> None:
+    n, heads, kv_heads, dim = 5, 6, 2, 64
+    queries, rest = noise(n, heads * dim), noise(n, 2 * kv_heads * dim, seed=1)
+    angles = 3 * noise(n, dim // 2, seed=4).float().repeat(1, 2)
+    rotation = angles.cos().bfloat16(), angles.sin().bfloat16()
+    form = HeadForm(NormWeights(noise(dim, seed=2), 1e-6))
+    pages = noise(2, kv_heads, 3, dim), noise(2, kv_heads, 3, dim, seed=3)
+    before = [page.clone() for page in pages]
+    slots = torch.tensor([5, 0, 4, 1, 2])
+    found = kernels.rotate_and_write(queries.clone(), rotation, replace(form, kv_parts=0), pages, slots)
+    assert all(map(torch.equal, pages, before))
+    both = torch.cat((queries, rest), dim=-1)
+    assert torch.equal(found, kernels.rotate_and_write(both, rotation, form, pages, slots))
+
+
 def head_form(query: torch.Tensor, key: torch.Tensor) -> HeadForm:
     return HeadForm(NormWeights(query, 1e-6), NormWeights(key, 1e-6))
 
@@ -202,6 +240,11 @@ def normed(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As transformers computes it in bfloat16."""
     wide = heads.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+
+def normed_at_once(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = heads.float()
+    return (weight.float() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
