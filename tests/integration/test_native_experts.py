@@ -34,7 +34,7 @@ def classes() -> Mapping[str, type[PretrainedConfig]]:
     return {
         model_class.__module__.split(".")[-2]: config_class
         for config_class, model_class in causal_classes()
-        if model_class.__module__.split(".")[-2] in EXPERTS
+        if model_class.__module__.split(".")[-2] in EXPERTS and model_class.__name__.endswith("ForCausalLM")
     }
 
 
@@ -48,6 +48,10 @@ def fresh(family: str) -> PreTrainedModel:
     config = reduced_config(classes()[family])
     if family in FAMILIES:
         config.head_dim = 32
+    if family == "gemma4":  # which has none unless it is asked to
+        config.update(
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=FLOAT32)
     for parameter in model.parameters():

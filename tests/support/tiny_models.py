@@ -356,13 +356,19 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def tiny_model(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A random model of `family` in evaluation mode on the CPU; equal arguments give equal weights.
+    """A random model of `family`, as `random_model` makes it."""
+    return random_model(tiny_config(family, **changes), seed, dtype)
+
+
+def random_model(
+    config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A random model in evaluation mode on the CPU; equal arguments give equal weights.
 
     The caller's random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(family, **changes)
         eager = built_with(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "eager")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=eager)
         for parameter in model.parameters():

@@ -6,7 +6,6 @@ They keep packed weights in place of the original's. Any leading shape is taken 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -108,25 +107,32 @@ def _joined_weights(kernels: NativeKernels, linears: Sequence[nn.Linear | Native
 
 
 class NativeNorm(nn.Module):
-    """A norm of rows, as the original's family computes it."""
+    """A norm of rows of `width`, as the original's family computes it."""
 
-    def __init__(self, kernels: NativeKernels, norm: nn.Module) -> None:
+    def __init__(self, kernels: NativeKernels, norm: nn.Module, width: int) -> None:
         super().__init__()
         self._kernels = kernels
-        self.weights = _norm_weights(norm, kernels.dtype)
+        self.weights = _norm_weights(norm, width, kernels.dtype)
         self.weight = self.weights.weight
 
     @staticmethod
     def fits(norm: nn.Module, dtype: torch.dtype) -> bool:
-        """True for one that can be computed; its output is still to be compared."""
+        """True for one that can be computed, if its rows are; its output is still to be compared."""
+        if not (is_whole(norm, "Norm") or type(norm) is nn.LayerNorm) or not isinstance(_eps(norm), float):
+            return False
         weight = getattr(norm, "weight", None)
+        if weight is None:
+            return not getattr(norm, "with_scale", True)
         return (
-            (is_whole(norm, "Norm") or type(norm) is nn.LayerNorm)
-            and isinstance(weight, torch.Tensor)
-            and isinstance(_eps(norm), float)
+            isinstance(weight, torch.Tensor)
             and _is_norm_weight(norm, weight, dtype)
-            and weight.numel() % VECTOR == 0
+            and NativeNorm.takes(weight.numel())
         )
+
+    @staticmethod
+    def takes(width: int) -> bool:
+        """True for rows that can be normed: a norm without weights does not say how wide its rows are."""
+        return width % VECTOR == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
@@ -213,6 +219,8 @@ def _mlp_names(mlp: Any) -> _MlpNames | None:
 
 
 _JOINED, _APART = ("qkv_proj",), ("q_proj", "k_proj", "v_proj")
+# What norms an attention may have: none, those of queries and keys, of values too, or of queries alone.
+_HEAD_NORMS = ((), ("q_norm", "k_norm"), ("q_norm", "k_norm", "v_norm"), ("q_norm",))
 
 
 class NativeAttention(nn.Module):
@@ -230,6 +238,9 @@ class NativeAttention(nn.Module):
         self.head_dim: int = original.head_dim
         self._family = _family(original)
         self.is_rotated = self._family.rotates(original)
+        self._shared_as: str | None = (
+            original.layer_type if getattr(original, "store_full_length_kv", False) else None
+        )
         self.call = call
         self.sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
 
@@ -244,8 +255,8 @@ class NativeAttention(nn.Module):
         if not isinstance(dim, int) or not 0 < dim <= MAX_HEAD_DIM or dim % PANEL:
             return False
         return (
-            _has_heads(_linears(original, names, dtype), dim)
-            and (not norms or (norms == {"q_norm", "k_norm"} and _has_norms(original, dtype)))
+            _has_heads(_linears(original, names, dtype), dim, _kv_parts(original))
+            and any(norms == set(each) and _has_norms(original, each, dtype) for each in _HEAD_NORMS)
             and isinstance(getattr(original, "layer_idx", None), int)
         )
 
@@ -272,6 +283,9 @@ class NativeAttention(nn.Module):
             rotation = in_halves((cos, sin), self._family)
         qkv = self.qkv(hidden_states[0])
         query = self._kernels.rotate_and_write(qkv, rotation, self.form, pages, context.slots)
+        if self._shared_as is not None:
+            # A later layer that stays as it was asks for these; what it attends to lies in the pages.
+            options["shared_kv_states"][self._shared_as] = (query.new_empty(1, 1, 0, 0),) * 2
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
 
@@ -281,13 +295,16 @@ def _clips(original: Any) -> bool:
     return getattr(getattr(original, "config", None), "clip_qkv", None) is not None
 
 
-def _has_norms(original: Any, dtype: torch.dtype) -> bool:
-    """True where norms of queries and keys are of single heads, or of all heads of a token."""
-    norms = original.q_norm, original.k_norm
+def _has_norms(original: Any, names: Sequence[str], dtype: torch.dtype) -> bool:
+    """True where these norms are of single heads, or those of queries and keys of all heads of a token."""
+    norms = [getattr(original, name) for name in names]
     if not all(NativeNorm.fits(norm, dtype) for norm in norms):
         return False
-    whole = tuple(linear.out_features for linear in (original.q_proj, original.k_proj))
-    return tuple(norm.weight.numel() for norm in norms) in ((original.head_dim,) * 2, whole)
+    dim = original.head_dim
+    widths = [_norm_weights(norm, dim, dtype).weight.numel() for norm in norms]
+    if widths == [dim] * len(names):
+        return True
+    return len(names) == 2 and widths == [original.q_proj.out_features, original.k_proj.out_features]
 
 
 def _family(original: nn.Module) -> Family:
@@ -296,21 +313,30 @@ def _family(original: nn.Module) -> Family:
     return family
 
 
+def _kv_parts(original: Any) -> int:
+    """As HeadForm has it: some of Gemma 4's layers project less than keys and values."""
+    if getattr(original, "is_kv_shared_layer", False):
+        return 0
+    return 1 if getattr(original, "use_alternative_attention", False) else 2
+
+
 def _qkv_names(original: nn.Module) -> tuple[str, ...]:
-    return _JOINED if hasattr(original, _JOINED[0]) else _APART
+    return _JOINED if hasattr(original, _JOINED[0]) else _APART[: 1 + _kv_parts(original)]
 
 
-def _has_heads(linears: Sequence[nn.Linear | NativeLinear], dim: int) -> bool:
-    """True where a first few projections give queries, keys and values that the last one can be of."""
+def _has_heads(linears: Sequence[nn.Linear | NativeLinear], dim: int, kv_parts: int) -> bool:
+    """True where a first few projections give queries and parts of KV heads that the last one can be of."""
     if not linears:
         return False
     *firsts, last = linears
+    sizes = [linear.out_features for linear in firsts]
     heads, odd = divmod(last.in_features, dim)
-    both, odd_too = divmod(sum(linear.out_features for linear in firsts) - last.in_features, 2 * dim)
+    if not kv_parts:
+        return not odd and sizes == [last.in_features]
+    both, odd_too = divmod(sum(sizes) - last.in_features, kv_parts * dim)
     if odd or odd_too or not 0 < both <= heads <= MAX_GROUP * both:
         return False
-    sizes = [linear.out_features for linear in firsts]
-    return len(sizes) == 1 or sizes == [heads * dim, both * dim, both * dim]
+    return len(sizes) == 1 or sizes == [heads * dim, *[both * dim] * kv_parts]
 
 
 _LINEARS = (nn.Linear, NativeLinear)
@@ -334,8 +360,10 @@ def _joined_bias(linears: Sequence[nn.Linear | NativeLinear], dtype: torch.dtype
     return torch.cat(whole)
 
 
-def _norm_weights(norm: Any, dtype: torch.dtype) -> NormWeights:
-    bias, weight = getattr(norm, "bias", None), norm.weight.detach().to(dtype)
+def _norm_weights(norm: Any, width: int, dtype: torch.dtype) -> NormWeights:
+    """Those of a norm; one that has none divides its rows, of `width`, and that is all."""
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    weight = torch.ones(width, dtype=dtype) if weight is None else weight.detach().to(dtype)
     return NormWeights(weight, _eps(norm), _norm_kind(norm), None if bias is None else bias.detach())
 
 
@@ -358,10 +386,17 @@ def _eps(norm: Any) -> Any:
 
 
 def _head_form(original: Any, dtype: torch.dtype) -> HeadForm:
-    family = _family(original)
-    form = HeadForm(in_pairs=family.rotates_pairs, at_once=family.rotates_at_once)
-    if not hasattr(original, "q_norm"):
-        return form
-    norms = _norm_weights(original.q_norm, dtype), _norm_weights(original.k_norm, dtype)
-    norms_rows = norms[0].weight.numel() != original.head_dim
-    return replace(form, query_norm=norms[0], key_norm=norms[1], norms_rows=norms_rows)
+    family, dim = _family(original), original.head_dim
+    query_norm, key_norm, value_norm = (
+        None if norm is None else _norm_weights(norm, dim, dtype)
+        for norm in (getattr(original, name, None) for name in ("q_norm", "k_norm", "v_norm"))
+    )
+    return HeadForm(
+        query_norm,
+        key_norm,
+        value_norm,
+        norms_rows=query_norm is not None and query_norm.weight.numel() != dim,
+        in_pairs=family.rotates_pairs,
+        at_once=family.rotates_at_once,
+        kv_parts=_kv_parts(original),
+    )

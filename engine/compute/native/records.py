@@ -13,8 +13,9 @@ ELEMENTS, BLOCKS, MIXED = 0, 1, 2  # kinds of products, as products.h numbers th
 class NormKind(IntEnum):
     """What is done to a number that was divided by its row's size, as rows.h numbers it.
 
-    It is rounded, then multiplied with its weight (Llama); multiplied before it is rounded (OLMo); multiplied
-    with one more than its weight (Gemma); or the row's mean is taken off first and a bias added (LayerNorm).
+    It is rounded, then multiplied with its weight (Llama); multiplied before it is rounded (OLMo, Gemma 4);
+    multiplied with one more than its weight (Gemma up to 3); or the row's mean is taken off first and a bias
+    added (LayerNorm).
     """
 
     ROUNDED = 0

@@ -43,15 +43,18 @@ def make_equal(
     if place.name_of_kind == Place.EXPERTS:
         experts = NativeExperts(kernels, original)
         return experts if is_close(experts(*seen.args, **seen.options), seen.output) else None
-    made = _SIMPLE[place.name_of_kind](kernels, original)
+    made: nn.Module
+    if place.name_of_kind == Place.NORM:
+        width = given.shape[-1]
+        if not NativeNorm.takes(width):
+            return None
+        made = NativeNorm(kernels, original, width)
+    else:
+        made = _SIMPLE[place.name_of_kind](kernels, original)
     return made if is_close(made(given), seen.output) else None
 
 
-_SIMPLE: dict[str, Any] = {
-    Place.MLP: NativeMlp,
-    Place.NORM: NativeNorm,
-    Place.LINEAR: NativeLinear,
-}
+_SIMPLE: dict[str, Any] = {Place.MLP: NativeMlp, Place.LINEAR: NativeLinear}
 
 
 def _equal_router(
@@ -78,8 +81,11 @@ def _equal_attention(
     if call is None or not NativeAttention.rotates(original, rotation):
         return None
     made = NativeAttention(kernels, original, call)
-    output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
     layer, kv = call.layer, observation.kv
+    if kv.layers[layer].shares is not None:  # the layer that writes these may not be ours
+        context.kv.keys[layer].copy_(kv.keys[layer])
+        context.kv.values[layer].copy_(kv.values[layer])
+    output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
     pairs = (
         (output, seen.output[0]),
         (context.kv.keys[layer], kv.keys[layer]),

@@ -72,17 +72,20 @@ def only(code: dict[str, str], ending: str) -> str:
 def test_parts_are_what_was_read(family: str) -> None:
     """Should these fail: read the new code, then the kernels, then write it down here."""
     code, known = code_of(family), FAMILIES[family]
-    attention = only(code, "Attention")
+    text = "Text" if family in SEEING else ""
+    attention = only(code, f"{text}Attention")
     if family == "olmoe":  # an attention that clips is left alone
         attention = re.sub(r"if self.config.clip_qkv is not None:\n(    .*\n)+", "", attention)
         attention = attention.replace(".view(*hidden_shape)", ".view(hidden_shape)")
     assert attention.splitlines() in attentions(family)
-    if family not in NORMED_BY_TORCH:
+    if family in SEEING:
+        assert (only(code, "Norm").splitlines(), code["_norm"].splitlines()) == GEMMA4S_NORM
+    elif family not in NORMED_BY_TORCH:
         assert only(code, "Norm").splitlines() == NORMS[known.norm]
     if known.norm is NormKind.ONE_MORE:
         assert code["_norm"] == "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
     if family not in ("gpt_oss", "mixtral", "olmoe"):  # all of whose layers have experts in its place
-        assert only(code, "MLP").splitlines() in MLPS
+        assert only(code, f"{text}MLP").splitlines() in MLPS
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -96,11 +99,13 @@ def test_heads_are_rotated_as_was_read(family: str) -> None:
     assert code["rotate_half"].splitlines() in (PAIRS if known.rotates_pairs else [HALVES])
     rotated = [line for line in code["apply_rotary_pos_emb"].splitlines() if "unsqueeze" not in line]
     assert rotated in ROTATIONS[known.rotates_at_once, known.rotates_pairs]
-    angles = only(code, "RotaryEmbedding")
+    angles = only(code, "TextRotaryEmbedding" if family in SEEING else "RotaryEmbedding")
     assert ("emb = torch.repeat_interleave(freqs, 2, dim=-1)" in angles) is known.has_paired_angles
     assert ("emb = torch.cat((freqs, freqs), dim=-1)" in angles) is not known.has_paired_angles
 
 
+# Those whose files have more models than that of text, whose parts are called so.
+SEEING = {"gemma4", "gemma4_unified"}
 HALVES = [
     "x1 = x[..., :x.shape[-1] // 2]",
     "x2 = x[..., x.shape[-1] // 2:]",
@@ -167,9 +172,10 @@ PAIRS_AT_ONCE = [
     *ROTATED[:2],
     "return (q_embed.to(dtype=dtype), k_embed.to(dtype=dtype))",
 ]
+ROTATED_ALONE = ["return x * cos + rotate_half(x) * sin"]
 # By whether numbers are rounded once, and neighbours are rotated together.
 ROTATIONS = {
-    (False, False): [ROTATED, PARTLY_ROTATED],
+    (False, False): [ROTATED, PARTLY_ROTATED, ROTATED_ALONE],
     (True, False): [AT_ONCE],
     (False, True): [PAIRS_ROTATED],
     (True, True): [PAIRS_AT_ONCE],
@@ -205,6 +211,19 @@ NORMS = {
         "return output.type_as(x)",
     ],
 }
+# As one that is AT_ONCE, where it has weights.
+GEMMA4S_NORM = (
+    [
+        "normed_output = self._norm(hidden_states.float())",
+        "if self.with_scale:",
+        "    normed_output = normed_output * self.weight.float()",
+        "return normed_output.type_as(hidden_states)",
+    ],
+    [
+        "mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps",
+        "return hidden_states * torch.pow(mean_squared, -0.5)",
+    ],
+)
 MLPS = [
     [
         "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
@@ -266,6 +285,29 @@ _ATTENDS = [
     "attn_output = self.o_proj(attn_output)",
     "return (attn_output, attn_weights)",
 ]
+# Where it projects none itself, keys and values are another layer's; where no values, its keys are these too.
+_GEMMA4S = [
+    *_ANGLES,
+    "query_states = self.q_proj(hidden_states).view(hidden_shape)",
+    "query_states = self.q_norm(query_states)",
+    "query_states = apply_rotary_pos_emb(query_states, cos, sin, unsqueeze_dim=2)",
+    "query_states = query_states.transpose(1, 2)",
+    "if self.is_kv_shared_layer:",
+    "    key_states, value_states = shared_kv_states[self.layer_type]",
+    "else:",
+    "    key_states = self.k_proj(hidden_states).view(hidden_shape)",
+    "    value_states = "
+    "self.v_proj(hidden_states).view(hidden_shape) if self.v_proj is not None else key_states",
+    "    key_states = self.k_norm(key_states)",
+    "    key_states = apply_rotary_pos_emb(key_states, cos, sin, unsqueeze_dim=2)",
+    "    key_states = key_states.transpose(1, 2)",
+    "    value_states = self.v_norm(value_states)",
+    "    value_states = value_states.transpose(1, 2)",
+    *[f"    {line}" for line in _ATTENDS[:2]],
+    "if self.store_full_length_kv:",
+    "    shared_kv_states[self.layer_type] = (key_states, value_states)",
+    *_ATTENDS[2:],
+]
 PROJECTED = (_PLAIN, _NORMED_AT_ONCE, _NORMED, _NORMED_IN_ROWS, _FUSED)
 # What a family's `rotates` says too.
 ROTATED_WHERE = {
@@ -277,6 +319,8 @@ ROTATED_WHERE = {
 
 def attentions(family: str) -> list[list[str]]:
     """What an attention of the family may do."""
+    if family in SEEING:
+        return [[*_SHAPES, *_GEMMA4S]]
     if family not in ROTATED_WHERE:
         return [[*_SHAPES, *projected, *_ANGLES, *_ROTATES, *_ATTENDS] for projected in PROJECTED]
     condition = [f"if {ROTATED_WHERE[family]}:"]
