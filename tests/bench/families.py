@@ -19,14 +19,20 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -90,6 +96,31 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "exaone4 1.2B": lambda: Exaone4Config(**Shape(2048, 4096, 32, 8, 64).options()),
     "glm4 1B": lambda: Glm4Config(**_1B, partial_rotary_factor=0.5),
     "cohere2 1B": lambda: Cohere2Config(**_1B),
+    "gemma4 E2B": lambda: Gemma4TextConfig(
+        **Shape(1536, 6144, 8, 1, 256).options(),
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=32_768,
+    ),
+    "gpt-oss of 8 experts": lambda: GptOssConfig(
+        **Shape(2880, 2880, 64, 8, 64).options(), num_local_experts=8, sliding_window=128
+    ),
+    "mixtral of 1B": lambda: MixtralConfig(**Shape(1024, 3584, 16, 4, 64).options(), sliding_window=None),
+    "olmoe 7B": lambda: OlmoeConfig(
+        **Shape(2048, 1024, 16, 16, 128).options(), num_experts=64, num_experts_per_tok=8
+    ),
+    "qwen2-moe 3B": lambda: Qwen2MoeConfig(
+        **Shape(2048, 5632, 16, 16, 128).options(), num_experts=60, moe_intermediate_size=1408
+    ),
+    "qwen3-moe 30B": lambda: Qwen3MoeConfig(
+        **Shape(2048, 6144, 32, 4, 128).options(),
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "starcoder2 3B": lambda: Starcoder2Config(**Shape(3072, 12_288, 24, 2, 128).options()),
 }
 

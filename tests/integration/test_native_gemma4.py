@@ -12,10 +12,12 @@ import torch
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig, PreTrainedConfig
 
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.experts import NativeExperts
-from engine.compute.native.install import install
+from engine.compute.native.install import _stand_in, install, join_layers
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeMlp, NativeNorm
+from engine.compute.native.scratch import layer_numbers
 from engine.compute.runner.packed_forward import PackedForward
 from tests.support.native import FLOAT32_FORM, compiled_kernels
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
@@ -141,6 +143,56 @@ def test_a_tokens_logits_are_the_same_bits_in_any_company(kind: str) -> None:
 
     alone = logits(1)
     assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+
+
+def joined(kind: str, dtype: torch.dtype) -> LoadedModel:
+    loaded = install(fresh(kind, dtype), kernels_in(dtype))
+    join_layers(loaded, kernels_in(dtype))
+    return loaded
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("kind", sorted({*CONFIGS} - {"all experts"}))
+def test_all_layers_in_one_call_give_the_bits_of_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
+    apart, together = install(fresh(kind, dtype), kernels_in(dtype)), joined(kind, dtype)
+    _stand_in(apart, kernels_in(dtype))
+    assert isinstance(together.model.base_model, NativeDecoder)
+    lengths = [40, 5, 20]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+    for max_chunk in (1, 9, 40):
+        found = []
+        for loaded in (apart, together):
+            rng = np.random.default_rng(max_chunk)
+            steps = random_schedule(rng, lengths, max_chunk)
+            found.append(torch.cat(run_schedule(PackedForward(loaded), texts, steps, 4, rng)))
+        assert torch.equal(*found)
+
+
+def test_a_mixture_whose_router_is_not_ours_is_left_alone() -> None:
+    assert not isinstance(joined("all experts", BFLOAT16).model.base_model, NativeDecoder)
+
+
+@pytest.mark.parametrize("kind", ["another layer's keys and values", "experts"])
+def test_the_bits_are_the_same_on_any_number_of_threads(kind: str) -> None:
+    loaded, lengths = joined(kind, BFLOAT16), [40, 5, 20]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+    found = []
+    for threads in (1, 2, 3):
+        kernels_in(BFLOAT16).team.resize(threads)
+        rng = np.random.default_rng(0)
+        found.append(
+            torch.cat(run_schedule(PackedForward(loaded), texts, [[(0, 40), (1, 5), (2, 20)]], 4, rng))
+        )
+    kernels_in(BFLOAT16).team.resize(1)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_layers_take_no_more_than_is_foreseen(kind: str) -> None:
+    loaded = joined(kind, BFLOAT16)
+    if isinstance(loaded.model.base_model, NativeDecoder):
+        taken = kernels_in(BFLOAT16).decoder_scratch(loaded.model.base_model._decoder)
+        assert taken <= layer_numbers(loaded.config, loaded.layers) <= 1.5 * taken
 
 
 @pytest.mark.parametrize("staying", [(0,), (1, 2), (3, 5), (1, 4)])

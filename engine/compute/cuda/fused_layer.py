@@ -16,7 +16,7 @@ from torch import nn
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
-from engine.compute.native.families import is_plain, is_whole
+from engine.compute.native.families import is_whole
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
 
@@ -57,7 +57,7 @@ class FusedLayer(nn.Module):
     @staticmethod
     def fits(layer: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
-        if not is_plain(layer, "DecoderLayer") or not all(map(is_unhooked, layer.modules())):
+        if not is_whole(layer, "DecoderLayer") or not all(map(is_unhooked, layer.modules())):
             return False
         if {name for name, _ in layer.named_children()} != _PARTS:
             return False

@@ -10,11 +10,14 @@ extern "C" {
 struct DecoderLayer {  // records.py mirrors it
   Norm attention_norm, attended_norm;  // before attention and behind it
   Norm mlp_norm, transformed_norm;     // before the MLP and behind it
-  Norm query_norm, key_norm;           // as in Rotation
+  Norm query_norm, key_norm, value_norm;  // as in Rotation
   Heads form;
+  Index kv_heads;                      // of its pages, which may be another layer's
   Product qkv, output;
   Product gate_up, down;               // of the MLP; gate before up
-  const Mixture* mixture;              // in place of the MLP; null for none
+  const Mixture* mixture;              // in place of the MLP, or beside it; null for none
+  Norm mixture_norm;                   // beside an MLP: before the mixture, which routes what has no norm
+  Norm aside_norm, mixed_norm;         // likewise behind the MLP and behind the mixture, before they are added
   Index activation;                    // an Activation, of the MLP's gate
   Index is_gated;
   Index is_parallel;          // the MLP reads what attention read: then nothing is normed behind them, or multiplied
@@ -23,6 +26,9 @@ struct DecoderLayer {  // records.py mirrors it
   const float* sinks;
   float scale, softcap;
   float residual_multiplier;           // of what is added to hidden
+  Product input_gate, input_projection;  // of what the step brings for this layer alone; no outputs for none
+  Norm input_norm;                     // behind these
+  float scalar;                        // what hidden is multiplied with in the end
 };
 
 struct Decoder {  // what stays from step to step; records.py mirrors it
@@ -42,6 +48,7 @@ struct DecoderStep {  // records.py mirrors it
   const Index* taps;                // [num_taps] layers whose input is wanted; num_layers stands for the last norm
   Element* tapped;                  // [n, num_taps, hidden], what enters them
   Index num_taps;
+  const Element* layer_inputs;      // [n, num_layers, outputs of a layer's input_gate]; null for none
 };
 
 }  // extern "C"
@@ -51,16 +58,23 @@ namespace {
 // Where a step's intermediate results lie: those of a layer's two halves in one place.
 struct Scratch {
   RowBlock* blocks;  // of the product at hand
-  Element *normed, *half;
+  Element *normed, *aside, *half;
 
   Scratch(const Decoder& d, const DecoderStep& s)
-      : blocks(row_block_space<1>(most_row_blocks(d, s.n))), normed(s.scratch), half(normed + s.n * d.hidden) {}
+      : blocks(row_block_space<1>(most_row_blocks(d, s.n))), normed(s.scratch), aside(normed + s.n * d.hidden),
+        half(aside + (has_both(d) ? s.n * d.hidden : 0)) {}
+
+  // Whether there are mixtures beside MLPs.
+  static bool has_both(const Decoder& d) {
+    return std::any_of(d.layers, d.layers + d.num_layers, [](const DecoderLayer& l) { return l.mixture && l.down.out; });
+  }
 
   static Index most_row_blocks(const Decoder& d, Index n) {
     Index most = 0;
     for (Index i = 0; i < d.num_layers; i++) {
       const DecoderLayer& layer = d.layers[i];
-      for (const Product* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      for (const Product* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.input_gate,
+                               &layer.input_projection})
         most = std::max(most, num_row_blocks(*w, n));
       if (layer.mixture) most = std::max(most, num_row_blocks(*layer.mixture, n));
     }
@@ -72,10 +86,10 @@ struct Scratch {
     for (Index i = 0; i < d.num_layers; i++) {
       const DecoderLayer& layer = d.layers[i];
       const Heads& form = layer.form;
-      most = std::max({most, (3 * form.heads + 2 * form.kv_heads) * form.dim, layer.down.k});
+      most = std::max({most, numbers_each(form) + 2 * form.heads * form.dim, layer.down.k, layer.input_gate.out});
       if (layer.mixture) most = std::max(most, MixtureSpace::width(*layer.mixture));
     }
-    return d.hidden + most;
+    return (has_both(d) ? 2 : 1) * d.hidden + most;
   }
 };
 
@@ -100,6 +114,7 @@ class DecoderPass {
       tap(me, index);
       attend(me, index);
       transform(me, index);
+      add_input(me, index);
     }
     tap(me, d_.num_layers);
     normalize_in_team(me, s_.hidden, d_.last_norm, s_.hidden, s_.n, d_.hidden);
@@ -119,7 +134,7 @@ class DecoderPass {
   void attend(Worker& me, Index index) {
     const DecoderLayer& layer = d_.layers[index];
     const Heads& form = layer.form;
-    Element *const qkv = at_.half, *const query = qkv + s_.n * (form.heads + 2 * form.kv_heads) * form.dim,
+    Element *const qkv = at_.half, *const query = qkv + s_.n * numbers_each(form),
                   *const attended = query + s_.n * form.heads * form.dim;
     product_in_team(me, layer.qkv, read(me, layer.attention_norm), qkv, s_.n, at_.blocks);
     Attention attention = *s_.attention;
@@ -127,9 +142,9 @@ class DecoderPass {
     rotate_and_write_in_team(me, {form, qkv, is_rotated ? s_.cos[layer.table] : nullptr,
                                   is_rotated ? s_.sin[layer.table] : nullptr, layer.query_norm, layer.key_norm, query,
                                   s_.keys[index], s_.values[index], s_.slots, s_.n, attention.block_size,
-                                  attention.of_bytes});
+                                  attention.of_bytes, layer.value_norm});
     attention.heads = form.heads;
-    attention.kv_heads = form.kv_heads;
+    attention.kv_heads = layer.kv_heads;
     attention.dim = form.dim;
     attention.query = query;
     attention.keys = s_.keys[index];
@@ -143,18 +158,51 @@ class DecoderPass {
     add_product(me, layer, layer.output, attended, layer.attended_norm);
   }
 
-  // hidden += mlp(hidden), or what the mixture in its place makes of it.
+  // hidden += mlp(hidden), or what the mixture in its place makes of it, or both.
   void transform(Worker& me, Index index) {
     const DecoderLayer& layer = d_.layers[index];
     const Element* x = layer.is_parallel ? at_.normed : read(me, layer.mlp_norm);
-    if (layer.mixture) {
-      const MixtureSpace space(*layer.mixture, at_.half, s_.n);
-      mixture_in_team(me, *layer.mixture, x, *routings_[index], space, at_.blocks,
-                      [&](Index i, Element* mixed) { add(layer, mixed, layer.transformed_norm, i); });
+    if (!layer.down.out) {
+      mix(me, index, x, x, [&](Index i, Element* mixed) { add(layer, mixed, layer.transformed_norm, i); });
       return;
     }
     gated_product_in_team(me, layer.gate_up, {layer.activation, layer.is_gated}, x, at_.half, s_.n, at_.blocks);
-    add_product(me, layer, layer.down, at_.half, layer.transformed_norm);
+    if (!layer.mixture) return add_product(me, layer, layer.down, at_.half, layer.transformed_norm);
+    product_in_team(me, layer.down, at_.half, at_.aside, s_.n, at_.blocks);
+    mix(me, index, s_.hidden, read(me, layer.mixture_norm), [&](Index i, Element* mixed) {
+      Element* const aside = at_.aside + i * d_.hidden;
+      normalize(aside, layer.aside_norm, aside, d_.hidden);
+      normalize(mixed, layer.mixed_norm, mixed, d_.hidden);
+      add_scaled(aside, 1, mixed, d_.hidden);
+      add(layer, mixed, layer.transformed_norm, i);
+    });
+  }
+
+  // Calls `finish(row, what the layer's mixture makes of it)`; `asked` is what is routed.
+  template <class Finish>
+  void mix(Worker& me, Index index, const Element* asked, const Element* x, Finish finish) {
+    const Mixture& mixture = *d_.layers[index].mixture;
+    mixture_in_team(me, mixture, asked, x, *routings_[index], MixtureSpace(mixture, at_.half, s_.n), at_.blocks,
+                    finish);
+  }
+
+  // hidden += what the step brings for the layer alone, as far as hidden opens its gate; then the layer's scalar.
+  void add_input(Worker& me, Index index) {
+    const DecoderLayer& layer = d_.layers[index];
+    const Index width = layer.input_gate.out;
+    if (width) {
+      product_in_team(me, layer.input_gate, s_.hidden, at_.half, s_.n, at_.blocks);
+      me.each(s_.n, [&](Index i) {
+        Element* const gate = at_.half + i * width;
+        apply_gate(layer.activation, gate, s_.layer_inputs + (i * d_.num_layers + index) * width, gate, width);
+      });
+      add_product(me, layer, layer.input_projection, at_.half, layer.input_norm);
+    }
+    if (layer.scalar == 1) return;
+    me.each(s_.n, [&](Index i) {
+      Element* const row = hidden(i);
+      for (Index j = 0; j < d_.hidden; j += LANES) store(row + j, load(row + j) * broadcast(layer.scalar));
+    });
   }
 
   // What a half of a layer reads: hidden, normed where there is a norm.

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, PagedRows
-from engine.compute.native.families import is_plain
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.native.families import is_whole
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.layer_form import LayerForm, heads_record
 from engine.compute.native.modules import NativeNorm
@@ -31,16 +32,17 @@ class DecoderOutput:
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
+    shared_kv_states: None = None
 
 
 class NativeDecoder(nn.Module):
     """Stands in for a base model whose layers consist of our modules, and gives the same bits.
 
-    `plain` is that model. It runs the steps whose attention is not all the kernel's, and keeps the weights.
-    `tapped_layers` and `tapped` are as in Tappable.
+    `plain` is that model: it runs the steps whose attention is not all the kernel's, and keeps the weights.
+    `kv` is what each of its layers attends to. `tapped_layers` and `tapped` are as in Tappable.
     """
 
-    def __init__(self, kernels: NativeKernels, plain: Any) -> None:
+    def __init__(self, kernels: NativeKernels, plain: Any, kv: Sequence[LayerKv]) -> None:
         super().__init__()
         self.plain = plain
         self.tapped_layers: tuple[int, ...] = ()
@@ -51,7 +53,7 @@ class NativeDecoder(nn.Module):
         tables = rotation_tables(plain.rotary_emb, plain.norm.weight)
         self._rotations = list(tables.values())
         self._layers = (DecoderLayer * len(plain.layers))(
-            *(self._record(index, tables) for index in range(len(plain.layers)))
+            *(self._record(index, layer_kv.num_kv_heads, tables) for index, layer_kv in enumerate(kv))
         )
         hidden = plain.norm.weight.numel()
         self._decoder = Decoder(self._layers, plain.norm.weights.record, len(plain.layers), hidden)
@@ -62,7 +64,7 @@ class NativeDecoder(nn.Module):
     @staticmethod
     def fits(base: Any) -> bool:
         """True for a base model whose every layer can be computed so."""
-        if not (is_plain(base, "Model") and is_unhooked(base) and _norm_is_ours(base)):
+        if not (is_whole(base, "Model") and is_unhooked(base) and _norm_is_ours(base)):
             return False
         layers = base.layers
         if len(layers) != base.config.num_hidden_layers:
@@ -82,15 +84,24 @@ class NativeDecoder(nn.Module):
         hidden = self.embed_tokens(input_ids)  # [1, N, hidden]
         if self._multiplier is not None:
             hidden = hidden * self._multiplier
-        self._decode(hidden[0], position_ids[0], context, rows)
+        layer_inputs = self._layer_inputs(input_ids, hidden)
+        self._decode(hidden[0], layer_inputs, position_ids[0], context, rows)
         return DecoderOutput(hidden)
 
-    def _record(self, index: int, tables: Mapping[str | None, RotationTable]) -> DecoderLayer:
+    def _layer_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
+        """What Gemma 4 brings for each layer alone, [1, N, layers, width]; None for all else."""
+        if not getattr(self.plain, "hidden_size_per_layer_input", 0):
+            return None
+        of_tokens = self.plain.get_per_layer_inputs(input_ids)
+        inputs: torch.Tensor = self.plain.project_per_layer_inputs(embedded, of_tokens)
+        return inputs.contiguous()
+
+    def _record(self, index: int, kv_heads: int, tables: Mapping[str | None, RotationTable]) -> DecoderLayer:
         layer, kind = self.plain.layers[index], kind_of_layer(self.plain, index, tables)
         form = LayerForm.of(layer)
         assert form is not None, "only what fits is asked for"
         heads = heads_record(layer, tables[kind].width)
-        return form.record(layer, heads, list(tables).index(kind))
+        return form.record(layer, heads, kv_heads, list(tables).index(kind))
 
     def _compute_plainly(self, **options: Any) -> Any:
         if not self.tapped_layers:
@@ -99,7 +110,12 @@ class NativeDecoder(nn.Module):
         return output
 
     def _decode(
-        self, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext, rows: PagedRows
+        self,
+        hidden: torch.Tensor,
+        layer_inputs: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        rows: PagedRows,
     ) -> None:
         """Turn the embedded tokens `hidden` [N, hidden] into what the head reads, in place."""
         angles = [table.rows(positions) for table in self._rotations]
@@ -114,6 +130,7 @@ class NativeDecoder(nn.Module):
             *(slots.data_ptr(), keys, values, ctypes.pointer(attention)),
             *(self._scratch_for(n).data_ptr(), n),
             *(ctypes.addressof(taps), self.tapped.data_ptr(), len(taps)),
+            None if layer_inputs is None else layer_inputs.data_ptr(),
         )
         self._kernels.decode(self._decoder, step)
 

@@ -29,10 +29,10 @@ class Family:
     those of the second half are not given again. `rotates` is true for an attention that rotates heads by
     their positions at all.
 
-    Where it `is_plain`, a layer does nothing else than norm, attend, norm and transform, in one of the orders
-    of `layer_form`, each half added to what it was given, and nothing comes between layers. What is added is
-    multiplied with a layer's `residual_multiplier`, what is embedded with a model's `embedding_multiplier`,
-    where there is one.
+    A layer does nothing else than norm, attend, norm and transform, in one of the orders of `layer_form`,
+    each half added to what it was given, and nothing comes between layers. What is added is multiplied with a
+    layer's `residual_multiplier`, what is embedded with a model's `embedding_multiplier`, where there is one.
+    Gemma 4's may do more: what `layer_form` says of them.
     """
 
     norm: NormKind = NormKind.ROUNDED
@@ -41,7 +41,6 @@ class Family:
     has_paired_angles: bool = False
     has_half_angles: bool = False
     rotates: Callable[[Any], bool] = _always
-    is_plain: bool = True
 
 
 FAMILIES: dict[str, Family] = {
@@ -56,8 +55,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(norm=NormKind.ONE_MORE),
     "gemma2": Family(norm=NormKind.ONE_MORE),
     "gemma3": Family(norm=NormKind.ONE_MORE),
-    "gemma4": Family(norm=NormKind.AT_ONCE, is_plain=False),
-    "gemma4_unified": Family(norm=NormKind.AT_ONCE, is_plain=False),
+    "gemma4": Family(norm=NormKind.AT_ONCE),
+    "gemma4_unified": Family(norm=NormKind.AT_ONCE),
     "glm": Family(rotates_pairs=True),
     "glm4": Family(rotates_pairs=True),
     "gpt_oss": Family(norm=NormKind.AT_ONCE, has_half_angles=True),
@@ -212,7 +211,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def is_whole(module: nn.Module, kind: str) -> bool:
-    """True for an `Attention`, `MLP` or `Norm` (`kind`) that is one of those read."""
+    """True for a `Norm`, `Attention`, `MLP`, `DecoderLayer` or `Model` (`kind`) that is one of those read."""
     return family_of(module) is not None and type(module).__name__.endswith(kind)
 
 
@@ -240,12 +239,6 @@ def rounds_shares(router: nn.Module) -> bool:
 def is_read_mixture(module: nn.Module) -> bool:
     """True for a router with its experts, whose code was read."""
     return _name_of(type(module)) in MIXTURES and type(module).__name__.endswith(("SparseMoeBlock", "MLP"))
-
-
-def is_plain(module: nn.Module, kind: str) -> bool:
-    """True for a `Model` or `DecoderLayer` (`kind`) that does nothing but what its parts do."""
-    family = family_of(module)
-    return family is not None and family.is_plain and type(module).__name__.endswith(kind)
 
 
 def _name_of(module_class: type) -> str | None:

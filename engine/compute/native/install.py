@@ -9,19 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder
-from engine.compute.native.families import is_known
+from engine.compute.native.families import is_known, is_whole
 from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.mixture import NativeMixture
+from engine.compute.native.modules import NativeActivation, activation_of
 from engine.compute.native.observation import observe
 from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal
+from engine.compute.native.router import NativeScaledRouter
 from engine.compute.native.scratch import foreseen_bytes
 from engine.compute.native.state_scans import NativeScans
 from engine.compute.native.stored import kernels_of
@@ -142,14 +145,14 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
 def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
     """Have one call compute each mixture, and one all layers where that gives the same bits as each alone.
 
-    After it, weights must stay where they are. Raises LogitsChanged where the mixtures' calls do that.
+    After it, weights must stay where they are. Raises LogitsChanged where calls for parts of layers do that.
     """
-    _join_mixtures(loaded, kernels)
+    _stand_in(loaded, kernels)
     base = loaded.model.base_model
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
     before = packed_sample(forward_of(loaded))
-    loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base))
+    loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base, loaded.layers))
     if torch.equal(packed_sample(forward_of(loaded)), before):
         log.debug("one call of a kernel computes all layers")
         return
@@ -157,17 +160,36 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
     log.warning("one call for all layers changes the logits: they are computed one by one")
 
 
-def _join_mixtures(loaded: LoadedModel, kernels: NativeKernels) -> None:
-    found = [name for name, module in loaded.model.named_modules() if NativeMixture.fits(module)]
+def _stand_in(loaded: LoadedModel, kernels: NativeKernels) -> None:
+    """Put those of our modules in that are made of others of ours, or stand among these."""
+    found = {
+        name: made
+        for name, module in loaded.model.named_modules()
+        if (made := _made_of_ours(loaded, name, module, kernels)) is not None
+    }
     if not found:
         return
     before = packed_sample(forward_of(loaded))
-    for name in found:
-        loaded.model.set_submodule(name, NativeMixture(kernels, loaded.model.get_submodule(name)))
+    for name, made in found.items():
+        loaded.model.set_submodule(name, made)
     difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks=False)
     if difference is not None:
         raise LogitsChanged(difference)
-    log.debug("one call of a kernel computes each of %d mixtures", len(found))
+    log.debug("one call of a kernel computes each of %d mixtures, routers and activations", len(found))
+
+
+def _made_of_ours(
+    loaded: LoadedModel, name: str, module: nn.Module, kernels: NativeKernels
+) -> nn.Module | None:
+    if NativeMixture.fits(module):
+        return NativeMixture(kernels, module)
+    if NativeScaledRouter.fits(module):
+        return NativeScaledRouter(kernels, module)
+    layer, _, own_name = name.rpartition(".")
+    if own_name == "act_fn" and is_whole(loaded.model.get_submodule(layer), "DecoderLayer"):
+        activation = activation_of(module)
+        return None if activation is None else NativeActivation(kernels, activation)
+    return None
 
 
 @torch.inference_mode()

@@ -96,9 +96,9 @@ class HeadForm:
         return Heads(heads, kv_heads, dim, rotary, *flags)
 
     @property
-    def norm_records(self) -> tuple[Norm, Norm]:
-        """Those of queries and keys."""
-        return norm_record(self.query_norm), norm_record(self.key_norm)
+    def norm_records(self) -> tuple[Norm, Norm, Norm]:
+        """Those of queries, keys and values."""
+        return norm_record(self.query_norm), norm_record(self.key_norm), norm_record(self.value_norm)
 
 
 class NativeKernels:
@@ -284,6 +284,7 @@ class NativeKernels:
         dim = head_dim(keys)
         n, heads = qkv.shape[0], qkv.shape[1] // dim - form.kv_parts * kv_heads
         query = qkv.new_empty(n, heads, dim)
+        query_norm, key_norm, value_norm = form.norm_records
         angles = [part.float().contiguous() for part in rotation or ()]
         rotary = angles[0].shape[1] if angles else 0
         self._rotate(
@@ -292,10 +293,10 @@ class NativeKernels:
                 form.record(heads, kv_heads, dim, rotary),
                 qkv.data_ptr(),
                 *([part.data_ptr() for part in angles] or (None, None)),
-                *form.norm_records,
+                *(query_norm, key_norm),
                 *(tensor.data_ptr() for tensor in (query, keys, values, slots)),
                 *(n, block_size, keys.dtype is torch.int8),
-                norm_record(form.value_norm),
+                value_norm,
             ),
         )
         return query

@@ -9,11 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from engine.compute.native.families import is_plain
+from engine.compute.native.experts import NativeExperts
+from engine.compute.native.families import is_whole
 from engine.compute.native.kernels import NO_NORM
 from engine.compute.native.mixture import NativeMixture
-from engine.compute.native.modules import NativeAttention, NativeMlp, NativeNorm
-from engine.compute.native.records import DecoderLayer, Heads, Norm, Product
+from engine.compute.native.modules import (
+    NativeActivation,
+    NativeAttention,
+    NativeLinear,
+    NativeMlp,
+    NativeNorm,
+)
+from engine.compute.native.records import DecoderLayer, Heads, Mixture, Norm, Product
+from engine.compute.native.router import NativeScaledRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,21 @@ NORM_NAMES = (
 )
 
 
+# What Gemma 4's layers may have besides: something that a step brings for one layer alone, and experts.
+_LAYER_INPUT: dict[str, type[nn.Module]] = {
+    "per_layer_input_gate": NativeLinear,
+    "act_fn": NativeActivation,
+    "per_layer_projection": NativeLinear,
+    "post_per_layer_input_norm": NativeNorm,
+}
+_BESIDE: dict[str, type[nn.Module]] = {
+    "router": NativeScaledRouter,
+    "experts": NativeExperts,
+    "pre_feedforward_layernorm_2": NativeNorm,
+    "post_feedforward_layernorm_1": NativeNorm,
+    "post_feedforward_layernorm_2": NativeNorm,
+}
+
 _NO_TABLE = -1
 _NO_PRODUCT = Product()
 
@@ -62,7 +85,9 @@ class LayerForm:
     def of(cls, layer: Any) -> LayerForm | None:
         """That of one layer; None for one that is not all ours, or does more than call its parts."""
         names = _norm_names(layer)
-        if names is None or not is_plain(layer, "DecoderLayer") or layer.self_attn.call.chunk is not None:
+        if names is None or not is_whole(layer, "DecoderLayer") or layer.self_attn.call.chunk is not None:
+            return None
+        if hasattr(layer, "act_fn") and layer.act_fn.activation != layer.mlp.activation:
             return None
         form = cls(names, getattr(layer, "residual_multiplier", 1.0))
         return None if form.is_parallel and form.residual_multiplier != 1.0 else form
@@ -72,40 +97,64 @@ class LayerForm:
         """True where attention and MLP read the same: what a single norm gives."""
         return tuple(self.norm_names) == (self.norm_names.before_attention,)
 
-    def record(self, layer: Any, heads: Heads, table: int) -> DecoderLayer:
+    def record(self, layer: Any, heads: Heads, kv_heads: int, table: int) -> DecoderLayer:
         """A layer of this form as the kernels take it; `table` is that of its angles, where it has any.
 
-        Good for as long as the layer's weights stay where they are.
+        `kv_heads` is of its pages. Good for as long as the layer's weights stay where they are.
         """
         attention, call = layer.self_attn, layer.self_attn.call
         linears = attention.qkv, attention.output
         return DecoderLayer(
             *(_norm_record(layer, name) for name in astuple(self.norm_names)),
             *attention.form.norm_records,
-            heads,
+            *(heads, kv_heads),
             *(linear.weights.record for linear in linears),
-            *_mlp_records(layer.mlp),
+            *_mlp_records(layer),
             self.is_parallel,
             *(table if attention.is_rotated else _NO_TABLE, call.window or 0),
             None if attention.sinks is None else attention.sinks.data_ptr(),
             *(call.scaling, call.softcap or 0.0, self.residual_multiplier),
+            *_input_records(layer),
+            _scalar(layer),
         )
 
 
-def _mlp_records(mlp: NativeMlp | NativeMixture) -> tuple[Any, ...]:
-    """Products, mixture, activation of the gate, and whether there is one."""
+def _mlp_records(layer: Any) -> tuple[Any, ...]:
+    """Products, mixture and the norms about it, activation of the gate, and whether there is one."""
+    mlp = layer.mlp
     if isinstance(mlp, NativeMixture):
-        return _NO_PRODUCT, _NO_PRODUCT, ctypes.pointer(mlp.record), 0, False
+        return _NO_PRODUCT, _NO_PRODUCT, ctypes.pointer(mlp.record), *[NO_NORM] * 3, 0, False
+    mixture, names = None, ("", "", "")
+    if hasattr(layer, "router"):
+        mixture = ctypes.pointer(Mixture(layer.router.record, layer.experts.record))
+        names = (
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_1",
+            "post_feedforward_layernorm_2",
+        )
     records = (linear.weights.record for linear in (mlp.gate_up, mlp.down))
-    return *records, None, mlp.activation, mlp.is_gated
+    return *records, mixture, *(_norm_record(layer, name) for name in names), mlp.activation, mlp.is_gated
+
+
+def _input_records(layer: Any) -> tuple[Product, Product, Norm]:
+    """Of what a step brings for the layer alone."""
+    if not hasattr(layer, "per_layer_input_gate"):
+        return _NO_PRODUCT, _NO_PRODUCT, NO_NORM
+    gate, projection = layer.per_layer_input_gate, layer.per_layer_projection
+    return gate.weights.record, projection.weights.record, _norm_record(layer, "post_per_layer_input_norm")
+
+
+def _scalar(layer: Any) -> float:
+    scalar = getattr(layer, "layer_scalar", None)
+    return 1.0 if scalar is None else float(scalar)
 
 
 def heads_record(layer: Any, rotary: int) -> Heads:
     """A layer's heads as the kernels take them, where angles for `rotary` numbers of each are given."""
     attention = layer.self_attn
-    dim = attention.head_dim
+    dim, parts = attention.head_dim, attention.form.kv_parts
     heads = attention.output.in_features // dim
-    kv_heads = (attention.qkv.out_features // dim - heads) // 2
+    kv_heads = (attention.qkv.out_features // dim - heads) // max(1, parts)
     record: Heads = attention.form.record(heads, kv_heads, dim, rotary)
     return record
 
@@ -116,6 +165,9 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     Dropout does nothing where nobody trains.
     """
     parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
+    for more in (_LAYER_INPUT, _BESIDE):
+        if more.items() <= parts.items():
+            parts = {name: part for name, part in parts.items() if name not in more}
     for names in NORM_NAMES:
         norms = dict.fromkeys(names, NativeNorm)
         for mlp in (NativeMlp, NativeMixture):

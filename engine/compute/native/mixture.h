@@ -12,6 +12,10 @@ struct Router {           // records.py mirrors it
   Index count, each;      // experts there are, and those chosen for a row
   Index is_normed;        // the shares of a row's experts are divided by their sum
   Index rounds_shares;
+  Norm norm;              // of what is routed; if there is one, it is multiplied with these, too:
+  const Element* scale;   // [hidden]
+  float root;
+  const float* expert_scales;  // [count], of shares; null for none
 };
 
 struct Routes {           // of one call; records.py mirrors it
@@ -52,6 +56,7 @@ class Chooser {
     for (Index c = 0; c < r_.each; c++) {
       if (r_.is_normed) shares[c] /= chosen;
       if (r_.rounds_shares) shares[c] = value(nearest(shares[c]));
+      if (r_.expert_scales) shares[c] *= r_.expert_scales[experts[c]];
     }
   }
 
@@ -90,6 +95,14 @@ class Chooser {
   const Router& r_;
   std::vector<float> chances_;
 };
+
+// to [hidden] = what is routed of a row of x, where the router has a norm: rounded after each multiplication.
+void put_routed(const Router& r, const Element* x, Element* to) {
+  const Index hidden = r.weights.k;
+  normalize(x, r.norm, to, hidden);
+  for (Index j = 0; j < hidden; j += LANES)
+    store(to + j, rounded(load(to + j) * load(r.scale + j)) * broadcast(r.root));
+}
 
 // Which experts a step's rows go through in one mixture. Nobody changes it before the step ends: a thread that comes
 // late must find it as the others did.
@@ -138,16 +151,18 @@ class Routing {
 
 // Where the numbers lie that a mixture computes on its way.
 struct MixtureSpace {
-  Element *logits, *rows, *act, *shared, *mixed;
+  Element *logits, *rows, *act, *shared, *mixed, *routed;
 
   MixtureSpace(const Mixture& m, Element* scratch, Index n)
       : logits(scratch), rows(logits + n * m.router.weights.out), act(rows + n * m.router.each * m.experts.gate_up.k),
-        shared(act + n * act_width(m)), mixed(shared + n * m.shared_down.out) {}
+        shared(act + n * act_width(m)), mixed(shared + n * m.shared_down.out),
+        routed(mixed + n * m.experts.gate_up.k) {}
 
   // Numbers for each row.
   static Index width(const Mixture& m) {
     const Index hidden = m.experts.gate_up.k;
-    return m.router.weights.out + m.router.each * hidden + act_width(m) + m.shared_down.out + hidden;
+    const Index routed_width = m.router.norm.weight ? hidden : 0;
+    return m.router.weights.out + m.router.each * hidden + act_width(m) + m.shared_down.out + hidden + routed_width;
   }
 
   static Index act_width(const Mixture& m) { return std::max(m.router.each * m.experts.down.k, m.shared_down.k); }
@@ -167,18 +182,22 @@ void add_shared(const Mixture& m, const Element* x, const Element* shared, Eleme
   for (Index j = 0; j < hidden; j += LANES) store(y + j, rounded(load(shared + j) * open) + load(y + j));
 }
 
-// Calls `finish(row, what the mixture makes of it)` for each row of x [n, hidden], shared out among the team. For every
-// thread of it, with a barrier behind it.
+// Calls `finish(row, what the mixture makes of it)` for each row of x [n, hidden], which is routed by what stands in
+// its place in `asked`, shared out among the team. For every thread of it, with a barrier behind it.
 template <class Finish>
-void mixture_in_team(Worker& me, const Mixture& m, const Element* x, Routing& routing, const MixtureSpace& at,
-                     RowBlock* blocks, Finish finish) {
+void mixture_in_team(Worker& me, const Mixture& m, const Element* asked, const Element* x, Routing& routing,
+                     const MixtureSpace& at, RowBlock* blocks, Finish finish) {
   const Index n = routing.n(), hidden = m.experts.gate_up.k;
   const bool has_shared = m.shared_down.out > 0;
   if (has_shared) {
     gated_product_in_team(me, m.shared_gate_up, {m.shared_activation, true}, x, at.act, n, blocks);
     product_in_team(me, m.shared_down, at.act, at.shared, n, blocks);
   }
-  product_in_team(me, m.router.weights, x, at.logits, n, blocks);
+  if (m.router.norm.weight) {
+    me.each(n, [&](Index i) { put_routed(m.router, asked + i * hidden, at.routed + i * hidden); });
+    asked = at.routed;
+  }
+  product_in_team(me, m.router.weights, asked, at.logits, n, blocks);
   routing.route_in_team(me, at.logits, x, hidden, at.rows);
   experts_in_team(me, m.experts, routing.sorted(), at.rows, at.act, blocks);
   me.each(n, [&](Index i) {
@@ -195,7 +214,11 @@ extern "C" {
 
 // The logits of rows, and the experts chosen by them.
 void slip_route(Team* team, const Router* r, const Routes* routes) {
-  slip_linear(team, &r->weights, routes->x, routes->logits, routes->n);
+  const Index hidden = r->weights.k;
+  std::vector<Element> routed(r->norm.weight ? routes->n * hidden : 0);
+  if (r->norm.weight)
+    for (Index i = 0; i < routes->n; i++) put_routed(*r, routes->x + i * hidden, routed.data() + i * hidden);
+  slip_linear(team, &r->weights, r->norm.weight ? routed.data() : routes->x, routes->logits, routes->n);
   Chooser chooser(*r);
   for (Index i = 0; i < routes->n; i++)
     chooser.choose(routes->logits + i * r->weights.out, routes->experts + i * r->each, routes->shares + i * r->each);
@@ -211,7 +234,7 @@ void slip_mixture(Team* team, const Mixture* m, const Element* x, Element* y, El
   Routing routing(m->router, n);
   RowBlock* blocks = row_block_space<1>(num_row_blocks(*m, n));
   team->run(true, [&](Worker& me) {
-    mixture_in_team(me, *m, x, routing, at, blocks, [&](Index i, const Element* mixed) {
+    mixture_in_team(me, *m, x, x, routing, at, blocks, [&](Index i, const Element* mixed) {
       memcpy(y + i * hidden, mixed, hidden * sizeof(Element));
     });
   });

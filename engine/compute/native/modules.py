@@ -156,6 +156,20 @@ def activation_of(given: Any) -> Activation | None:
     return _ACTIVATIONS.get(getattr(given, "__name__", type(given).__name__))
 
 
+class NativeActivation(nn.Module):
+    """An activation that no product feeds."""
+
+    def __init__(self, kernels: NativeKernels, activation: Activation) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same, for a multiple of 16."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.activate(rows, self.activation, is_gated=False).view(x.shape)
+
+
 class NativeMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 

@@ -61,12 +61,22 @@ class ChosenExperts(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """See rows.h. No weight where there is no norm."""
+
+    _fields_ = (("weight", POINTER), ("eps", FLOAT), ("kind", INDEX), ("bias", POINTER))
+
+
 class Router(ctypes.Structure):
     """See mixture.h."""
 
     _fields_ = (
         ("weights", Product),
         *((name, INDEX) for name in ("count", "each", "is_normed", "rounds_shares")),
+        ("norm", Norm),
+        ("scale", POINTER),
+        ("root", FLOAT),
+        ("expert_scales", POINTER),
     )
 
 
@@ -86,12 +96,6 @@ class Mixture(ctypes.Structure):
         ("shared_gate", POINTER),
         ("shared_activation", INDEX),
     )
-
-
-class Norm(ctypes.Structure):
-    """See rows.h. No weight where there is no norm."""
-
-    _fields_ = (("weight", POINTER), ("eps", FLOAT), ("kind", INDEX), ("bias", POINTER))
 
 
 class Heads(ctypes.Structure):
@@ -173,13 +177,18 @@ class DecoderLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, Norm) for name in ("attention_norm", "attended_norm", "mlp_norm", "transformed_norm")),
-        *((name, Norm) for name in ("query_norm", "key_norm")),
+        *((name, Norm) for name in ("query_norm", "key_norm", "value_norm")),
         ("form", Heads),
+        ("kv_heads", INDEX),
         *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
         ("mixture", ctypes.POINTER(Mixture)),
+        *((name, Norm) for name in ("mixture_norm", "aside_norm", "mixed_norm")),
         *((name, INDEX) for name in ("activation", "is_gated", "is_parallel", "table", "window")),
         ("sinks", POINTER),
         *((name, FLOAT) for name in ("scale", "softcap", "residual_multiplier")),
+        *((name, Product) for name in ("input_gate", "input_projection")),
+        ("input_norm", Norm),
+        ("scalar", FLOAT),
     )
 
 
@@ -206,6 +215,7 @@ class DecoderStep(ctypes.Structure):
         ("n", INDEX),
         *((name, POINTER) for name in ("taps", "tapped")),
         ("num_taps", INDEX),
+        ("layer_inputs", POINTER),
     )
 
 

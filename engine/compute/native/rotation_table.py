@@ -12,7 +12,7 @@ from torch import nn
 from engine.compute.native.families import Family, family_of
 
 # Those of the kinds that transformers knows whose angles do not change with what else is in a pass.
-_STATIC = frozenset({"default", "linear", "llama3", "yarn"})
+_STATIC = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 
 
 class RotationTable:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.native.families import has_read_router, rounds_shares
-from engine.compute.native.kernels import PANEL, NativeKernels
+from engine.compute.native.families import family_of, has_read_router, rounds_shares
+from engine.compute.native.kernels import NO_NORM, PANEL, NativeKernels
+from engine.compute.native.modules import NativeLinear, NativeNorm
 from engine.compute.native.records import Router
 
 
@@ -31,7 +32,7 @@ class NativeRouter(nn.Module):
         is_normed = bool(getattr(original, "norm_topk_prob", True))
         self._rounds_shares = rounds_shares(original)
         counts = len(weight), original.top_k
-        self.record = Router(self._weights.record, *counts, is_normed, self._rounds_shares)
+        self.record = Router(self._weights.record, *counts, is_normed, self._rounds_shares, NO_NORM)
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
@@ -46,3 +47,41 @@ class NativeRouter(nn.Module):
         rows = hidden_states.reshape(-1, self._weights.in_features).contiguous()
         logits, chosen, shares = self._kernels.route(rows, self.record)
         return logits, shares.to(logits.dtype) if self._rounds_shares else shares, chosen
+
+
+class NativeScaledRouter(nn.Module):
+    """Gemma 4's: rows are normed and scaled before they are routed, and each expert's shares have a scale.
+
+    Made of an original whose norm and projection are ours, whose weights must stay where they are.
+    """
+
+    def __init__(self, kernels: NativeKernels, original: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.norm, self.proj = original.norm, original.proj
+        self._scale = original.scale.detach().contiguous()
+        self._expert_scales = original.per_expert_scale.detach().float().contiguous()
+        counts = len(self._expert_scales), original.config.top_k_experts
+        self.record = Router(
+            *(self.proj.weights.record, *counts, True, False, self.norm.weights.record),
+            *(self._scale.data_ptr(), original.scalar_root_size, self._expert_scales.data_ptr()),
+        )
+
+    @staticmethod
+    def fits(original: Any) -> bool:
+        """True for one that was read, whose parts are ours."""
+        if family_of(original) is None or type(original).__name__ != "Gemma4TextRouter":
+            return False
+        if type(original.norm) is not NativeNorm or type(original.proj) is not NativeLinear:
+            return False
+        dtype = original.proj.kernels.dtype
+        return original.scale.dtype is dtype and len(original.per_expert_scale) == original.proj.out_features
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        """Of rows [N, hidden] nothing, and shares and numbers of the experts chosen, each [N, each].
+
+        Chances of all experts, which the original gives first, are for who trains it.
+        """
+        rows = hidden_states.reshape(-1, self.proj.in_features).contiguous()
+        _, chosen, shares = self._kernels.route(rows, self.record)
+        return None, shares, chosen

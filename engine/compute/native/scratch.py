@@ -30,15 +30,18 @@ def attention_bytes(layers: Sequence[LayerKv], num_threads: int) -> int:
     return _FLOAT_BYTES * (record_numbers(dim, num_threads) + num_threads * each)
 
 
-def layer_numbers(config: Any, num_kv_heads: int, dim: int) -> int:
-    """Numbers for each token between the parts of a layer; `dim` is that of a head."""
-    attention = (3 * config.num_attention_heads + 2 * num_kv_heads) * dim
-    return int(config.hidden_size + max(attention, config.intermediate_size, _mixture_numbers(config)))
+def layer_numbers(config: Any, layers: Sequence[LayerKv]) -> int:
+    """Numbers for each token between the parts of the layer that needs most, as decoder.h has them."""
+    heads = config.num_attention_heads
+    attention = max((3 * heads + 2 * layer.num_kv_heads) * layer.key_dim for layer in layers)
+    width = config.intermediate_size * (2 if getattr(config, "use_double_wide_mlp", False) else 1)
+    kept = 2 if getattr(config, "enable_moe_block", False) else 1  # what an MLP beside a mixture makes
+    return int(kept * config.hidden_size + max(attention, width, _mixture_numbers(config)))
 
 
 def _mixture_numbers(config: Any) -> int:
     """Those of a mixture in an MLP's place, as mixture.h has them; 0 for a model without any."""
-    each = getattr(config, "num_experts_per_tok", None) or 0
+    each = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
@@ -46,7 +49,8 @@ def _mixture_numbers(config: Any) -> int:
     if not each or not count:
         return 0
     logits = -(-count // _PANEL) * _PANEL
-    return int(logits + each * hidden + max(each * width, shared) + (2 if shared else 1) * hidden)
+    more = bool(shared) + hasattr(config, "top_k_experts")  # what the shared expert makes, or is routed
+    return int(logits + each * hidden + max(each * width, shared) + (1 + more) * hidden)
 
 
 def kept_numbers(needed: int) -> int:
@@ -63,8 +67,7 @@ def scratch_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 
 def foreseen_bytes(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
     """The same for a model of which only its shape is known, on so many threads."""
-    config, first = outline.config, outline.layers[0]
-    each = layer_numbers(config, first.num_kv_heads, first.key_dim)
+    each = layer_numbers(outline.config, outline.layers)
     layer_bytes = outline.dtype.itemsize * kept_numbers(num_tokens * each)
     return attention_bytes(outline.layers, num_threads) + layer_bytes
 

@@ -24,7 +24,7 @@ from engine.compute.native.records import NormKind
 from engine.compute.recurrent import mixer_kinds
 from engine.compute.recurrent.mixer_kinds import KINDS
 
-PLAIN = sorted(name for name, family in FAMILIES.items() if family.is_plain)
+SEEING = {"gemma4", "gemma4_unified"}  # whose file has classes for what they see, too
 
 
 @cache
@@ -105,7 +105,7 @@ def test_heads_are_rotated_as_was_read(family: str) -> None:
 
 
 # Those whose files have more models than that of text, whose parts are called so.
-SEEING = {"gemma4", "gemma4_unified"}
+
 HALVES = [
     "x1 = x[..., :x.shape[-1] // 2]",
     "x2 = x[..., x.shape[-1] // 2:]",
@@ -332,15 +332,14 @@ def indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SEEING))
 def test_layers_norm_where_the_names_of_their_norms_say(family: str) -> None:
     text = only(code_of(family), "DecoderLayer")
     text = re.sub(r"self_attn\(.*\)", "self_attn()", text)
     assert text.count("hidden_states * self.residual_multiplier\n") in (0, 2)
     text = text.replace(" * self.residual_multiplier", "")
-    text = text.replace(
-        "hidden_states, _ = self.mlp(", "hidden_states = self.mlp("
-    )  # which gives shares, too
+    # What gives shares as well gives them to nobody.
+    text = text.replace("hidden_states, _ = self.mlp(", "hidden_states = self.mlp(")
     assert text.splitlines() in [layer_code(names) for names in NORM_NAMES]
 
 
@@ -372,8 +371,97 @@ PARALLEL = [
 ]
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_nothing_comes_between_the_layers_of_a_plain_family(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(SEEING))
+def test_gemma_4s_layers_do_what_was_read(family: str) -> None:
+    text = only(code_of(family), "TextDecoderLayer")
+    text = re.sub(r"self_attn\(.*\)", "self_attn()", text)
+    is_unified = family == "gemma4_unified"
+    assert text == re.sub(r"if .*\n(    .*\n)+", "", GEMMA4S_LAYER) if is_unified else GEMMA4S_LAYER
+
+
+GEMMA4S_LAYER = """\
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn()
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.pre_feedforward_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+if self.enable_moe_block:
+    hidden_states_1 = self.post_feedforward_layernorm_1(hidden_states)
+    hidden_states_flat = residual.reshape(-1, residual.shape[-1])
+    _, top_k_weights, top_k_index = self.router(hidden_states_flat)
+    hidden_states_2 = self.pre_feedforward_layernorm_2(hidden_states_flat)
+    hidden_states_2 = self.experts(hidden_states_2, top_k_index, top_k_weights)
+    hidden_states_2 = hidden_states_2.reshape(residual.shape)
+    hidden_states_2 = self.post_feedforward_layernorm_2(hidden_states_2)
+    hidden_states = hidden_states_1 + hidden_states_2
+hidden_states = self.post_feedforward_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+if self.hidden_size_per_layer_input:
+    residual = hidden_states
+    hidden_states = self.per_layer_input_gate(hidden_states)
+    hidden_states = self.act_fn(hidden_states)
+    hidden_states = hidden_states * per_layer_input
+    hidden_states = self.per_layer_projection(hidden_states)
+    hidden_states = self.post_per_layer_input_norm(hidden_states)
+    hidden_states = residual + hidden_states
+hidden_states *= self.layer_scalar
+return hidden_states"""
+
+
+def test_gemma_4s_router_is_what_was_read() -> None:
+    assert only(code_of("gemma4"), "TextRouter").splitlines() == [
+        "hidden_states = self.norm(hidden_states)",
+        "hidden_states = hidden_states * self.scale * self.scalar_root_size",
+        "expert_scores = self.proj(hidden_states)",
+        "router_probabilities = nn.functional.softmax(expert_scores, dim=-1, dtype=torch.float32)",
+        "top_k_weights, top_k_index = torch.topk(router_probabilities, k=self.config.top_k_experts, dim=-1)",
+        "top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)",
+        "top_k_weights = top_k_weights * self.per_expert_scale[top_k_index]",
+        "return (router_probabilities, top_k_weights, top_k_index)",
+    ]
+
+
+@pytest.mark.parametrize("family", sorted(SEEING))
+def test_nothing_comes_between_gemma_4s_layers(family: str) -> None:
+    """But what each layer is given alone, and rows left out where nobody asks for their logits."""
+    text = only(code_of(family), "TextModel")
+    text = re.sub(r"    hidden_states, .*= self._maybe_slice_kv_shared_inputs\(.*", "", text)
+    lines = text.splitlines()
+    begin = lines.index("hidden_states = inputs_embeds")
+    told = "per_layer_input, " if family == "gemma4" else ""
+    embeds = [line for line in lines[:begin] if re.match(r" *(inputs_embeds|per_layer_inputs)\b.*=", line)]
+    assert (
+        embeds
+        == [
+            "    inputs_embeds = self.embed_tokens(input_ids)",
+            "        per_layer_inputs = self.get_per_layer_inputs(input_ids, inputs_embeds)",
+            "    per_layer_inputs = self.project_per_layer_inputs(inputs_embeds, per_layer_inputs)",
+        ][: 3 if told else 1]
+    )
+    in_loop = "per_layer_input = per_layer_inputs[:, :, i, :] if per_layer_inputs is not None else None"
+    embedding = "position_embeddings=position_embeddings[self.config.layer_types[i]]"
+    mask = "attention_mask=causal_mask_mapping[self.config.layer_types[i]]"
+    assert [line for line in lines[begin + 1 : -1] if line.strip()] == [
+        "position_embeddings = {}",
+        "for layer_type in self.unique_layer_types:",
+        "    position_embeddings[layer_type] = self.rotary_emb(hidden_states, position_ids, layer_type)",
+        "shared_kv_states = kwargs.pop('shared_kv_states', None)",
+        "if not isinstance(shared_kv_states, KVSharingDict):",
+        "    shared_kv_states = KVSharingDict(shared_kv_states)",
+        "for i, decoder_layer in enumerate(self.layers[:self.config.num_hidden_layers]):",
+        "    if i == self.first_kv_shared_layer_idx:",
+        *([f"    {in_loop}"] if told else []),
+        f"    hidden_states = decoder_layer(hidden_states, {told}shared_kv_states=shared_kv_states, "
+        f"{embedding}, {mask}, position_ids=position_ids, past_key_values=past_key_values, **kwargs)",
+        "hidden_states = self.norm(hidden_states)",
+    ]
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SEEING))
+def test_nothing_comes_between_the_layers_of_a_family(family: str) -> None:
     code = code_of(family)
     (name,) = {name for name in code if re.fullmatch(r"[A-Z]\w*Model", name)} - {"Gemma3Model"}
     lines = code[name].splitlines()

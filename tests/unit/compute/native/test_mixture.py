@@ -62,7 +62,8 @@ def parts_of(kernels: NativeKernels, made: Any) -> Any:
 def mixed(made: Any, x: torch.Tensor) -> torch.Tensor:
     """Without the shares that gpt-oss's gives, too."""
     found = made(x)
-    return found[0] if isinstance(found, tuple) else found
+    rows: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return rows
 
 
 def noise(n: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ def test_layers_take_what_is_said(family: str) -> None:
     join_layers(loaded, kernels)
     base, config = loaded.model.base_model, loaded.config
     assert isinstance(base, NativeDecoder)
-    each = layer_numbers(config, loaded.layers[0].num_kv_heads, 32)
+    each = layer_numbers(config, loaded.layers)
     assert kernels.decoder_scratch(base._decoder) == each
     for num_tokens in (100, 1000):
         room = base._scratch_for(num_tokens)
