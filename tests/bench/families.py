@@ -108,15 +108,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **Shape(2880, 2880, 64, 8, 64).options(), num_local_experts=8, sliding_window=128
     ),
     "mixtral of 1B": lambda: MixtralConfig(**Shape(1024, 3584, 16, 4, 64).options(), sliding_window=None),
-    "olmoe 7B": lambda: OlmoeConfig(
-        **Shape(2048, 1024, 16, 16, 128).options(), num_experts=64, num_experts_per_tok=8
+    "olmoe of 16 experts": lambda: OlmoeConfig(
+        **Shape(2048, 1024, 16, 16, 128).options(), num_experts=16, num_experts_per_tok=8
     ),
-    "qwen2-moe 3B": lambda: Qwen2MoeConfig(
-        **Shape(2048, 5632, 16, 16, 128).options(), num_experts=60, moe_intermediate_size=1408
+    "qwen2-moe of 16 experts": lambda: Qwen2MoeConfig(
+        **Shape(2048, 5632, 16, 16, 128).options(), num_experts=16, moe_intermediate_size=1408
     ),
-    "qwen3-moe 30B": lambda: Qwen3MoeConfig(
+    "qwen3-moe of 16 experts": lambda: Qwen3MoeConfig(
         **Shape(2048, 6144, 32, 4, 128).options(),
-        num_experts=64,
+        num_experts=16,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,

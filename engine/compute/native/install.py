@@ -175,7 +175,7 @@ def _stand_in(loaded: LoadedModel, kernels: NativeKernels) -> None:
     difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks=False)
     if difference is not None:
         raise LogitsChanged(difference)
-    log.debug("one call of a kernel computes each of %d mixtures, routers and activations", len(found))
+    log.debug("compiled kernels compute %d mixtures, routers or activations in one call each", len(found))
 
 
 def _made_of_ours(
