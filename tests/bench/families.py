@@ -105,20 +105,25 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size_per_layer_input=32_768,
     ),
     "gpt-oss of 8 experts": lambda: GptOssConfig(
-        **Shape(2880, 2880, 64, 8, 64).options(), num_local_experts=8, sliding_window=128
+        **Shape(1024, 1024, 16, 4, 64).options(), num_local_experts=8, sliding_window=128
     ),
-    "mixtral of 1B": lambda: MixtralConfig(**Shape(1024, 3584, 16, 4, 64).options(), sliding_window=None),
+    "mixtral of 8 experts": lambda: MixtralConfig(
+        **Shape(1024, 2048, 16, 4, 64).options(), sliding_window=None
+    ),
     "olmoe of 16 experts": lambda: OlmoeConfig(
-        **Shape(2048, 1024, 16, 16, 128).options(), num_experts=16, num_experts_per_tok=8
+        **Shape(1024, 1024, 16, 16, 64).options(), num_experts=16, num_experts_per_tok=8
     ),
     "qwen2-moe of 16 experts": lambda: Qwen2MoeConfig(
-        **Shape(2048, 5632, 16, 16, 128).options(), num_experts=16, moe_intermediate_size=1408
+        **Shape(1024, 2816, 16, 4, 64).options(),
+        num_experts=16,
+        moe_intermediate_size=704,
+        shared_expert_intermediate_size=2816,
     ),
     "qwen3-moe of 16 experts": lambda: Qwen3MoeConfig(
-        **Shape(2048, 6144, 32, 4, 128).options(),
+        **Shape(1024, 3072, 16, 4, 64).options(),
         num_experts=16,
         num_experts_per_tok=8,
-        moe_intermediate_size=768,
+        moe_intermediate_size=384,
         norm_topk_prob=True,
     ),
     "starcoder2 3B": lambda: Starcoder2Config(**Shape(3072, 12_288, 24, 2, 128).options()),
