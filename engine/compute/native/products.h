@@ -84,17 +84,17 @@ struct PairOfInputs {
   SLIP_INLINE Floats one(int v, int odd) const { return panel.one(j, half + v, odd); }
 };
 
-// x[M, k] times TILE_VECTORS halves of the columns, from `half` on.
+// x[M, k] times as many halves of the columns as a tile has vectors, from `half` on.
 template <int M>
 void tile(const Number* x, const Columns& w, int half, NextPanel next_panel, Target to) {
-  Floats sums[M][TILE_VECTORS];
+  Floats sums[M][tile_vectors<M>()];
   clear(sums);
   for (Index j = 0; j < w.k / 2; j++) {
     next_panel(j);
     multiply(sums, x + 2 * j, w.k, PairOfInputs{w.panel, j, half});
   }
   repeat<M>(SLIP_EACH_OF(i) {
-    repeat<TILE_VECTORS>(SLIP_EACH_OF(v) {
+    repeat<tile_vectors<M>()>(SLIP_EACH_OF(v) {
       const Index by = LANES * (half + v);
       Floats result = w.bias ? sums[i][v] + load(w.bias + by) : sums[i][v];
       const Target here = to.at(i, by);
@@ -107,7 +107,7 @@ void tile(const Number* x, const Columns& w, int half, NextPanel next_panel, Tar
 template <int M>
 void tile_of(Index rows, const Number* x, const Columns& w, NextPanel next_panel, Target to) {
   if (rows == M)
-    for (int half = 0; half < 2; half += TILE_VECTORS) tile<M>(x, w, half, next_panel, to);
+    for (int half = 0; half < 2; half += tile_vectors<M>()) tile<M>(x, w, half, next_panel, to);
   else if constexpr (M > 1)
     tile_of<M - 1>(rows, x, w, next_panel, to);
 }

@@ -31,8 +31,10 @@ constexpr int MOST_VECTORS = WIDTH == 16 ? 4 : 1;
 
 #endif
 
-// Vectors of sums in a tile of products.
-constexpr int TILE_VECTORS = WIDTH == 16 ? 2 : 1;
+// Vectors of sums for each of M rows in a tile of products: as many as there are registers for. One or two rows have
+// both halves of a panel's columns, since a sum waits for the one before it and weights are read in their order then.
+template <int M>
+constexpr int tile_vectors() { return WIDTH == 16 || M <= 2 ? 2 : 1; }
 
 #if defined(__AVX512F__)
 
