@@ -84,9 +84,10 @@ struct PairOfInputs {
   SLIP_INLINE Floats one(int v, int odd) const { return panel.one(j, half + v, odd); }
 };
 
-// x[M, k] times as many halves of the columns as a tile has vectors, from `half` on.
+// x[M, k] times as many halves of the columns as a tile has vectors, from `half` on. Within another function its sums
+// would not all stay in registers.
 template <int M>
-void tile(const Number* x, const Columns& w, int half, NextPanel next_panel, Target to) {
+__attribute__((noinline)) void tile(const Number* x, const Columns& w, int half, NextPanel next_panel, Target to) {
   Floats sums[M][tile_vectors<M>()];
   clear(sums);
   for (Index j = 0; j < w.k / 2; j++) {
