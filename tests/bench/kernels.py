@@ -22,7 +22,15 @@ from engine.startup.build import load_parts
 from tests.bench.bare import BareModel
 from tests.bench.context import BenchContext
 from tests.bench.processes import JsonWorker
-from tests.bench.products import Maker, Products, joined_weights, packed_by_onednn, packed_by_us, plain
+from tests.bench.products import (
+    Maker,
+    Products,
+    joined_weights,
+    onednn_multiplies,
+    packed_by_onednn,
+    packed_by_us,
+    plain,
+)
 from tests.bench.report import Section
 from tests.bench.streams import BenchmarkFailed
 
@@ -104,7 +112,11 @@ def products_section(context: BenchContext, runner: ModelRunner) -> Section:
     if not layers or head.dtype is not torch.bfloat16:
         section.notes.append("Not measured: the model is not like Llama, or not in bfloat16.")
         return section
-    makers: dict[str, Maker] = {"torch": plain, "oneDNN, packed": packed_by_onednn}
+    makers: dict[str, Maker] = {"torch": plain}
+    if onednn_multiplies(head.dtype):
+        makers["oneDNN, packed"] = packed_by_onednn
+    else:
+        section.notes.append("oneDNN is left out: it packs no bfloat16 weights on this CPU.")
     try:
         makers["ours"] = packed_by_us(NativeKernels(library(context.settings.home, choose_build(head.dtype))))
     except NativeUnavailable as reason:

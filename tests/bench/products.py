@@ -35,8 +35,16 @@ def plain(weight: torch.Tensor) -> Product:
     return lambda x: linear(x, weight)
 
 
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of `dtype`, float32 or bfloat16, on this CPU: bfloat16 takes AVX-512."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    takes_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float32 or takes_bfloat16
+
+
 def packed_by_onednn(weight: torch.Tensor) -> Product:
-    """Weights in oneDNN's own order, as inductor packs them."""
+    """Weights in oneDNN's own order, as inductor packs them. Raises RuntimeError where it cannot."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     pointwise: Any = torch.ops.mkldnn._linear_pointwise
     return lambda x: pointwise(x, packed, None, "none", [], "")

@@ -19,6 +19,7 @@ from engine.compute.embedding.packed_product import product_of
 from engine.compute.embedding.records import EncodedText
 from engine.errors import StartRefused, UnsupportedModel
 from engine.text.embedding_tokenizer import EmbeddingTokenizer, cut_longest
+from tests.bench.products import onednn_multiplies
 from tests.support.embedding_reference import pair_scores, vectors
 from tests.support.tiny_embedders import KINDS, MEAN, PAIR_KINDS, save_cross_encoder, save_embedder
 
@@ -226,15 +227,7 @@ def test_a_packed_product_is_the_layers_own(dtype: torch.dtype, most: float, has
     expected = layer(x)
     found = product_of(layer)(x)
     assert (found - expected).abs().max() <= most * expected.abs().max()
-    assert (layer.weight.numel() == 0) is one_dnn_multiplies(dtype)
-
-
-def one_dnn_multiplies(dtype: torch.dtype) -> bool:
-    """bfloat16 takes AVX-512: on other CPUs the layer stays torch's."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    takes_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype is torch.float32 or takes_bfloat16
+    assert (layer.weight.numel() == 0) is onednn_multiplies(dtype)
 
 
 def test_a_layer_that_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bench.products import Products, joined_weights, packed_by_onednn, packed_by_us, plain
+from tests.bench.products import (
+    Products,
+    joined_weights,
+    onednn_multiplies,
+    packed_by_onednn,
+    packed_by_us,
+    plain,
+)
 from tests.support.native import compiled_kernels
 
 
@@ -40,17 +47,29 @@ def test_a_pass_runs_each_product_once_and_the_head_on_few_rows() -> None:
     assert shapes == [(512, 4, 6), (512, 6, 4), (64, 4, 9)] * 3
 
 
+DTYPES = [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_every_side_computes_the_same(num_rows: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_side_computes_the_same(dtype: torch.dtype, num_rows: int) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 32).bfloat16(), torch.randn(num_rows, 32).bfloat16()
-    expected = (x.float() @ weight.float().T).bfloat16()
-    torch.testing.assert_close(plain(weight)(x), expected, atol=0.1, rtol=0.02)
-    torch.testing.assert_close(packed_by_onednn(weight)(x), expected, atol=0.1, rtol=0.02)
+    weight, x = torch.randn(64, 32).to(dtype), torch.randn(num_rows, 32).to(dtype)
+    expected = (x.float() @ weight.float().T).to(dtype)
+    sides = [plain(weight)]
+    if dtype is torch.bfloat16:
+        sides.append(packed_by_us(compiled_kernels())(weight))
+    if onednn_multiplies(dtype):
+        sides.append(packed_by_onednn(weight))
+    for side in sides:
+        torch.testing.assert_close(side(x), expected, atol=0.1, rtol=0.02)
 
 
-def test_ours_computes_the_same() -> None:
-    torch.manual_seed(0)
-    weight, x = torch.randn(64, 32).bfloat16(), torch.randn(3, 32).bfloat16()
-    ours = packed_by_us(compiled_kernels())(weight)
-    torch.testing.assert_close(ours(x), plain(weight)(x), atol=0.1, rtol=0.02)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_onednn_packs_what_it_is_said_to_pack(dtype: torch.dtype) -> None:
+    weight = torch.randn(64, 32).to(dtype)
+    if onednn_multiplies(dtype):
+        assert packed_by_onednn(weight)(weight).shape == (64, 64)
+    else:
+        with pytest.raises((RuntimeError, AttributeError)):
+            packed_by_onednn(weight)
