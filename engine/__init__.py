@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import PlannedFault, Settings
 from engine.compute.embedding.records import EmbedderInfo, EncodedText
+from engine.compute.lean_transformers import prepare_transformers
 from engine.embeddings.metrics import EmbeddingMetrics
 from engine.embeddings.service import EmbeddingRequest, EmbeddingService
 from engine.embeddings.shared_thread import GAP_LIMIT_S, SharedThread
@@ -91,12 +92,14 @@ def build_engine(settings: Settings, faults: Sequence[PlannedFault] = ()) -> Eng
 
     def load(*factories: PartFactories) -> EngineParts | None:
         # Here, so that a part of the engine can be used without torch, and the listener is up while it loads.
+        prepare_transformers()
         from engine.compute.embedding.source import is_embedding_model
         from engine.startup.build import load_parts
 
         return None if is_embedding_model(settings.model) else load_parts(settings, *factories)
 
     def load_embeddings() -> EmbeddingParts | None:
+        prepare_transformers()
         from engine.startup.build_embeddings import load_embedding_parts
 
         return load_embedding_parts(settings)
@@ -130,6 +133,7 @@ def train_medusa_heads(
 
     None when `progress` ended it before there was anything to save. Raises StartRefused.
     """
+    prepare_transformers()
     from engine.training.medusa_run import train_medusa_heads as train
 
     return train(settings, plan, progress)
@@ -140,6 +144,7 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
 
     None when `progress` ended it before there was anything to save. Raises StartRefused.
     """
+    prepare_transformers()
     from engine.training.eagle_run import train_drafter as train
 
     return train(settings, plan, progress)
@@ -147,6 +152,7 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
 
 def check_start(settings: Settings) -> None:
     """Raise StartRefused, in the doctor's words, for what stops a start and shows without the weights."""
+    prepare_transformers()
     from engine.startup.doctor import check_start as check
 
     check(settings)
@@ -154,6 +160,7 @@ def check_start(settings: Settings) -> None:
 
 def diagnose(settings: Settings) -> Diagnosis:
     """What a start with `settings` would use, and what would stop it; no weights are loaded."""
+    prepare_transformers()
     from engine.startup.doctor import diagnose as examine
 
     return examine(settings)

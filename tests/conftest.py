@@ -19,7 +19,12 @@ register_profiles()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run in several processes, the one that starts the others, which take on its PATH."""
-    if hasattr(config, "workerinput") or (folder := compile_once.put_first()) is None:
+    if hasattr(config, "workerinput"):
+        from engine.compute.lean_transformers import prepare_transformers
+
+        prepare_transformers()  # as servers do; every test of these imports it sooner or later
+        return
+    if (folder := compile_once.put_first()) is None:
         return
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS

@@ -70,12 +70,12 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
-    check_forward(forward_of(loaded), settings.cache.kv_block_size)
+    sample = check_forward(forward_of(loaded), settings.cache.kv_block_size)
 
     def reload() -> LoadedModel:
         return with_kept_kv(load_model(directory, settings.model), settings.cache)
 
-    loaded = with_kernels(loaded, settings.model, settings.home, reload)
+    loaded = with_kernels(loaded, settings.model, settings.home, reload, sample)
     loaded = with_fast_layers(loaded, settings.model, settings.cache.kv_block_size, reload)
     check_kept_kv(loaded)
     use_kernels(sources, loaded)

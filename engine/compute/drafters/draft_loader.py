@@ -73,7 +73,7 @@ def _load_drafter(
         block_size=block_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
-    check_forward(PackedForward(loaded), block_size)
+    sample = check_forward(PackedForward(loaded), block_size)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
@@ -81,7 +81,7 @@ def _load_drafter(
         sizes.num_blocks,
     )
     loaded = with_kernels(
-        loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len)
+        loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len), sample
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))

@@ -40,12 +40,17 @@ class LogitsChanged(Exception):
 
 
 def with_kernels(
-    loaded: LoadedModel, settings: ModelSettings, home: Path, reload: Callable[[], LoadedModel]
+    loaded: LoadedModel,
+    settings: ModelSettings,
+    home: Path,
+    reload: Callable[[], LoadedModel],
+    sample: torch.Tensor | None = None,
 ) -> LoadedModel:
     """The model with our modules in it, as the settings ask; the log says what became of it.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when the changed one turns
-    out to be of no use. Raises StartRefused if what is insisted on cannot be had.
+    out to be of no use. `sample` is the model's `packed_sample`, None where it is yet to be computed. Raises
+    StartRefused if what is insisted on cannot be had.
     """
     if settings.compile == "off":
         return replace(loaded, kernels_used="torch's (--compile off)")
@@ -55,13 +60,14 @@ def with_kernels(
         kernels_of_stored = kernels_of(loaded.model)
         kernels = kernels_of_stored or NativeKernels(library(home, build), build.dtype)
         leave_file(loaded.model)
-        loaded = install(loaded, kernels)
+        loaded, sample = _install(loaded, kernels, sample)
         leave_file_wholly(loaded.model)
         if settings.quantization != "none":
             if kernels_of_stored is not None:
                 raise unquantized("the weights are quantized already", settings.quantization)
             quantize(loaded, kernels, settings.quantization)
-        join_layers(loaded, kernels)
+            sample = None
+        join_layers(loaded, kernels, sample)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
         refuse_without(settings, reason)
@@ -126,7 +132,14 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
 
     Raises NativeUnavailable when nothing was replaced and LogitsChanged when the model is of no use any more.
     """
-    before = packed_sample(forward_of(loaded))
+    return _install(loaded, kernels, None)[0]
+
+
+def _install(
+    loaded: LoadedModel, kernels: NativeKernels, before: torch.Tensor | None
+) -> tuple[LoadedModel, torch.Tensor]:
+    """As `install`, with the logits before where they are known and those after."""
+    before = packed_sample(forward_of(loaded)) if before is None else before
     places = find_places(loaded.model, loaded.dtype)
     has_blocks = kernels_of(loaded.model) is not None
     count = _replace_all(loaded, places, kernels)
@@ -135,23 +148,25 @@ def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
     if 0 < count[Place.ATTENTION] == len(loaded.layers):
         loaded = replace(loaded, kernels=kernels)
     loaded = replace(loaded, team=kernels.team, state_kernel=NativeScans(kernels))
-    difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks)
+    after = packed_sample(forward_of(loaded))
+    difference = packed_difference(after, before, loaded.dtype, has_blocks)
     if difference is not None:
         raise LogitsChanged(difference)
     log.debug("compiled kernels compute %s", _listed(count))
-    return loaded
+    return loaded, after
 
 
-def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
+def join_layers(loaded: LoadedModel, kernels: NativeKernels, before: torch.Tensor | None = None) -> None:
     """Have one call compute each mixture, and one all layers where that gives the same bits as each alone.
 
-    After it, weights must stay where they are. Raises LogitsChanged where calls for parts of layers do that.
+    `before` is the model's `packed_sample`, None where it is yet to be computed. After it, weights must stay
+    where they are. Raises LogitsChanged where calls for parts of layers change them.
     """
-    _stand_in(loaded, kernels)
+    before = _stand_in(loaded, kernels, before)
     base = loaded.model.base_model
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
-    before = packed_sample(forward_of(loaded))
+    before = packed_sample(forward_of(loaded)) if before is None else before
     loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base, loaded.layers))
     if torch.equal(packed_sample(forward_of(loaded)), before):
         log.debug("one call of a kernel computes all layers")
@@ -160,22 +175,29 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels) -> None:
     log.warning("one call for all layers changes the logits: they are computed one by one")
 
 
-def _stand_in(loaded: LoadedModel, kernels: NativeKernels) -> None:
-    """Put those of our modules in that are made of others of ours, or stand among these."""
+def _stand_in(
+    loaded: LoadedModel, kernels: NativeKernels, before: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Put those of our modules in that are made of others of ours, or stand among these.
+
+    The model's `packed_sample` then, where it is known.
+    """
     found = {
         name: made
         for name, module in loaded.model.named_modules()
         if (made := _made_of_ours(loaded, name, module, kernels)) is not None
     }
     if not found:
-        return
-    before = packed_sample(forward_of(loaded))
+        return before
+    before = packed_sample(forward_of(loaded)) if before is None else before
     for name, made in found.items():
         loaded.model.set_submodule(name, made)
-    difference = packed_difference(packed_sample(forward_of(loaded)), before, loaded.dtype, has_blocks=False)
+    after = packed_sample(forward_of(loaded))
+    difference = packed_difference(after, before, loaded.dtype, has_blocks=False)
     if difference is not None:
         raise LogitsChanged(difference)
     log.debug("compiled kernels compute %d mixtures, routers or activations in one call each", len(found))
+    return after
 
 
 def _made_of_ours(

@@ -28,15 +28,18 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _TOLERANCE_WITH_BLOCKS = 0.3
 
 
-def check_forward(forward: PackedForward | RecurrentForward, served_block_size: int = _BLOCK_SIZE) -> None:
-    """Raise UnsupportedModel, naming the architecture, unless packed logits equal plain ones.
+def check_forward(
+    forward: PackedForward | RecurrentForward, served_block_size: int = _BLOCK_SIZE
+) -> torch.Tensor:
+    """The packed logits, which are `packed_sample` on a CPU, where they equal plain ones.
 
     Runs two short sequences in chunks over scattered blocks and slots of scratch tensors, and whole as
-    transformers does, with eager attention. The model's attention implementation is left as it was.
+    transformers does, with eager attention. The model's attention implementation is left as it was. Raises
+    UnsupportedModel, naming the architecture, where the logits differ.
 
     On CUDA the blocks are of `served_block_size`: kernels are compiled for a size, which takes seconds.
     """
-    difference = _difference(forward, check_block_size(forward.loaded.device, served_block_size))
+    packed, difference = _difference(forward, check_block_size(forward.loaded.device, served_block_size))
     tolerance = _TOLERANCES[forward.loaded.dtype]
     if not difference <= tolerance:  # NaN fails too
         raise UnsupportedModel(
@@ -44,6 +47,7 @@ def check_forward(forward: PackedForward | RecurrentForward, served_block_size: 
             f"pieces differ from the plain forward pass by {difference:.2g} of their spread "
             f"(limit {tolerance})."
         )
+    return packed
 
 
 def check_block_size(device: torch.device, served: int) -> int:
@@ -52,11 +56,11 @@ def check_block_size(device: torch.device, served: int) -> int:
 
 
 @torch.inference_mode()
-def _difference(forward: PackedForward | RecurrentForward, block_size: int) -> float:
-    """The median over tokens of the distance between packed and plain logits, as a part of their spread."""
+def _difference(forward: PackedForward | RecurrentForward, block_size: int) -> tuple[torch.Tensor, float]:
+    """Packed logits, and the median of their distances from plain ones, as a part of the spread."""
     sequences = _sequences(forward)
     packed = _packed_logits(forward, sequences, block_size=block_size)
-    return logits_distance(packed, _plain_logits(forward, sequences))
+    return packed, logits_distance(packed, _plain_logits(forward, sequences))
 
 
 @torch.inference_mode()

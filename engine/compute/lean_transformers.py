@@ -1,0 +1,94 @@
+"""Imports transformers without what nothing here uses of it: torch's compiler and tensors over several hosts.
+
+Those are 900 of 2,900 modules, 70 MB of each process and a quarter of the time until a model can be loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_MASK_MODE = f"{_COMPILER}._trace_wrapped_higher_order_op"  # of it, masking_utils imports one class by name
+
+
+def prepare_transformers() -> None:
+    """Leave the compiler and distributed tensors out of what transformers imports. Results stay as they are.
+
+    Call before anything of transformers is imported; later calls do nothing. Where it needs more than is
+    left, that is loaded then.
+    """
+    if "transformers" in sys.modules:
+        return
+    if _COMPILER not in sys.modules:
+        sys.modules[_COMPILER], sys.modules[_MASK_MODE] = (
+            _DeferredCompiler(_COMPILER),
+            _DeferredMode(_MASK_MODE),
+        )
+    transformers = import_module("transformers")
+    utils = transformers.utils.import_utils
+    for names in (transformers.utils, utils):  # its modules take the name from either
+        names.is_torch_distributed_available = _is_distributed
+    _read_models_once(utils)
+
+
+class _Deferred(ModuleType):
+    """A module that is loaded when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        is_package = name == "__path__" and self.__name__ == _COMPILER
+        if name.startswith("__") and not is_package:  # asked of each module by whoever looks at all of them
+            raise AttributeError(name)
+        for deferred in (_COMPILER, _MASK_MODE):
+            if isinstance(sys.modules.get(deferred), _Deferred):
+                del sys.modules[deferred]
+        return getattr(import_module(self.__name__), name)
+
+
+class _DeferredCompiler(_Deferred):
+    """The compiler. What marks functions and tensors for it does nothing: nothing is compiled with it."""
+
+    @staticmethod
+    def disable(function: Any = None, *_: object, **__: object) -> Any:
+        """As it is, or a decorator that leaves functions as they are."""
+        return _as_it_is if function is None else function
+
+    @staticmethod
+    def allow_in_graph(function: Any) -> Any:
+        """As it is."""
+        return function
+
+    assume_constant_result = allow_in_graph
+
+    @staticmethod
+    def mark_static_address(*_: object, **__: object) -> None:
+        """Nothing."""
+
+
+class _DeferredMode(_Deferred):
+    """The module of one class, whose name is taken when transformers is imported and used for rare masks."""
+
+    def TransformGetItemToIndex(self) -> Any:  # the class's own name
+        """One of that class."""
+        return self.__getattr__("TransformGetItemToIndex")()
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
+
+
+def _is_distributed() -> bool:
+    return False
+
+
+def _read_models_once(utils: Any) -> None:
+    """Have it remember which files its models are in: it asks by folder, and then by a file in there."""
+    read = utils.create_import_structure_from_path
+
+    def read_once(path: str | Path) -> Any:
+        return read(Path(path).parent if Path(path).is_file() else path)
+
+    utils.create_import_structure_from_path = read_once
