@@ -10,9 +10,6 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Tests start some eighty servers: each would compile what the one before has compiled.
-export PYTHONDONTWRITEBYTECODE :=
-
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu model-matrix sim sim-spec soak soak-control saturate chaos clean
 
@@ -66,6 +63,9 @@ install:
 
 serve: $(STAMP)
 	@exec $(BIN)/slipstream serve $(ARGS)
+
+# Tests start some eighty servers: each would compile what the one before has compiled.
+test test-tools test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP)
 	@$(BESIDE) $(ARGS)
