@@ -6,7 +6,6 @@ Those are 900 of 2,900 modules, 70 MB of each process and a quarter of the time 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +27,9 @@ def prepare_transformers() -> None:
             _DeferredCompiler(_COMPILER),
             _DeferredMode(_MASK_MODE),
         )
-    transformers = import_module("transformers")
-    utils = transformers.utils.import_utils
+    import transformers  # not before the modules above stand in
+
+    utils: Any = transformers.utils.import_utils
     for names in (transformers.utils, utils):  # its modules take the name from either
         names.is_torch_distributed_available = _is_distributed
     _read_models_once(utils)
@@ -45,7 +45,9 @@ class _Deferred(ModuleType):
         for deferred in (_COMPILER, _MASK_MODE):
             if isinstance(sys.modules.get(deferred), _Deferred):
                 del sys.modules[deferred]
-        return getattr(import_module(self.__name__), name)
+        import torch._dynamo._trace_wrapped_higher_order_op  # both of them
+
+        return getattr(sys.modules[self.__name__], name)
 
 
 class _DeferredCompiler(_Deferred):
