@@ -42,7 +42,7 @@ SPECULATION = {
     "predicted, rejection": (*FIXED, "--draft-verification", "rejection"),
     "suffix, rejection": ("--speculative-method", "suffix", "--draft-verification", "rejection"),
     "auto": ("--num-speculative-tokens", "6"),
-    "the target itself": ("--speculative-method", "draft-model", "--speculation-schedule", "sync"),
+    "the target itself": ("--speculative-method", "draft-model", "--speculation-schedule", "sync", *FIXED),
     "trees": ("--speculative-method", "medusa", *FIXED),
     "crowded": ("--num-kv-blocks", "72", "--max-num-batched-tokens", "24"),
     "crowded, swapped": ("--num-kv-blocks", "72", "--preemption", "swap", "--swap-space", "4MiB"),
