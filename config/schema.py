@@ -41,7 +41,9 @@ from config.value_types import (
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
 Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
-CpuKernels = Annotated[Literal["auto", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)]
+CpuKernels = Annotated[
+    Literal["auto", "amx", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)
+]
 Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(lower_case)]
 KvDtype = Annotated[Literal["auto", "int8"], BeforeValidator(lower_case)]
 Policy = Annotated[

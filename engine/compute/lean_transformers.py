@@ -45,7 +45,6 @@ class _Deferred(ModuleType):
         for deferred in (_COMPILER, _MASK_MODE):
             if isinstance(sys.modules.get(deferred), _Deferred):
                 del sys.modules[deferred]
-        import torch._dynamo._trace_wrapped_higher_order_op  # both of them
 
         return getattr(sys.modules[self.__name__], name)
 

@@ -1,4 +1,4 @@
-"""The model's pass with compiled kernels and without, its products alone, and torch.compile beside them.
+"""The model's pass with each form of the kernels and without, its products alone, and torch.compile beside them.
 
 Everything of one table runs in one process, in turns, but for torch.compile, which a process of its own is
 given a time for.
@@ -14,7 +14,7 @@ import torch
 
 from config import load_settings
 from engine.compute.native.compiler import library
-from engine.compute.native.forms import NativeUnavailable, choose_build
+from engine.compute.native.forms import NativeUnavailable, choose_build, forms_of
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.model_runner import ModelRunner
 from engine.errors import StartRefused
@@ -45,9 +45,9 @@ INDUCTOR_STEPS = 32
 INDUCTOR_TIME_BOX_S = 420.0  # for each batch size
 
 
-def load_runner(context: BenchContext, compile_kernels: str) -> ModelRunner:
+def load_runner(context: BenchContext, compile_kernels: str, form: str = "auto") -> ModelRunner:
     """The model, with little K/V. Raises StartRefused where kernels are asked for and cannot be had."""
-    flags = (*context.flags, *MEMORY, "--compile", compile_kernels)
+    flags = (*context.flags, *MEMORY, "--compile", compile_kernels, "--cpu-kernels", form)
     runner = load_parts(load_settings(list(flags))).runner
     assert isinstance(runner, ModelRunner)
     return runner
@@ -68,8 +68,9 @@ def measure(context: BenchContext) -> list[Section]:
         raise BenchmarkFailed("kernels: these are measured on a CPU only")
     note = ""
     try:
-        context.say("loading the model with kernels")
-        runners["compile on"] = load_runner(context, "on")
+        for form in (form.name for form in forms_of() if form.is_here):
+            context.say(f"loading the model with kernels for {form}")
+            runners[form] = load_runner(context, "on", form)
     except StartRefused as refusal:
         note = str(refusal)
     passes = passes_section(context, runners)
@@ -98,9 +99,10 @@ def passes_section(context: BenchContext, runners: Mapping[str, ModelRunner]) ->
                 runs[name].append(1e3 * one.step_s(steps[name]))
         for name, times in runs.items():
             section.add(case, name, "ms", times)
-        if len(runs) == 2:
-            pairs = zip(runs["compile off"], runs["compile on"], strict=True)
-            section.add(case, "off / on", "x", [off / on for off, on in pairs])
+        plain_ms = runs.pop("compile off")
+        for name, times in runs.items():
+            pairs = zip(plain_ms, times, strict=True)
+            section.add(case, f"off / {name}", "x", [off / on for off, on in pairs])
     return section
 
 

@@ -32,12 +32,12 @@ from engine.errors import StartRefused
 from engine.plan.request import SpeculationOptions
 from engine.plan.step_records import BlockCopy
 from tests.support.native import (
-    EVERY_INSTRUCTION,
     FLOAT32_FORM,
     PLAIN_FORM,
     build_here,
     compiled_home,
     compiled_kernels,
+    pretend_every_instruction,
 )
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
 from tests.support.recurrent import load_recurrent
@@ -422,7 +422,7 @@ def refused(home: Path, caplog: pytest.LogCaptureFixture, loaded: LoadedModel | 
 @pytest.fixture
 def fit_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs no kernel to run is tested on every machine."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
+    pretend_every_instruction(monkeypatch)
 
 
 def test_a_cpu_without_the_instructions(
@@ -430,7 +430,7 @@ def test_a_cpu_without_the_instructions(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert refused(tmp_path, caplog) == "the CPU has no instructions for bf16 or vnni or avx512 or v3"
+    assert refused(tmp_path, caplog) == "the CPU has no instructions for amx or bf16 or vnni or avx512 or v3"
 
 
 @pytest.mark.usefixtures("fit_cpu")

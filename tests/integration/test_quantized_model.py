@@ -25,7 +25,7 @@ from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
-from tests.support.native import EVERY_INSTRUCTION, compiled_home
+from tests.support.native import compiled_home, pretend_every_instruction
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import tiny_model
@@ -183,7 +183,7 @@ def test_models_that_cannot_have_it_are_refused(
 
 def test_a_machine_that_cannot_have_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
+    pretend_every_instruction(monkeypatch)
     assert refusal(fresh(), tmp_path) == "no compiled kernels: there is no C++ compiler (no-such-compiler)"
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert refusal(fresh(), tmp_path).startswith("no compiled kernels: the CPU has no instructions for ")

@@ -18,8 +18,6 @@ from engine.compute.native.kernels import NativeKernels
 
 # The environment of engines whose tests are of other things: compiling takes longer than they do.
 WITHOUT_KERNELS = {"SLIPSTREAM_MODEL__COMPILE": "off"}
-# As torch says what a CPU has, of one that has all that any form of the kernels is made of.
-EVERY_INSTRUCTION = {name: True for form in forms_of() for name in form.needs}
 
 # A library takes long to compile, so tests share them: in bfloat16 the fastest form and in float32 this one,
 # both with formats, which serve for what needs none too; and this form in bfloat16 where there must be none.
@@ -32,6 +30,21 @@ DEFAULT_BUILDS = (
     (torch.bfloat16, PLAIN_FORM, False),
     (torch.float16, "avx512", False),
 )
+
+
+def pretend_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has all that any form of the kernels is made of, and a system that allows it."""
+    every = {name: True for form in forms_of() for name in form.needs}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: every)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
+
+
+def fastest_form() -> str:
+    """The form that models in bfloat16 get here; empty for none."""
+    try:
+        return choose_build(torch.bfloat16).form.name
+    except NativeUnavailable:
+        return ""
 
 
 @cache

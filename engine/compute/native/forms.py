@@ -31,20 +31,27 @@ class CpuForm:
 
     @property
     def is_here(self) -> bool:
-        """Whether this CPU has the instructions."""
+        """Whether this CPU has the instructions, and the system lets this process use them.
+
+        Linux wants to be asked for AMX once in a process, since it makes the state of threads larger.
+        """
         capabilities = torch.cpu.get_capabilities()
-        return all(capabilities.get(name, False) for name in self.needs)
+        has_all = all(capabilities.get(name, False) for name in self.needs)
+        return has_all and ("amx_tile" not in self.needs or bool(torch.cpu._init_amx()))
 
 
 _V3 = ("avx2", "fma3", "f16c", "bmi2")
 _AVX512 = (*_V3, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _AVX512_FLAGS = ("-march=x86-64-v3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI, _VNNI_FLAGS = (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")
+_BF16, _BF16_FLAGS = (*_VNNI, "avx512_bf16"), (*_VNNI_FLAGS, "-mavx512bf16")
+_AMX = ("amx_tile", "amx_bf16", "amx_int8")
 
 # The fastest first.
 FORMS = {
     "x86_64": (
-        CpuForm("bf16", (*_VNNI, "avx512_bf16"), (*_VNNI_FLAGS, "-mavx512bf16")),
+        CpuForm("amx", (*_BF16, *_AMX), (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+        CpuForm("bf16", _BF16, _BF16_FLAGS),
         CpuForm("vnni", _VNNI, _VNNI_FLAGS),
         CpuForm("avx512", _AVX512, _AVX512_FLAGS),
         CpuForm("v3", _V3, ("-march=x86-64-v3",)),

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_products.h"
-#include "panels.h"
+#include "matrix_unit.h"
 #include "quantize.h"
 #include "team.h"
 
@@ -72,6 +72,41 @@ struct Columns {
   }
 };
 
+// A row's sums of one panel, rounded, with the bias and the residual.
+SLIP_INLINE void put_outputs(const float* sums, const Element* bias, Target to) {
+  for (Index by = 0; by < PANEL; by += LANES) {
+    Floats result = load_floats(sums + by);
+    if (bias) result = result + load(bias + by);
+    if (to.residual) result = rounded(result) + load(to.residual + by);
+    store(to.y + by, result);
+  }
+}
+
+// The same for the first `count` outputs of the last panel.
+void put_some_outputs(const float* sums, const Element* bias, Index count, Target to) {
+  if (count >= PANEL) return put_outputs(sums, bias, to);
+  alignas(64) Element y[PANEL], biases[PANEL] = {}, residual[PANEL] = {};
+  if (bias) memcpy(biases, bias, count * sizeof(Element));
+  if (to.residual) memcpy(residual, to.residual, count * sizeof(Element));
+  put_outputs(sums, bias ? biases : nullptr, {y, to.residual ? residual : nullptr, PANEL});
+  memcpy(to.y, y, count * sizeof(Element));
+}
+
+#if SLIP_MATRIX_UNIT
+
+// x[n, k] times the columns.
+inline void tiles(const Number* x, Index n, const Columns& w, Target to) {
+  const Index parts = (n + MATRIX_ROWS - 1) / MATRIX_ROWS;
+  alignas(64) float sums[MATRIX_ROWS][PANEL];
+  for (Index part = 0; part < parts; part++) {
+    const Index first = part * n / parts, count = (part + 1) * n / parts - first;
+    matrix_sums(x + first * w.k, count, w.k, w.panel.at, w.next_panel(part, parts), sums);
+    for (Index i = 0; i < count; i++) put_outputs(sums[i], w.bias, to.at(first + i));
+  }
+}
+
+#else
+
 // A pair of inputs of the halves from `half` on.
 struct PairOfInputs {
   const ElementPanel& panel;
@@ -122,25 +157,7 @@ inline void tiles(const Number* x, Index n, const Columns& w, Target to) {
   }
 }
 
-// A row's sums of one panel, rounded, with the bias and the residual.
-SLIP_INLINE void put_outputs(const float* sums, const Element* bias, Target to) {
-  for (Index by = 0; by < PANEL; by += LANES) {
-    Floats result = load_floats(sums + by);
-    if (bias) result = result + load(bias + by);
-    if (to.residual) result = rounded(result) + load(to.residual + by);
-    store(to.y + by, result);
-  }
-}
-
-// The same for the first `count` outputs of the last panel.
-void put_some_outputs(const float* sums, const Element* bias, Index count, Target to) {
-  if (count >= PANEL) return put_outputs(sums, bias, to);
-  alignas(64) Element y[PANEL], biases[PANEL] = {}, residual[PANEL] = {};
-  if (bias) memcpy(biases, bias, count * sizeof(Element));
-  if (to.residual) memcpy(residual, to.residual, count * sizeof(Element));
-  put_outputs(sums, bias ? biases : nullptr, {y, to.residual ? residual : nullptr, PANEL});
-  memcpy(to.y, y, count * sizeof(Element));
-}
+#endif
 
 // Rows of x as products take them; null what the product's kind has no use for.
 struct Rows {

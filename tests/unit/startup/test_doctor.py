@@ -22,7 +22,7 @@ from engine.errors import StartRefused, UnsupportedModel
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
-from tests.support.native import EVERY_INSTRUCTION, compiled_home
+from tests.support.native import compiled_home, pretend_every_instruction
 from tests.support.quantized_checkpoints import Checkpoint, awq, save_quantized
 from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
@@ -263,7 +263,7 @@ def test_a_device_that_is_not_there_is_a_problem(model: Path) -> None:
 
 
 def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EVERY_INSTRUCTION)
+    pretend_every_instruction(monkeypatch)
     monkeypatch.setattr(compiler, "_COMPILERS", ("true",))
     model, home = save_tiny_model("llama", tmp_path / "model"), tmp_path / "home"
 
