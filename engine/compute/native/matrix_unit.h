@@ -1,10 +1,11 @@
-// Sums of products by a CPU's matrix unit (AMX): up to 32 rows times a panel's 32 columns at a time.
+// A CPU's matrix unit (AMX), which multiplies 16 rows by 16 columns of 32 inputs at a time.
 //
-// What is added to a sum, and in which order, does not depend on other rows, nor on how many there are.
+// What it adds to a sum, and in which order, does not depend on other rows, nor on how many there are: in each step of
+// 32 inputs the products of even and of odd ones apart, then both together.
 
 #pragma once
 
-#include "panels.h"
+#include "sums.h"
 
 #if defined(__AMX_BF16__) && SLIP_ELEMENT == SLIP_BFLOAT16
 #define SLIP_MATRIX_UNIT 1
@@ -16,28 +17,24 @@
 
 namespace {
 
-constexpr Index UNIT_ROWS = 16;                // of one tile register
-constexpr Index MATRIX_ROWS = 2 * UNIT_ROWS;   // of sums that the registers hold beside what they are taken of
-constexpr Index STEP = 32;                     // inputs of one instruction
+constexpr Index UNIT_ROWS = 16;  // of one tile register
+constexpr Index STEP = 32;       // inputs of one instruction
 
-// The shapes of the eight tile registers, as the CPU reads them.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start = 0, unused[14] = {};
-  uint16_t bytes[16] = {};  // of a row
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileShapes) == 64);
-
-// The matrix unit, for the rows that it is made for and for as long as it lives; 0 to 3 are sums, by rows and then by
-// half of the columns, 4 and 5 rows, 6 and 7 columns.
+// The matrix unit, set up for as long as this lives: so many rows in each of its eight tile registers, none in those
+// that are not used.
 class MatrixUnit {
  public:
-  // At most MATRIX_ROWS.
-  explicit MatrixUnit(Index rows) {
-    TileShapes shapes;
-    const uint8_t first = std::min(rows, UNIT_ROWS), second = rows - first;
-    const uint8_t each[8] = {first, first, second, second, first, second, STEP / 2, STEP / 2};
-    for (int tile = 0; tile < 8; tile++) shapes.rows[tile] = each[tile], shapes.bytes[tile] = each[tile] ? 64 : 0;
+  explicit MatrixUnit(const Index (&rows)[8]) {
+    struct alignas(64) {  // as the CPU reads it
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    static_assert(sizeof(shapes) == 64);
+    for (int tile = 0; tile < 8; tile++) {
+      shapes.rows[tile] = (uint8_t)rows[tile];
+      shapes.row_bytes[tile] = rows[tile] ? 64 : 0;
+    }
     _tile_loadconfig(&shapes);
   }
 
@@ -46,100 +43,8 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
 };
 
-// Adds the products of STEP inputs of rows [.., stride] and pairs [STEP / 2][2] of blocks; `SECOND` for over UNIT_ROWS.
-template <bool SECOND>
-SLIP_INLINE void multiply_tiles(const Number* rows, Index stride, const Element* pairs) {
-  constexpr Index PAIR_BYTES = 2 * PANEL * sizeof(Element);
-  const Index row_bytes = stride * sizeof(Number);
-  _tile_loadd(6, pairs, PAIR_BYTES);
-  _tile_loadd(4, rows, row_bytes);
-  _tile_loadd(7, pairs + PANEL, PAIR_BYTES);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  if constexpr (SECOND) {
-    _tile_loadd(5, rows + UNIT_ROWS * stride, row_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-
-// The same for the last `count` inputs, fewer than STEP, beside zeros.
-template <bool SECOND>
-void multiply_rest(const Number* rows, Index n, Index stride, const Element* pairs, Index count) {
-  alignas(64) Number some[MATRIX_ROWS][STEP] = {};
-  alignas(64) Element others[STEP * PANEL] = {};
-  for (Index i = 0; i < n; i++) memcpy(some[i], rows + i * stride, count * sizeof(Number));
-  memcpy(others, pairs, count * PANEL * sizeof(Element));
-  asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
-  multiply_tiles<SECOND>(some[0], STEP, others);
-}
-
-// What `unit_sums` gives for M rows, by vectors in the unit's own order: the inputs of a step that are even and those
-// that are odd, then both together. So few rows are done before the unit has read their weights.
-template <int M, class Next>
-void vector_sums(const Number* x, Index, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  const ElementPanel columns{panel};
-  Floats total[M][2];
-  clear(total);
-  for (Index step = 0; step < k; step += STEP) {
-    Floats part[2][M][2];
-    repeat<2>(SLIP_EACH_OF(odd) { clear(part[odd]); });
-    for (Index j = step; j < std::min(step + STEP, k); j += 2) {
-      next(j / 2);
-      repeat<2>(SLIP_EACH_OF(half) {
-        repeat<2>(SLIP_EACH_OF(odd) {
-          const Floats column = columns.one(j / 2, half, odd);
-          repeat<M>(SLIP_EACH_OF(i) {
-            part[odd][i][half] = fma(column, broadcast(value(x[i * k + j + odd])), part[odd][i][half]);
-          });
-        });
-      });
-    }
-    repeat<M>(SLIP_EACH_OF(i) {
-      repeat<2>(SLIP_EACH_OF(half) { total[i][half] = total[i][half] + (part[0][i][half] + part[1][i][half]); });
-    });
-  }
-  repeat<M>(SLIP_EACH_OF(i) {
-    repeat<2>(SLIP_EACH_OF(half) { store_floats(sums[i] + LANES * half, total[i][half]); });
-  });
-}
-
-// By the unit; `SECOND` for over UNIT_ROWS.
-template <bool SECOND, class Next>
-void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  const MatrixUnit unit(n);
-  asm volatile("" ::: "memory");
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (SECOND) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  Index j = 0;
-  for (; j + STEP <= k; j += STEP) {
-    for (Index pair = j / 2; pair < (j + STEP) / 2; pair++) next(pair);
-    multiply_tiles<SECOND>(x + j, k, panel + j * PANEL);
-  }
-  if (j < k) multiply_rest<SECOND>(x + j, n, k, panel + j * PANEL, k - j);
-  constexpr Index SUM_BYTES = PANEL * sizeof(float);
-  _tile_stored(0, sums[0], SUM_BYTES);
-  _tile_stored(1, sums[0] + LANES, SUM_BYTES);
-  if constexpr (SECOND) {
-    _tile_stored(2, sums[UNIT_ROWS], SUM_BYTES);
-    _tile_stored(3, sums[UNIT_ROWS] + LANES, SUM_BYTES);
-  }
-  asm volatile("" ::: "memory");
-}
-
-// sums [n][32] = x [n, k] times a panel, n at most MATRIX_ROWS; `next(pair)` is called for each pair of inputs.
-template <class Next>
-void matrix_sums(const Number* x, Index n, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  const auto sums_of = n == 1           ? vector_sums<1, Next>
-                       : n == 2         ? vector_sums<2, Next>
-                       : n > UNIT_ROWS ? unit_sums<true, Next>
-                                        : unit_sums<false, Next>;
-  sums_of(x, n, k, panel, next, sums);
-}
+// Tiles are read and written behind the compiler's back: what it has yet to store, or thinks it knows.
+SLIP_INLINE void settle_memory() { asm volatile("" ::: "memory"); }
 
 }  // namespace
 

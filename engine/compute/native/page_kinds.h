@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "attention_tile.h"
+#include "matrix_attention.h"
 #include "tiles.h"
 
 namespace {

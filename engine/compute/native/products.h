@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_products.h"
-#include "matrix_unit.h"
+#include "matrix_products.h"
 #include "quantize.h"
 #include "team.h"
 
