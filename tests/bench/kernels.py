@@ -1,4 +1,4 @@
-"""The model's pass with each form of the kernels and without, its products alone, and torch.compile beside them.
+"""The pass with each form of the kernels and without, its products alone, and torch.compile beside them.
 
 Everything of one table runs in one process, in turns, but for torch.compile, which a process of its own is
 given a time for.

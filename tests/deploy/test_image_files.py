@@ -19,7 +19,7 @@ import pytest
 from config import load_settings
 from engine.compute.loading.model_source import installed_model
 from engine.compute.native.compiler import bundled_library
-from engine.compute.native.forms import ELEMENTS, FORMS, KernelBuild
+from engine.compute.native.forms import FORMS, KernelBuild
 from tests.deploy.dockerfile import Stage, read_dockerfile
 from tests.support.tiny_models import save_tiny_model
 
@@ -181,7 +181,9 @@ def test_the_kernels_are_compiled_for_an_image_without_a_compiler(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(sys, "argv", ["bundle_kernels.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "deploy/image/bundle_kernels.py"), run_name="__main__")
-    builds = [KernelBuild(form, dtype, formats=True) for form in FORMS.get(machine, ()) for dtype in ELEMENTS]
+    builds = [
+        KernelBuild(form, dtype, formats=True) for form in FORMS.get(machine, ()) for dtype in form.dtypes
+    ]
     assert asked == [(bundled_library(tmp_path, build), build, None) for build in builds]
 
 

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from engine.compute.native.forms import ELEMENTS, KernelBuild, NativeUnavailable, forms_of
+from engine.compute.native.forms import KernelBuild, NativeUnavailable, forms_of
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 BUNDLED = Path("share", "slipstream", "native")  # below a prefix: what an image without a compiler brings
@@ -75,7 +75,7 @@ def compile_all(prefix: Path, machine: str | None = None) -> list[Path]:
     """
     made = []
     compiler = None if machine is None else find_compiler((f"{machine}-linux-gnu-g++",))
-    kinds = ((form, dtype) for form in forms_of(machine) for dtype in ELEMENTS)
+    kinds = ((form, dtype) for form in forms_of(machine) for dtype in form.dtypes)
     for build in (KernelBuild(form, dtype, formats=True) for form, dtype in kinds):
         made.append(bundled_library(prefix, build))
         compile_into(made[-1], build, compiler)

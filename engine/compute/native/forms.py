@@ -22,12 +22,13 @@ class CpuForm:
     """Instructions that kernels are compiled for: `needs` are torch's names of what a CPU must have.
 
     `flags` name them one by one and never this machine's own, so that one library serves every CPU that has
-    them.
+    them. `dtypes` are those of the models that have something of them.
     """
 
     name: str
     needs: tuple[str, ...]
     flags: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = ELEMENTS
 
     @property
     def is_here(self) -> bool:
@@ -45,12 +46,12 @@ _AVX512 = (*_V3, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _AVX512_FLAGS = ("-march=x86-64-v3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI, _VNNI_FLAGS = (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")
 _BF16, _BF16_FLAGS = (*_VNNI, "avx512_bf16"), (*_VNNI_FLAGS, "-mavx512bf16")
-_AMX = ("amx_tile", "amx_bf16", "amx_int8")
+_AMX = ("amx_tile", "amx_bf16")
 
 # The fastest first.
 FORMS = {
     "x86_64": (
-        CpuForm("amx", (*_BF16, *_AMX), (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+        CpuForm("amx", (*_BF16, *_AMX), (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), (torch.bfloat16,)),
         CpuForm("bf16", _BF16, _BF16_FLAGS),
         CpuForm("vnni", _VNNI, _VNNI_FLAGS),
         CpuForm("avx512", _AVX512, _AVX512_FLAGS),
@@ -92,14 +93,15 @@ def forms_of(machine: str | None = None) -> tuple[CpuForm, ...]:
 
 def choose_build(dtype: torch.dtype, asked: str = "auto", *, formats: bool = False) -> KernelBuild:
     """The fastest library for this CPU, or that of the form `asked`. Raises NativeUnavailable for none."""
+    numbers = str(dtype).removeprefix("torch.")
     if dtype not in ELEMENTS:
-        raise NativeUnavailable(f"they do not compute in {str(dtype).removeprefix('torch.')}")
-    known = forms_of()
+        raise NativeUnavailable(f"they do not compute in {numbers}")
+    known = [form for form in forms_of() if dtype in form.dtypes]
     found = next((form for form in known if asked in ("auto", form.name) and form.is_here), None)
     if found is not None:
         return KernelBuild(found, dtype, formats)
     if asked != "auto":
         here = ", ".join(form.name for form in known if form.is_here) or "none"
-        raise NativeUnavailable(f"--cpu-kernels {asked}: this CPU has {here}")
+        raise NativeUnavailable(f"--cpu-kernels {asked}: this CPU has {here} for models in {numbers}")
     wanted = " or ".join(form.name for form in known) or "kernels"
     raise NativeUnavailable(f"the CPU has no instructions for {wanted}")

@@ -17,7 +17,7 @@ from engine.compute.loading.loader import load_model
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
-from engine.compute.native.forms import forms_of
+from engine.compute.native.forms import choose_build, forms_of
 from engine.errors import StartRefused, UnsupportedModel
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
@@ -273,13 +273,14 @@ def test_compiled_kernels_are_foreseen(tmp_path: Path, monkeypatch: pytest.Monke
         return found.model.compiled
 
     # Heads of 16 are too narrow for attention.
-    modules = f"{forms_of()[0].name}: 2 MLPs, 5 norms, 9 projections"
+    fastest = forms_of()[0].name
+    modules = f"{fastest}: 2 MLPs, 5 norms, 9 projections"
     assert told() == f"{modules}; the first start compiles them, in a few seconds"
     monkeypatch.setattr("engine.compute.native.install.find_library", lambda home, build: home)
     assert told("--compile", "on") == modules
     assert told("--compile", "off") == "not used: --compile off"
-    assert told("--dtype", "float32") == modules
-    assert told("--cpu-kernels", "v3") == modules.replace(forms_of()[0].name, "v3")
+    assert told("--dtype", "float32") == modules.replace(fastest, choose_build(torch.float32).form.name)
+    assert told("--cpu-kernels", "v3") == modules.replace(fastest, "v3")
     monkeypatch.setattr("engine.compute.native.install.find_library", lambda home, build: None)
     monkeypatch.setattr(compiler, "_COMPILERS", ("no-such-compiler",))
     assert told() == "not used: there is no C++ compiler (no-such-compiler)"
