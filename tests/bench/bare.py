@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
@@ -83,6 +83,30 @@ class BareModel:
         started = perf_counter()
         for _ in range(num_steps):
             model(**self._arguments).logits[0].argmax(-1).tolist()
+        return (perf_counter() - started) / num_steps
+
+    @torch.inference_mode()
+    def attention_s(self, num_steps: int) -> float:
+        """Mean seconds of a step's attention alone: laid out, K/V written and attended to, in every layer.
+
+        Of noise as wide as the model's own; kernels that compute whole layers do the same in there.
+        """
+        loaded, num_tokens = self._forward.loaded, len(self.inputs.token_ids)
+        calls = []
+        for number, layer in enumerate(loaded.layers):
+            heads = layer.num_kv_heads
+            shapes = (
+                (loaded.config.num_attention_heads, layer.key_dim),
+                (heads, layer.key_dim),
+                (heads, layer.value_dim),
+            )
+            noise = [torch.randn(num_tokens, *shape).to(loaded.dtype) for shape in shapes]
+            calls.append((noise, LayerCall(number, layer.key_dim**-0.5, layer.window)))
+        started = perf_counter()
+        for _ in range(num_steps):
+            context = AttentionContext(self.inputs, self._kv, self._forward.backend)
+            for (query, key, value), call in calls:
+                context.attend(query, key, value, call)
         return (perf_counter() - started) / num_steps
 
     def runner_step_s(self, num_steps: int) -> float:
