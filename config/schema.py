@@ -130,7 +130,7 @@ class ModelSettings(Section):
         "auto", description="kernels compiled for this CPU; auto = where that is possible"
     )
     cpu_kernels: CpuKernels = Field(
-        "auto", description="instructions of the kernels; auto = this CPU's fastest"
+        "auto", description="instructions of the kernels; auto = the fastest here"
     )
     quantization: Quantization = Field(
         "none", description="weights as compiled kernels read them: int8 in 1/2 the memory, int4 1/3"

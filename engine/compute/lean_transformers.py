@@ -45,8 +45,9 @@ class _Deferred(ModuleType):
         for deferred in (_COMPILER, _MASK_MODE):
             if isinstance(sys.modules.get(deferred), _Deferred):
                 del sys.modules[deferred]
+        import torch._dynamo._trace_wrapped_higher_order_op as mode  # and with it what it is a part of
 
-        return getattr(sys.modules[self.__name__], name)
+        return getattr(mode if self.__name__ == _MASK_MODE else sys.modules[_COMPILER], name)
 
 
 class _DeferredCompiler(_Deferred):
