@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr Index SOON = 64;                    // inputs between what vectors sum and what is asked for
 constexpr Index MATRIX_ROWS = 2 * UNIT_ROWS;  // of sums that the unit holds beside what they are taken of
 
 // Adds the products of STEP inputs of rows [.., stride] and pairs [STEP / 2][2] of blocks; `SECOND` for over UNIT_ROWS.
@@ -51,6 +52,7 @@ void vector_sums(const Number* x, Index, Index k, const Element* panel, Next nex
     repeat<2>(SLIP_EACH_OF(odd) { clear(part[odd]); });
     for (Index j = step; j < std::min(step + STEP, k); j += 2) {
       next(j / 2);
+      repeat<2>(SLIP_EACH_OF(half) { ask_for(columns.at + (j + SOON + half) * PANEL); });
       repeat<2>(SLIP_EACH_OF(half) {
         repeat<2>(SLIP_EACH_OF(odd) {
           const Floats column = columns.one(j / 2, half, odd);
