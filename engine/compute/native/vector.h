@@ -1,7 +1,7 @@
 // Sixteen numbers at a time, on any CPU: one vector of AVX-512, two of AVX2, four of NEON.
 //
 // The library is compiled once for each set of instructions and each type of a model's numbers; what the compiler says
-// it may use decides here. Nothing else in this folder names an instruction.
+// it may use decides here. Beside numbers.h, sums.h and the matrix unit's headers nothing names an instruction.
 
 #pragma once
 
