@@ -12,10 +12,10 @@ namespace {
 // to [rows][KEYS], of which V * 16 columns are set = rows [.., stride] times columns [count / 2][line][2]; `count` is a
 // multiple of STEP.
 template <int V>
-SLIP_INLINE void multiply_tiles(const Number* rows, Index stride, const Number* columns, Index line, Index count,
-                                float* to) {
+SLIP_INLINE void put_sums(const Number* rows, Index stride, const Number* columns, Index line, Index count,
+                          float* to) {
   constexpr Index WORD = 2 * sizeof(Number), TO_BYTES = KEYS * sizeof(float);
-  settle_memory();
+  fence_compiler();
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (V > 2) {
@@ -41,7 +41,7 @@ SLIP_INLINE void multiply_tiles(const Number* rows, Index stride, const Number* 
     _tile_stored(2, to + 2 * LANES, TO_BYTES);
     _tile_stored(3, to + 3 * LANES, TO_BYTES);
   }
-  settle_memory();
+  fence_compiler();
 }
 
 // records [rows, 16 * D of dim] = themselves times the rows' factors, plus weights [rows, KEYS] times the values of
@@ -50,7 +50,7 @@ template <int V, int D>
 SLIP_INLINE void add_values_of(Index rows, const Number* weights, const Floats* factors, const Number* values,
                                Index dim, float* records) {
   alignas(64) float sums[UNIT_ROWS][KEYS];
-  multiply_tiles<D>(weights, KEYS, values, dim, V * LANES, sums[0]);
+  put_sums<D>(weights, KEYS, values, dim, V * LANES, sums[0]);
   for (Index i = 0; i < rows; i++)
     repeat<D>(SLIP_EACH_OF(d) {
       float* record = records + i * record_size(dim) + LANES * d;
@@ -65,7 +65,7 @@ void attend_by_unit(const Block& b, Index rows, const Number* query, const uint6
   alignas(64) float products[UNIT_ROWS][KEYS];
   alignas(64) Number weights[UNIT_ROWS * KEYS];
   Floats factors[UNIT_ROWS];
-  multiply_tiles<V>(query, dim, b.keys, KEYS, dim, products[0]);
+  put_sums<V>(query, dim, b.keys, KEYS, dim, products[0]);
   b.upcoming.some(ROWS_AT_ONCE);
   for (Index i = 0; i < rows; i++) {
     Floats row[V];

@@ -36,7 +36,7 @@ void multiply_rest(const Number* rows, Index n, Index stride, const Element* pai
   alignas(64) Element others[STEP * PANEL] = {};
   for (Index i = 0; i < n; i++) memcpy(some[i], rows + i * stride, count * sizeof(Number));
   memcpy(others, pairs, count * PANEL * sizeof(Element));
-  settle_memory();
+  fence_compiler();
   multiply_tiles<SECOND>(some[0], STEP, others);
 }
 
@@ -77,7 +77,7 @@ void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next nex
   const Index first = std::min(n, UNIT_ROWS), second = n - first;
   // Sums, by rows and then by half of the columns; two of rows, two of columns.
   const MatrixUnit unit({first, first, second, second, first, second, STEP / 2, STEP / 2});
-  settle_memory();
+  fence_compiler();
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (SECOND) {
@@ -99,7 +99,7 @@ void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next nex
     _tile_stored(2, sums[UNIT_ROWS], SUM_BYTES);
     _tile_stored(3, sums[UNIT_ROWS] + LANES, SUM_BYTES);
   }
-  settle_memory();
+  fence_compiler();
 }
 
 // sums [n][32] = x [n, k] times a panel, n at most MATRIX_ROWS; `next(pair)` is called for each pair of inputs.

@@ -44,7 +44,7 @@ class MatrixUnit {
 };
 
 // Tiles are read and written behind the compiler's back: what it has yet to store, or thinks it knows.
-SLIP_INLINE void settle_memory() { asm volatile("" ::: "memory"); }
+SLIP_INLINE void fence_compiler() { asm volatile("" ::: "memory"); }
 
 }  // namespace
 

@@ -272,22 +272,36 @@ def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels) -> None:
 def test_a_row_is_the_same_bits_in_any_company(kernels: NativeKernels) -> None:
     for threads in (1, 2, 3):
         kernels.team.resize(threads)
-        check_company(kernels)
+        for width in (2, 34, 576):  # with and without inputs that fill no step of a matrix unit
+            check_company(kernels, width)
 
 
-def check_company(kernels: NativeKernels) -> None:
-    x, weights = noise(210, 576), kernels.pack(noise(192, 576, seed=1), noise(192, seed=2))
+def check_company(kernels: NativeKernels, width: int) -> None:
+    x, weights = noise(210, width), kernels.pack(noise(192, width, seed=1), noise(192, seed=2))
     together = kernels.linear(x, weights)
-    for n in (1, 2, 5, 12, 13, 96, 97):
+    for n in (1, 2, 3, 5, 12, 13, 16, 17, 33, 96, 97):
         for first in (0, 100):
             alone = kernels.linear(x[first : first + n].contiguous(), weights)
             assert torch.equal(alone, together[first : first + n])
-    weight = noise(576, seed=3)
+    x, weight = noise(210, 576), noise(576, seed=3)
     assert torch.equal(
         kernels.normalize(x, NormWeights(weight, 1e-5))[7:8],
         kernels.normalize(x[7:8], NormWeights(weight, 1e-5)),
     )
     assert torch.equal(kernels.activate(x, Activation.SILU)[9:10], kernels.activate(x[9:10], Activation.SILU))
+
+
+@pytest.mark.parametrize("width", [68, 576])
+def test_sums_are_taken_in_one_order(kernels: NativeKernels, width: int) -> None:
+    """All terms cancel, so that nothing is left but how sums were rounded: no rounding to bfloat16 hides it."""
+    x, weight = noise(97, width // 2), noise(192, width // 2, seed=1)
+    x, packed = torch.cat((x, -x), dim=1), kernels.pack(torch.cat((weight, weight), dim=1))
+    together = kernels.linear(x, packed)
+    assert (together != 0).float().mean() > 0.1
+    for n in (1, 2, 3, 16, 17, 33):
+        for first in range(0, 64, n):
+            rows = slice(first, first + n)
+            assert torch.equal(kernels.linear(x[rows].contiguous(), packed), together[rows])
 
 
 def test_what_is_no_library_is_told(tmp_path: Path) -> None:
