@@ -64,13 +64,15 @@ def measure(context: BenchContext) -> list[Section]:
     """The passes and the products."""
     context.say("loading the model without kernels")
     runners = {"compile off": load_runner(context, "off")}
-    if runners["compile off"].forward.loaded.device.type != "cpu":
+    served = runners["compile off"].forward.loaded
+    if served.device.type != "cpu":
         raise BenchmarkFailed("kernels: these are measured on a CPU only")
     note = ""
     try:
-        for form in (form.name for form in forms_of() if form.is_here):
-            context.say(f"loading the model with kernels for {form}")
-            runners[form] = load_runner(context, "on", form)
+        for form in forms_of():
+            if form.is_here and served.dtype in form.dtypes:
+                context.say(f"loading the model with kernels for {form.name}")
+                runners[form.name] = load_runner(context, "on", form.name)
     except StartRefused as refusal:
         note = str(refusal)
     passes = passes_section(context, runners)
