@@ -293,7 +293,7 @@ def check_company(kernels: NativeKernels, width: int) -> None:
 
 @pytest.mark.parametrize("width", [68, 576])
 def test_sums_are_taken_in_one_order(kernels: NativeKernels, width: int) -> None:
-    """All terms cancel, so that nothing is left but how sums were rounded: no rounding to bfloat16 hides it."""
+    """All terms cancel: what is left is how sums were rounded, which no rounding to bfloat16 hides."""
     x, weight = noise(97, width // 2), noise(192, width // 2, seed=1)
     x, packed = torch.cat((x, -x), dim=1), kernels.pack(torch.cat((weight, weight), dim=1))
     together = kernels.linear(x, packed)
