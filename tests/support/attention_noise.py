@@ -81,8 +81,9 @@ def attend(
     layer = noise.layer
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(noise.dtype).to(device, dtype)
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        numbers = scale * torch.randn(shape, generator=generator)
+        return numbers.to(noise.dtype).to(device, dtype)  # in that order: both sides have the same
 
     with torch.inference_mode():
         kv = KvTensors((layer,), num_blocks, noise.block_size, dtype, device, kept)
@@ -99,7 +100,7 @@ def attend(
         key = draw(layer.num_kv_heads, num_tokens, layer.key_dim).transpose(0, 1)
         value = draw(num_tokens, layer.num_kv_heads, layer.value_dim)
         context = AttentionContext(inputs, kv, backend)
-        sinks = draw(num_heads) * 3 if noise.has_sinks else None
+        sinks = draw(num_heads, scale=3.0) if noise.has_sinks else None
         call = LayerCall(0, 0.3, layer.window, noise.softcap, layer.chunk, sinks)
         return context.attend(query, key, value, call).float().cpu()
 
