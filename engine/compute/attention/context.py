@@ -9,7 +9,7 @@ import torch
 
 from engine.compute.attention.backend import AttentionBackend, LayerCall
 from engine.compute.attention.cpu import PagedStep
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_tensors import KvTensors, sent
 from engine.compute.attention.paged_rows import PagedRows
 from engine.plan.step_records import StepInputs
 
@@ -61,10 +61,15 @@ class AttentionContext:
         """Every row of the step, where a kernel takes them all past `attend`; else None."""
         return self._step.rows if isinstance(self._step, PagedStep) else None
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence has with this step: no position is as far."""
+        return int(self._inputs.kv_lens.max())
+
     @cached_property
     def slots(self) -> torch.Tensor:
         """Where the step's keys and values belong, to write them without `attend`: int64 [num_tokens]."""
-        return torch.tensor(self._inputs.slot_mapping, device=self.kv.device)
+        return sent(self._inputs.slot_mapping, self.kv.device)
 
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """As `attend`, for keys and values that are in the `slots` of their pages already."""

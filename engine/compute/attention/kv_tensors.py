@@ -13,7 +13,7 @@ import torch
 from engine.compute.attention.huge_pages import HugePages, fill_in_background
 from engine.compute.attention.kv_rows import SCALE_BYTES, Int8Rows, KvRows, LeadingNumbers, PlainRows, Scratch
 from engine.compute.attention.layer_kv import LayerKv
-from engine.plan.step_records import BlockCopy, Int64
+from engine.plan.step_records import BlockCopy, Int32, Int64
 
 _LARGE_BYTES = 64 << 20  # worth a thread of its own to find the memory
 
@@ -26,6 +26,12 @@ def bytes_per_block(layers: Iterable[LayerKv], block_size: int, dtype: torch.dty
         if layer.shares is None
     )
     return sum(widths) * block_size * dtype.itemsize
+
+
+def sent(numbers: Int64 | Int32, device: torch.device) -> torch.Tensor:
+    """The numbers there, as they are; on the CPU the array's own memory, which is not written again."""
+    host = torch.from_numpy(numbers)
+    return host if device.type == "cpu" else host.to(device)
 
 
 def on_device(numbers: Sequence[int] | Int64, device: torch.device) -> torch.Tensor:
@@ -61,6 +67,7 @@ class KvTensors:
         self.compute_dtype = dtype
         self.dtype = kept or dtype
         self.device = device
+        self.block_bytes = bytes_per_block(self.layers, block_size, self.dtype)  # of one, in all layers
         pages = HugePages(num_blocks * self.block_bytes)
         self._owners = [index for index, layer in enumerate(self.layers) if layer.shares is None]
         self.keys = self._made(pages, [layer.key_dim for layer in self.layers])
@@ -78,11 +85,6 @@ class KvTensors:
         """Each of them once, [num_blocks, num_kv_heads, block_size, dim]."""
         apart = [index for index in self._owners if not self.layers[index].value_in_key]
         return (*(self.keys[index] for index in self._owners), *(self.values[index] for index in apart))
-
-    @property
-    def block_bytes(self) -> int:
-        """What one block costs in all layers together."""
-        return bytes_per_block(self.layers, self.block_size, self.dtype)
 
     def rows_of(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Where `write` puts the tokens of `slots` in a layer of `num_kv_heads`: [num_tokens * num_kv_heads].

@@ -31,7 +31,7 @@ class PagedRows:
     def of(cls, inputs: StepInputs) -> PagedRows:
         """All tokens of a step."""
         own = (inputs.query_lens, inputs.kv_lens, inputs.block_tables)
-        counts, lengths, tables = (torch.tensor(array, dtype=torch.int32) for array in own)
+        counts, lengths, tables = map(torch.from_numpy, own)
         trees = tree_masks(inputs)
         if not trees:
             return cls(counts, lengths, tables, None, None)

@@ -35,11 +35,17 @@ struct Decoder {  // what stays from step to step; records.py mirrors it
   const DecoderLayer* layers;
   Norm last_norm;
   Index num_layers, hidden;
+  const Element* embedding;  // [num_tokens, hidden]; null where a step brings its tokens embedded
+  Index num_tokens;
+  float multiplier;          // of what is read of it
+  Product head;              // no outputs for none
 };
 
 struct DecoderStep {  // records.py mirrors it
-  Element* hidden;                  // [n, hidden], the embedded tokens; in the end what the head reads
-  const float* const *cos, *const *sin;  // of each table, [n, rotary]
+  Element* hidden;                  // [n, hidden], the embedded tokens or room for them; in the end what the head reads
+  const Index* token_ids;        // [n], where the decoder has the embedding
+  const float* const *cos, *const *sin;  // of each table, [.., rotary]
+  const Index* places;           // as in Rotation
   const Index* slots;            // [n], as in Rotation
   void* const *keys, *const *values;  // each layer's pages
   const Attention* attention;    // what is the same in all layers; it gets its tensors and heads here
@@ -49,6 +55,9 @@ struct DecoderStep {  // records.py mirrors it
   Element* tapped;                  // [n, num_taps, hidden], what enters them
   Index num_taps;
   const Element* layer_inputs;      // [n, num_layers, outputs of a layer's input_gate]; null for none
+  const Index* rows;                // [num_rows] of the tokens, in order, whose logits are wanted
+  Index num_rows;
+  Element* logits;                  // [num_rows, outputs of the head]; null for none
 };
 
 }  // extern "C"
@@ -70,7 +79,7 @@ struct Scratch {
   }
 
   static Index most_row_blocks(const Decoder& d, Index n) {
-    Index most = 0;
+    Index most = num_row_blocks(d.head, n);
     for (Index i = 0; i < d.num_layers; i++) {
       const DecoderLayer& layer = d.layers[i];
       for (const Product* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.input_gate,
@@ -110,6 +119,7 @@ class DecoderPass {
   }
 
   void run(Worker& me) {
+    embed(me);
     for (Index index = 0; index < d_.num_layers; index++) {
       tap(me, index);
       attend(me, index);
@@ -118,9 +128,31 @@ class DecoderPass {
     }
     tap(me, d_.num_layers);
     normalize_in_team(me, s_.hidden, d_.last_norm, s_.hidden, s_.n, d_.hidden);
+    give_logits(me);
   }
 
  private:
+  void embed(Worker& me) {
+    if (!d_.embedding) return;
+    me.each(s_.n, [&](Index i) {
+      const Element* from = d_.embedding + s_.token_ids[i] * d_.hidden;
+      if (d_.multiplier == 1) return (void)memcpy(hidden(i), from, d_.hidden * sizeof(Element));
+      for (Index j = 0; j < d_.hidden; j += LANES) store(hidden(i) + j, load(from + j) * broadcast(d_.multiplier));
+    });
+  }
+
+  void give_logits(Worker& me) {
+    if (!s_.logits) return;
+    const Element* x = s_.hidden;
+    if (s_.num_rows < s_.n) {
+      me.each(s_.num_rows, [&](Index i) {
+        memcpy(at_.normed + i * d_.hidden, hidden(s_.rows[i]), d_.hidden * sizeof(Element));
+      });
+      x = at_.normed;
+    }
+    product_in_team(me, d_.head, x, s_.logits, s_.num_rows, at_.blocks);
+  }
+
   // Copies what enters a layer to where it is wanted.
   void tap(Worker& me, Index index) {
     for (Index tap = 0; tap < s_.num_taps; tap++)
@@ -142,7 +174,7 @@ class DecoderPass {
     rotate_and_write_in_team(me, {form, qkv, is_rotated ? s_.cos[layer.table] : nullptr,
                                   is_rotated ? s_.sin[layer.table] : nullptr, layer.query_norm, layer.key_norm, query,
                                   s_.keys[index], s_.values[index], s_.slots, s_.n, attention.block_size,
-                                  attention.of_bytes, layer.value_norm});
+                                  attention.of_bytes, layer.value_norm, s_.places});
     attention.heads = form.heads;
     attention.kv_heads = layer.kv_heads;
     attention.dim = form.dim;
@@ -241,10 +273,14 @@ extern "C" {
 // How many numbers of scratch each token needs.
 Index slip_decoder_scratch(const Decoder* d) { return Scratch::width(*d); }
 
-// Every layer and the last norm, in one region: threads meet where one reads what another wrote.
-void slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
+// From tokens to logits, or what of that the records ask for, in one region: threads meet where one reads what another
+// wrote. -1 when it is done; the place of the first token that the embedding does not have, where nothing was done.
+Index slip_decode(Team* team, const Decoder* d, const DecoderStep* s) {
+  for (Index i = 0; d->embedding && i < s->n; i++)
+    if (s->token_ids[i] < 0 || s->token_ids[i] >= d->num_tokens) return i;
   DecoderPass pass(*d, *s);
   team->run(true, [&](Worker& me) { pass.run(me); });
+  return -1;
 }
 
 }  // extern "C"

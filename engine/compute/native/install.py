@@ -14,7 +14,7 @@ from torch import nn
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
-from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.decoder import NativeDecoder, gives_head_alone
 from engine.compute.native.families import is_known, is_whole
 from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build
 from engine.compute.native.kernels import NativeKernels
@@ -167,7 +167,10 @@ def join_layers(loaded: LoadedModel, kernels: NativeKernels, before: torch.Tenso
     if loaded.kernels is None or not NativeDecoder.fits(base):
         return
     before = packed_sample(forward_of(loaded)) if before is None else before
-    loaded.model.set_submodule(loaded.model.base_model_prefix, NativeDecoder(kernels, base, loaded.layers))
+    decoder = NativeDecoder(kernels, base, loaded.layers)
+    loaded.model.set_submodule(loaded.model.base_model_prefix, decoder)
+    if gives_head_alone(loaded.model):
+        decoder.lead_to(loaded.model.get_output_embeddings())
     if torch.equal(packed_sample(forward_of(loaded)), before):
         log.debug("one call of a kernel computes all layers")
         return

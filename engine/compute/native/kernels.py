@@ -133,7 +133,8 @@ class NativeKernels:
         )
         self._rotate = function("slip_rotate_and_write", ctypes.POINTER(Rotation))
         self._attend = function("slip_attend", ctypes.POINTER(Attention))
-        self._decode = function("slip_decode", ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep))
+        step = POINTER, ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep)
+        self._decode = library_function(loaded, "slip_decode", *step, result=INDEX)
         self._decoder_scratch = library_function(
             loaded, "slip_decoder_scratch", ctypes.POINTER(Decoder), result=INDEX
         )
@@ -364,8 +365,10 @@ class NativeKernels:
         return int(self._decoder_scratch(decoder))
 
     def decode(self, decoder: Decoder, step: DecoderStep) -> None:
-        """Run all layers of `decoder` and its last norm on a step's tokens; see decoder.h."""
-        self._decode(self.team.handle, decoder, step)
+        """Run `decoder` on a step's tokens; see decoder.h. Raises IndexError for one that there is not."""
+        place = self._decode(self.team.handle, decoder, step)
+        if place >= 0:
+            raise IndexError(f"token {place} of the step is none of the model's {decoder.num_tokens}")
 
     def eagle_scratch(self, eagle: Eagle, num_rows: int, num_sequences: int) -> int:
         """How many numbers of scratch `draft` needs for so many."""

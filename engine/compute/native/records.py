@@ -117,6 +117,7 @@ class Rotation(ctypes.Structure):
         *((name, POINTER) for name in ("query", "keys", "values", "slots")),
         *((name, INDEX) for name in ("n", "block_size", "of_bytes")),
         ("value_norm", Norm),
+        ("places", POINTER),
     )
 
 
@@ -199,6 +200,10 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(DecoderLayer)),
         ("last_norm", Norm),
         *((name, INDEX) for name in ("num_layers", "hidden")),
+        ("embedding", POINTER),
+        ("num_tokens", INDEX),
+        ("multiplier", FLOAT),
+        ("head", Product),
     )
 
 
@@ -206,16 +211,18 @@ class DecoderStep(ctypes.Structure):
     """See decoder.h."""
 
     _fields_ = (
-        ("hidden", POINTER),
+        *((name, POINTER) for name in ("hidden", "token_ids")),
         *((name, ctypes.POINTER(POINTER)) for name in ("cos", "sin")),
-        ("slots", POINTER),
+        *((name, POINTER) for name in ("places", "slots")),
         *((name, ctypes.POINTER(POINTER)) for name in ("keys", "values")),
         ("attention", ctypes.POINTER(Attention)),
         ("scratch", POINTER),
         ("n", INDEX),
         *((name, POINTER) for name in ("taps", "tapped")),
         ("num_taps", INDEX),
-        ("layer_inputs", POINTER),
+        *((name, POINTER) for name in ("layer_inputs", "rows")),
+        ("num_rows", INDEX),
+        ("logits", POINTER),
     )
 
 

@@ -30,8 +30,8 @@ class RotationTable:
         self._rotary: Any = rotary if layer_type is None else partial(rotary, layer_type=layer_type)
         self._like = like
         kind = getattr(rotary, "rope_type", None)
-        self._is_static = (kind.get(layer_type) if isinstance(kind, dict) else kind) in _STATIC
-        self._cos = self._sin = torch.empty(0, 0)
+        self.is_static = (kind.get(layer_type) if isinstance(kind, dict) else kind) in _STATIC
+        self.whole = torch.empty(0, 0), torch.empty(0, 0)  # cosines and sines of the first positions
 
     @cached_property
     def width(self) -> int:
@@ -43,12 +43,18 @@ class RotationTable:
 
         They are rounded as the module rounds them. Those of the second half are behind the first's.
         """
-        if not self._is_static:
+        if not self.is_static:
             return self._ask(positions)
-        needed = int(positions.max()) + 1
-        if needed > len(self._cos):
-            self._cos, self._sin = self._ask(torch.arange(1 << (needed - 1).bit_length()))
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        self.reach(int(positions.max()) + 1)
+        cos, sin = self.whole
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def reach(self, length: int) -> bool:
+        """Have so many positions in `whole`, where they are static; True if it is another than before."""
+        is_short = length > len(self.whole[0])
+        if is_short:
+            self.whole = self._ask(torch.arange(1 << (length - 1).bit_length()))
+        return is_short
 
     def _ask(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = in_halves(self._rotary(self._like, position_ids=positions[None]), self._family)

@@ -26,7 +26,7 @@ struct Heads {  // how queries and keys become what is attended with; records.py
 struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   Heads form;
   Element* qkv;                       // [n, numbers_each(form)]; its contents are lost
-  const float *cos, *sin;             // [n, rotary], those of the second half behind the first's; null for no rotation
+  const float *cos, *sin;             // [.., rotary], those of the second half behind the first's; null for no rotation
   Norm query_norm, key_norm;          // weight [dim], or that of all heads
   Element* query;                     // [n, heads, dim]
   void *keys, *values;                // a layer's pages, as pages.h has them
@@ -34,6 +34,7 @@ struct Rotation {  // of slip_rotate_and_write; records.py mirrors it
   Index n, block_size;
   Index of_bytes;                     // what the pages are of
   Norm value_norm;                    // of single heads, weight [dim]
+  const Index* places;                // [n], of each token's row of cos and sin; null where they have [n, rotary]
 };
 
 }  // extern "C"
@@ -207,8 +208,9 @@ void rotate_and_write(const Rotation& r, Index i) {
     normalize(row, r.query_norm, row, heads * dim);
     normalize(row + heads * dim, r.key_norm, row + heads * dim, kv_heads * dim);
   }
-  const float* cos = r.cos ? r.cos + i * form.rotary : nullptr;
-  const float* sin = r.cos ? r.sin + i * form.rotary : nullptr;
+  const Index place = r.places ? r.places[i] : i;
+  const float* cos = r.cos ? r.cos + place * form.rotary : nullptr;
+  const float* sin = r.cos ? r.sin + place * form.rotary : nullptr;
   const Norm none{};
   for (Index h = 0; h < heads + kv_heads; h++) {
     const bool is_query = h < heads;

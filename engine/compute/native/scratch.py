@@ -31,12 +31,12 @@ def attention_bytes(layers: Sequence[LayerKv], num_threads: int) -> int:
 
 
 def layer_numbers(config: Any, layers: Sequence[LayerKv]) -> int:
-    """Numbers for each token between the parts of the layer that needs most, as decoder.h has them."""
+    """Numbers for each token, and between the parts of the layer that needs most, as decoder.h has them."""
     heads = config.num_attention_heads
     attention = max((3 * heads + 2 * layer.num_kv_heads) * layer.key_dim for layer in layers)
     width = config.intermediate_size * (2 if getattr(config, "use_double_wide_mlp", False) else 1)
     kept = 2 if getattr(config, "enable_moe_block", False) else 1  # what an MLP beside a mixture makes
-    return int(kept * config.hidden_size + max(attention, width, _mixture_numbers(config)))
+    return int((1 + kept) * config.hidden_size + max(attention, width, _mixture_numbers(config)))
 
 
 def _mixture_numbers(config: Any) -> int:

@@ -15,12 +15,14 @@ from engine.compute.attention import (
     choose_backend,
     register,
 )
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_tensors import KvTensors, sent
 from engine.compute.attention.latent_kv import keep_latents
 from engine.compute.attention.own_attention import attend_with
 from engine.compute.attention.pass_keywords import hand_on_keywords
 from engine.compute.attention.query_temperature import scale_by_position
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.places import is_unhooked
 from engine.compute.runner.layer_taps import tap
 from engine.compute.runner.steady_rotation import keep_rotation
 from engine.plan.step_records import StepInputs
@@ -41,6 +43,8 @@ class PackedForward:
         self.backend = choose_backend(
             loaded.device, loaded.kernels, biased=any(layer.biased for layer in loaded.layers)
         )
+        base = loaded.model.base_model
+        self._decoder = base if isinstance(base, NativeDecoder) else None
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     def make_kv(self, num_blocks: int, block_size: int, kept: torch.dtype | None = None) -> KvTensors:
@@ -56,10 +60,10 @@ class PackedForward:
         """
         device = self.loaded.device
         return self.compute(
-            torch.tensor(inputs.token_ids, device=device),
-            torch.tensor(inputs.positions, device=device),
+            sent(inputs.token_ids, device),
+            sent(inputs.positions, device),
             AttentionContext(inputs, kv, self.backend),
-            torch.tensor(inputs.logits_rows, device=device),
+            sent(inputs.logits_rows, device),
         )
 
     def compute(
@@ -73,8 +77,14 @@ class PackedForward:
 
         Without rows it gives the logits of every token, [N, vocab].
         """
+        model = self.loaded.model
+        if self._decoder is not None and is_unhooked(model):
+            # What transformers' code does around layers and head is a tenth of one sequence's step.
+            at_once = self._decoder.logits(token_ids, positions, context, rows)
+            if at_once is not None:
+                return at_once
         options = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
-        output = self.loaded.model(
+        output = model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native import install
-from engine.compute.native.decoder import NativeDecoder
+from engine.compute.native.decoder import NativeDecoder, gives_head_alone
 from engine.compute.native.rotation_table import RotationTable
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -203,6 +204,87 @@ def two_tokens(forward: PackedForward) -> tuple[Any, Any]:
     return pack_step([Part([3, 4], 0, 2, [0])], 4), forward.make_kv(1, 4)
 
 
+# --- from tokens to logits at once ---
+
+
+LED = (
+    "llama",
+    "llama tied",
+    "mistral",
+    "qwen3",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+)
+NOT_LED = {
+    "gemma2": {"final_logit_softcapping": 30.0},  # a limit behind the head
+    "granite": {"logits_scaling": 8.0},  # a factor
+}
+
+
+def watched_calls(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes what transformers' code is asked for from now on."""
+    seen: list[str] = []
+    for name, module in {"model": loaded.model, "head": loaded.model.get_output_embeddings()}.items():
+        call = type(module).forward
+
+        def noting(self: Any, *args: Any, name: str = name, call: Any = call, **options: Any) -> Any:
+            seen.append(name)
+            return call(self, *args, **options)
+
+        monkeypatch.setattr(type(module), "forward", noting)
+    return seen
+
+
+@pytest.mark.parametrize("family", LED)
+def test_where_nothing_stands_behind_the_head_one_call_gives_the_logits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = joined(on_kernels(family, **JOINED[family]))
+    seen = watched_calls(loaded, monkeypatch)
+    logits_of(loaded, 9)
+    assert not seen
+
+
+@pytest.mark.parametrize("family", NOT_LED)
+def test_where_something_does_the_model_is_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = joined(on_kernels(family, **NOT_LED[family]))
+    seen = watched_calls(loaded, monkeypatch)
+    logits_of(loaded, 9)
+    assert {"model", "head"} == set(seen)
+
+
+def test_a_model_that_changes_small_logits_little_is_asked_all_the_same() -> None:
+    """A tiny model's logits are below what a limit of thirty shows in bfloat16."""
+    loaded = on_kernels("gemma2", final_logit_softcapping=30.0)
+    assert not gives_head_alone(loaded.model)
+    assert gives_head_alone(on_kernels("llama").model)
+
+
+@pytest.mark.parametrize("wanted", [[], [0], [1, 4], [0, 1, 2, 3, 4]])
+def test_logits_are_those_of_the_rows_asked_for(wanted: list[int]) -> None:
+    loaded = joined(on_kernels("llama"))
+    forward = PackedForward(loaded)
+    inputs = pack_step([Part([3, 4, 5, 6, 7], 0, 5, [0, 1])], 4, every_row=True)
+    every = forward(inputs, forward.make_kv(2, 4))
+    some = replace(inputs, logits_rows=np.array(wanted, np.int64))
+    assert torch.equal(forward(some, forward.make_kv(2, 4)), every[wanted])
+
+
+@pytest.mark.parametrize("token_id", [-1, 512, 1 << 40])
+def test_a_token_that_the_model_does_not_have_is_an_error(token_id: int) -> None:
+    loaded = joined(on_kernels("llama"))
+    forward = PackedForward(loaded)
+    inputs = pack_step([Part([3, 4, 5], 0, 3, [0])], 4)
+    wrong = replace(inputs, token_ids=np.array([3, token_id, 5]))
+    with pytest.raises(IndexError, match="token 1 of the step is none of the model's 512"):
+        forward(wrong, forward.make_kv(1, 4))
+    assert torch.isfinite(forward(inputs, forward.make_kv(1, 4))).all()
+
+
 def test_the_embedding_is_read_only() -> None:
     loaded = joined(on_kernels("llama"))
     before = loaded.model.get_input_embeddings().weight.clone()
@@ -255,8 +337,8 @@ def test_other_logits_bring_the_layers_back(
 ) -> None:
     loaded = on_kernels("llama")
     base = loaded.model.base_model
-    rows = RotationTable.rows
-    monkeypatch.setattr(RotationTable, "rows", lambda self, positions: rows(self, positions + 1)[::-1])
+    ask = RotationTable._ask
+    monkeypatch.setattr(RotationTable, "_ask", lambda self, positions: ask(self, positions + 1)[::-1])
     assert joined(loaded).model.base_model is base
     assert "one call for all layers changes the logits: they are computed one by one" in caplog.messages
 
