@@ -61,7 +61,7 @@ from engine.startup.diagnosis import (
     StoredModel,
 )
 from engine.startup.host_memory import memory_bytes
-from engine.startup.host_tuning import freeze_heap, prepare_process
+from engine.startup.host_tuning import freeze_heap, freeze_imports, prepare_process
 from engine.text.closed_schema import closed_schema
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.reply.pieces import (
@@ -148,6 +148,18 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
     from engine.training.eagle_run import train_drafter as train
 
     return train(settings, plan, progress)
+
+
+def import_libraries() -> None:
+    """Import what loads and runs models, and exempt that from garbage collection.
+
+    Call once, in a process that does little else: what of other code is garbage by now stays as well.
+    """
+    prepare_transformers()
+    import engine.startup.build
+    import engine.startup.doctor  # noqa: F401 - both for what they import
+
+    freeze_imports()
 
 
 def check_start(settings: Settings) -> None:
@@ -261,6 +273,7 @@ __all__ = [
     "diagnose",
     "frames_of",
     "freeze_heap",
+    "import_libraries",
     "list_models",
     "memory_bytes",
     "owned_salt",

@@ -20,7 +20,7 @@ from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import read_architecture
 from engine.compute.native.drawing import find_row_draw
-from engine.compute.native.install import with_kernels
+from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.scratch import scratch_bytes
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
@@ -28,8 +28,6 @@ from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.model_runner import ForDrafts
-from engine.compute.runner.scratch_pass import forward_of
-from engine.compute.runner.self_check import check_forward
 from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
 from engine.embeddings.shared_thread import GAP_LIMIT_S, LEAST_TURN_S
 from engine.errors import StartRefused
@@ -70,12 +68,11 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
     kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
     sources = load_sources(settings, loaded, directory, kv_bytes)
-    sample = check_forward(forward_of(loaded), settings.cache.kv_block_size)
 
     def reload() -> LoadedModel:
         return with_kept_kv(load_model(directory, settings.model), settings.cache)
 
-    loaded = with_kernels(loaded, settings.model, settings.home, reload, sample)
+    loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, settings.cache.kv_block_size)
     loaded = with_fast_layers(loaded, settings.model, settings.cache.kv_block_size, reload)
     check_kept_kv(loaded)
     use_kernels(sources, loaded)

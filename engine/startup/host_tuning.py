@@ -39,6 +39,11 @@ def prepare_process() -> None:
     _keep_freed_memory()
 
 
+def freeze_imports() -> None:
+    """Exempt what was imported from garbage collection: it all stays, and looking through it takes long."""
+    gc.freeze()
+
+
 def freeze_heap() -> None:
     """Exempt all objects that exist now from garbage collection, and collect less often from here on.
 

@@ -11,15 +11,17 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import Settings
 from engine import Engine, EngineState, StartRefused, freeze_heap
-from server.app import build_app
-from server.http.http_server import GRACE_S, HttpServer
-from server.http.listener import is_public, url_of
-from server.observability.request_log import Tracer
+from server.http.listener import GRACE_S, is_public, url_of
+from server.observability.logs import adopt_library_loggers
 from server.observability.terminal_rows import report_rows, start_rows
+
+if TYPE_CHECKING:
+    from server.http.http_server import HttpServer
+    from server.observability.request_log import Tracer
 
 log = logging.getLogger("slipstream.server")
 
@@ -43,7 +45,7 @@ class Daemon:
         self._on_loaded = on_loaded
         self._engine = engine
         self._listener = listener
-        self._http = HttpServer(build_app(settings, engine, tracer, is_public=is_public(listener)))
+        self._tracer = tracer
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
         self._loaded = False
@@ -56,6 +58,8 @@ class Daemon:
         """Serve to the end; the exit code. Raises StartRefused when the model cannot be loaded."""
         self._announce()
         life = asyncio.create_task(self._live())
+        await asyncio.sleep(0)  # loading begins, on a thread of its own
+        self._http = self._make_http()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         asked = asyncio.create_task(self._first_signal.wait())
         try:
@@ -72,6 +76,15 @@ class Daemon:
         finally:
             await self._shut_down(life, serving)
             asked.cancel()
+
+    def _make_http(self) -> HttpServer:
+        # Only now: to import the APIs takes half a second, for which loading need not wait.
+        from server.app import build_app
+        from server.http.http_server import HttpServer
+
+        adopt_library_loggers()
+        app = build_app(self._settings, self._engine, self._tracer, is_public=is_public(self._listener))
+        return HttpServer(app)
 
     def _announce(self) -> None:
         server, url, model = self._settings.server, url_of(self._listener), self._settings.model.model

@@ -13,17 +13,20 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING
 
 from config import GivenFaults, PlannedFault, Settings, load_fault_plan, load_trace_export
-from engine import StartRefused, build_engine, check_start, prepare_process, thread_stacks
+from engine import StartRefused, build_engine, check_start, import_libraries, prepare_process, thread_stacks
 from server.commands.daemon import FAULT, Daemon
 from server.commands.event_loop import loop_factory
 from server.commands.process_end import leave, leave_others
 from server.http.listener import bind, listen
 from server.observability.logs import adopt_library_loggers
 from server.observability.loop_guard import LoopGuard
-from server.observability.request_log import Tracer
 from server.observability.trace_export import exported_traces
+
+if TYPE_CHECKING:
+    from server.observability.request_log import Tracer
 
 log = logging.getLogger("slipstream.server")
 
@@ -47,6 +50,7 @@ def run(settings: Settings) -> int:
     try:
         listener = bind(settings.server.host, settings.server.port, listens=False)
         with exported_traces(load_trace_export(), settings.model.served_names[0]) as tracer, listener:
+            import_libraries()
             check_start(settings)
             adopt_library_loggers()  # of the libraries that this has imported
             listen(listener)

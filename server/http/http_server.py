@@ -16,9 +16,9 @@ from server.api.batches.batches import Batches
 from server.http.connection import Connection, ConnectionHouse, ConnectionLimits
 from server.http.connection_gate import ConnectionGate, room_for
 from server.http.context import ServerContext
+from server.http.listener import GRACE_S
 
 KEEP_ALIVE_S = 75  # longer than clients' own pools keep a connection, so that the client closes first
-GRACE_S = 1  # for last events to reach slow readers; with the drain it must end within docker's ten seconds
 
 
 class HttpServer(uvicorn.Server):

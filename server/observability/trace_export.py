@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from config import TraceExport
-from server.observability.request_log import Tracer
+
+if TYPE_CHECKING:
+    from server.observability.request_log import Tracer
 
 log = logging.getLogger("slipstream.server")
 

@@ -16,7 +16,7 @@ from config import SettingsError, load_settings
 from config.setting import BY_KEY, SETTINGS
 from deploy.kubernetes.build import CHART, FOLDER, MANIFEST, SCHEMA, schema_text, sources_digest
 from deploy.kubernetes.settings_schema import OF_THE_CHART
-from server.http.http_server import GRACE_S
+from server.http.listener import GRACE_S
 from server.observability import health
 from tests.deploy.known_metrics import PROMETHEUS, ROOT, exposed
 from tests.deploy.pod import read_manifest, server_container

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from config import load_settings
-from server.http.http_server import GRACE_S
+from server.http.listener import GRACE_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

@@ -120,8 +120,8 @@ def test_an_error_of_the_pass_comes_through_and_the_next_step_runs(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_warm_up_and_the_check_touch_no_block(family: str) -> None:
-    runner = make_runner(family)
+def test_the_check_touches_no_block_and_the_warm_up_needs_none(family: str) -> None:
+    runner = make_runner(family)  # with fewer blocks than a warm-up fills
     check_forward(runner.forward)
     runner.warm_up()
     assert not any(tensor.any() for tensor in (*runner.kv.keys, *runner.kv.values))

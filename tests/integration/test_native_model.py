@@ -493,6 +493,24 @@ def test_an_installation_brings_its_own(
     assert not (tmp_path / "home").exists()
 
 
+def test_what_is_served_is_compared_with_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: with the kernels in it where they compute, else as the check of a forward pass does."""
+    home, checked = compiled_home(form=PLAIN_FORM), list[LoadedModel]()
+    monkeypatch.setattr(install, "check_forward", lambda forward, _: checked.append(forward.loaded))
+
+    def checked_kernels(asked: str) -> LoadedModel:
+        settings = load_settings(["m", "--compile", asked, "--cpu-kernels", PLAIN_FORM], environ={}).model
+        return install.with_checked_kernels(fresh("llama"), settings, home, lambda: fresh("llama"), 16)
+
+    assert checked_kernels("auto").kernels is not None and not checked
+    plain = checked_kernels("off")
+    assert plain.kernels is None and [each.model for each in checked] == [plain.model]
+    # A model that computes otherwise in pieces does so with the kernels, too, and without them is refused.
+    monkeypatch.setattr(install, "plain_sample", lambda _: torch.randn(39, fresh("llama").vocab_size))
+    again = checked_kernels("auto")
+    assert again.kernels is None and checked[-1] is again
+
+
 def test_changed_logits_bring_the_model_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

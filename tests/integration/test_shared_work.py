@@ -14,10 +14,10 @@ import torch
 
 from config import load_settings
 from engine import GenerationRequest, SamplingParams
+from engine.compute.native import install
 from engine.compute.runner.model_runner import ModelRunner
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineParts, Executors
-from engine.startup import build
 from engine.startup.build import load_parts
 from tests.support.engines import Collected, InlineExecutor, collect
 from tests.support.native import WITHOUT_KERNELS
@@ -39,7 +39,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Load without dummy steps, and put back the number of threads, which loading sets."""
-    monkeypatch.setattr(build, "check_forward", lambda *_: None)
+    monkeypatch.setattr(install, "check_forward", lambda *_: None)
     monkeypatch.setattr(ModelRunner, "warm_up", lambda _: None)
     before = torch.get_num_threads()
     yield

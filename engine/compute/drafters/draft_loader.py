@@ -20,11 +20,9 @@ from engine.compute.loading.loader import LoadedModel, load_model, own_context_l
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import exact_context_limit, read_architecture
-from engine.compute.native.install import with_kernels
+from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.stored import take_weights
 from engine.compute.runner.model_runner import ModelRunner
-from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused, UnsupportedModel
 
@@ -73,15 +71,18 @@ def _load_drafter(
         block_size=block_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
     )
-    sample = check_forward(PackedForward(loaded), block_size)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
         loaded.model.num_parameters() / 1e6,
         sizes.num_blocks,
     )
-    loaded = with_kernels(
-        loaded, settings.model, settings.home, lambda: _load(directory, source, target.max_model_len), sample
+    loaded = with_checked_kernels(
+        loaded,
+        settings.model,
+        settings.home,
+        lambda: _load(directory, source, target.max_model_len),
+        block_size,
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))

@@ -27,6 +27,7 @@ from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.quantized_files import unpack_files
 from engine.compute.loading.support import read_architecture, weight_format_of
+from engine.compute.meta_device import on_meta_device
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -209,13 +210,15 @@ def _load_block(
     register()
     try:
         with no_progress_bars(), no_remarks():
-            model, report = type(target.model).from_pretrained(
-                None,
-                config=config,
-                state_dict=tensors,
-                dtype=target.dtype,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
+            model, report = on_meta_device(
+                lambda: type(target.model).from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=tensors,
+                    dtype=target.dtype,
+                    attn_implementation=ATTENTION_NAME,
+                    output_loading_info=True,
+                )
             )
     except Exception as error:  # transformers and its model classes raise whatever they like
         raise StartRefused(f"{directory}: its MTP module cannot be loaded: {first_line(error)}.") from error

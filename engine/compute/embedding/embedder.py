@@ -25,6 +25,7 @@ from engine.compute.loading.loader import choose_device, choose_dtype, misfit, s
 from engine.compute.loading.model_files import check_model_files, count_tensors, first_line, weight_files
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.support import check_num_layers
+from engine.compute.meta_device import on_meta_device
 from engine.errors import StartRefused, UnsupportedModel
 
 _LEAST_TOKENS = 4  # special tokens around one of its own
@@ -158,15 +159,17 @@ def _load_weights(folder: EmbeddingFolder, config: PreTrainedConfig, dtype: torc
     kind = AutoModelForSequenceClassification if folder.is_classifier else AutoModel
     try:
         with no_progress_bars(), no_remarks():
-            model, report = kind.from_pretrained(
-                folder.directory,
-                config=copy.deepcopy(config),
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME if _has_interface(kind, config) else None,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
+            model, report = on_meta_device(
+                lambda: kind.from_pretrained(
+                    folder.directory,
+                    config=copy.deepcopy(config),
+                    dtype=dtype,
+                    attn_implementation=ATTENTION_NAME if _has_interface(kind, config) else None,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
             )
     except Exception as error:  # transformers and its model classes raise whatever they like
         raise StartRefused(f"{folder.directory} cannot be loaded: {first_line(error)}.") from error

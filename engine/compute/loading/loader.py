@@ -25,6 +25,7 @@ from engine.compute.loading.model_files import (
     first_line,
     gguf_of,
     read_json,
+    read_json_value,
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
@@ -38,6 +39,7 @@ from engine.compute.loading.support import (
     weight_format_of,
     without_padding,
 )
+from engine.compute.meta_device import on_meta_device
 from engine.compute.native.compiler import find_compiler
 from engine.compute.native.families import is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
@@ -148,10 +150,14 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
 def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> ProbeResult:
     """What the layers of such a model are; stored weights are slow to compute with."""
     config = without_padding(config)
-    with torch.device("meta"), no_remarks():
-        # The other ways to compute experts want numbers, or 16 bits.
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
-        return probe_layers(model.eval(), model.config.get_text_config(decoder=True))
+
+    def probe() -> ProbeResult:
+        with torch.device("meta"), no_remarks():
+            # The other ways to compute experts want numbers, or 16 bits.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+            return probe_layers(model.eval(), model.config.get_text_config(decoder=True))
+
+    return on_meta_device(probe)
 
 
 def choose_device(asked: str) -> torch.device:
@@ -260,16 +266,18 @@ def _load_weights(
         source = {"pretrained_model_name_or_path": None, "state_dict": unpacked.tensors}
     try:
         with no_progress_bars(), no_remarks():
-            model, report = find_model_class(config).from_pretrained(
-                **source,
-                config=config,
-                dtype=dtype,
-                attn_implementation=built_with(find_model_class(config), attention.ATTENTION_NAME),
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                **({} if names is None else {"key_mapping": dict(names)}),
+            model, report = on_meta_device(
+                lambda: find_model_class(config).from_pretrained(
+                    **source,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation=built_with(find_model_class(config), attention.ATTENTION_NAME),
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **({} if names is None else {"key_mapping": dict(names)}),
+                )
             )
     except Exception as error:  # transformers and its model classes raise whatever they like
         raise StartRefused(f"{directory} cannot be loaded: {first_line(error)}.") from error
@@ -331,7 +339,7 @@ def _tokenizer_eos_id(directory: Path) -> int | None:
     token = token.get("content") if isinstance(token, dict) else token
     if token is None or not (directory / "tokenizer.json").is_file():
         return None
-    added = read_json(directory / "tokenizer.json").get("added_tokens") or ()
+    added = read_json_value(directory / "tokenizer.json", "added_tokens") or ()
     return next((entry["id"] for entry in added if entry.get("content") == token), None)
 
 

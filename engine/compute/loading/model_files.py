@@ -6,6 +6,8 @@ Every directory passes here before any other code opens a file in it.
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StartRefused(f"{path} does not hold a JSON object.")
     return found
+
+
+def read_json_value(path: Path, name: str) -> Any:
+    """As `read_json`, one value of the object; None where it is missing.
+
+    Where the first that is called `name` is a list, as a tokenizer's added tokens, it is that: the megabytes
+    behind it are not looked at.
+    """
+    with suppress(OSError, ValueError, RecursionError):
+        text = path.read_text(encoding="utf-8")
+        if found := re.search(rf'"{re.escape(name)}"\s*:\s*(?=\[)', text):
+            return json.JSONDecoder().raw_decode(text, found.end())[0]
+    return read_json(path).get(name)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from config import ModelSettings
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
-from engine.compute.loading.layer_probe import probe_layers
+from engine.compute.loading.layer_probe import ProbeResult, probe_layers
 from engine.compute.loading.loader import (
     LoadedModel,
     choose_device,
@@ -34,6 +34,7 @@ from engine.compute.loading.support import (
     read_architecture,
     without_padding,
 )
+from engine.compute.meta_device import on_meta_device
 from engine.errors import StartRefused, UnsupportedModel
 
 _CONVERTED_DTYPE = torch.bfloat16
@@ -74,11 +75,15 @@ def outline_model(architecture: Architecture, stored: torch.dtype, settings: Mod
     dtype = choose_dtype(settings.dtype, stored, device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture.text_config)
     config = without_padding(architecture.config)
-    try:
+
+    def make() -> tuple[PreTrainedModel, PreTrainedConfig, ProbeResult]:
         with torch.device("meta"), no_remarks():
             model = make_model(config, dtype=dtype, experts_implementation="batched_mm")
             text_config = model.config.get_text_config(decoder=True)
-            probe = probe_layers(model.eval(), text_config)
+            return model, text_config, probe_layers(model.eval(), text_config)
+
+    try:
+        model, text_config, probe = on_meta_device(make)
     except UnsupportedModel as refusal:
         if refusal.__cause__ is None:
             raise

@@ -29,7 +29,7 @@ from engine.compute.native.scratch import foreseen_bytes
 from engine.compute.native.state_scans import NativeScans
 from engine.compute.native.stored import kernels_of
 from engine.compute.runner.scratch_pass import forward_of
-from engine.compute.runner.self_check import packed_difference, packed_sample
+from engine.compute.runner.self_check import check_forward, packed_difference, packed_sample, plain_sample
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -37,6 +37,26 @@ log = logging.getLogger("slipstream.model")
 
 class LogitsChanged(Exception):
     """Modules that each answer alike make a model that does not; the message says by how much."""
+
+
+def with_checked_kernels(
+    loaded: LoadedModel,
+    settings: ModelSettings,
+    home: Path,
+    reload: Callable[[], LoadedModel],
+    block_size: int,
+) -> LoadedModel:
+    """As `with_kernels` and `check_forward`: what will be served answers as transformers does.
+
+    Where the kernels compute, one comparison shows both. Raises UnsupportedModel besides.
+    """
+    if loaded.device.type != "cpu" or settings.compile == "off" or kernels_of(loaded.model) is not None:
+        sample = check_forward(forward_of(loaded), block_size)
+        return with_kernels(loaded, settings, home, reload, sample)
+    served = with_kernels(loaded, settings, home, reload, plain_sample(forward_of(loaded)))
+    if served.team is None:
+        check_forward(forward_of(served), block_size)
+    return served
 
 
 def with_kernels(
@@ -49,8 +69,8 @@ def with_kernels(
     """The model with our modules in it, as the settings ask; the log says what became of it.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when the changed one turns
-    out to be of no use. `sample` is the model's `packed_sample`, None where it is yet to be computed. Raises
-    StartRefused if what is insisted on cannot be had.
+    out to be of no use. `sample` is the model's `packed_sample`, or `plain_sample`; None where it is yet to
+    be computed. Raises StartRefused if what is insisted on cannot be had.
     """
     if settings.compile == "off":
         return replace(loaded, kernels_used="torch's (--compile off)")

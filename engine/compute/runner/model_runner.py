@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import torch
@@ -133,26 +134,29 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a small prefill and small decodes on scratch tensors, so that the first request is not slow."""
+        """Run a small prefill and decodes over K/V not in use yet, so that the first request is not slow."""
         block_size = self.kv.block_size
         length = min(_WARM_UP_TOKENS, self.forward.loaded.max_model_len)
         num_blocks = -(-length // block_size)
-        kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size, self.kv.dtype)
+        kv = self.kv
+        if kv.num_blocks < num_blocks * _WARM_UP_SEQUENCES:
+            kv = self.forward.make_kv(num_blocks * _WARM_UP_SEQUENCES, block_size, kv.dtype)
         tokens = [0] * length
         parts = [
             Part(tokens, length - 1, length, range(row * num_blocks, (row + 1) * num_blocks))
             for row in range(_WARM_UP_SEQUENCES)
         ]
         steps = [[parts[0]._replace(first=0)], parts, parts[:1]]
+        drawn: Iterable[tuple[list[Part], float]] = zip(steps, (0.0, 1.0, 0.0), strict=True)
         if kv.device.type == "cuda":  # where drafts, and a context that many read, have kernels of their own
             longest = min(length * _WARM_UP_SEQUENCES, self.forward.loaded.max_model_len)
             every_block = range(num_blocks * _WARM_UP_SEQUENCES)
             steps.append([parts[0]._replace(first=max(0, length - _WARM_UP_VERIFIED))])
             steps.append([Part([0] * longest, longest - 1, longest, every_block)])
-        for step in steps:
-            for temperature in (0.0, 1.0):
-                inputs = pack_step(step, block_size, temperature=temperature)
-                self._sampler.sample(self.forward(inputs, kv), inputs.sampling)
+            drawn = product(steps, (0.0, 1.0))  # kernels are compiled for each size
+        for step, temperature in drawn:
+            inputs = pack_step(step, block_size, temperature=temperature)
+            self._sampler.sample(self.forward(inputs, kv), inputs.sampling)
 
 
 def last_rows(inputs: StepInputs, verified: Verified) -> Int64:

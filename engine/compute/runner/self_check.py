@@ -64,6 +64,12 @@ def _difference(forward: PackedForward | RecurrentForward, block_size: int) -> t
 
 
 @torch.inference_mode()
+def plain_sample(forward: PackedForward | RecurrentForward) -> torch.Tensor:
+    """Logits of the same short sequences as transformers computes each whole: [tokens, vocab] in float32."""
+    return _plain_logits(forward, _sequences(forward))
+
+
+@torch.inference_mode()
 def packed_sample(forward: PackedForward | RecurrentForward, kept: torch.dtype | None = None) -> torch.Tensor:
     """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V."""
     return _packed_logits(forward, _sequences(forward), kept)

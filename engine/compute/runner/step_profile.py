@@ -15,7 +15,7 @@ from engine.plan.step_records import StepInputs, StepResult
 
 _CONTEXT = 64  # tokens before those that are measured
 _TIME_LIMIT_S = 0.5  # after which nothing more is begun
-_ROUNDS = 3  # the fastest counts
+_ROUNDS = 2  # the faster counts
 _CHUNK = 128  # prompt tokens
 _NUM_SEQS = 8
 _NUM_DRAFTS = (4, 8, 16, 32)  # of one sequence
