@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -61,7 +60,9 @@ class _DeferredKernels(ModuleType):
         if sys.modules.get(_KERNELS) is self:
             sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _KernelsFinder)]
             del sys.modules[_KERNELS]
-        return import_module(_KERNELS)
+        import torch._meta_registrations as kernels
+
+        return kernels
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of each module by whoever looks at all of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
@@ -46,8 +47,9 @@ async def ready(request: Request) -> Response:
     return json_response({"status": "ready"}) if reply.status_code == 200 else reply
 
 
+@cache
 def server_version() -> str:
-    """The installed distribution's version."""
+    """The installed distribution's version, read once: a scrape would open its files each time."""
     try:
         return version("slipstream")
     except PackageNotFoundError:  # run from a checkout that was never installed
