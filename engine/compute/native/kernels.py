@@ -48,7 +48,8 @@ PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
 MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
-_LARGE_BYTES = 32 << 20  # of weights: worth huge pages, of which the last one is half empty
+_REGION_BYTES = 64 << 20  # of huge pages for weights, of which the last one is half empty
+_SMALL_BYTES = 1 << 18  # of a tiny model's weights, which are not worth a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class NativeKernels:
         self.dtype = dtype
         self.team = ComputeTeam(loaded, torch.get_num_threads())
         self._records = torch.empty(0)
+        # Elements apart from blocks: where these are made of those, whole regions of elements are given back.
+        self._for_elements, self._for_blocks = HugePages(_REGION_BYTES), HugePages(_REGION_BYTES)
 
         function = self.function
         self._pack = function("slip_pack", POINTER, POINTER, INDEX, INDEX)
@@ -155,7 +158,7 @@ class NativeKernels:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
         """Weights [out, in] in the order that `linear` reads them in, as many numbers; `bias` is [out]."""
         weight = weight.contiguous()
-        packed = _memory_for(weight.shape, weight.dtype)
+        packed = _memory_for(weight.shape, weight.dtype, self._for_elements)
         self._pack(self.team.handle, weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedWeights(ELEMENTS, packed, bias, *weight.shape)
 
@@ -165,7 +168,8 @@ class NativeKernels:
         Each 32 inputs of an output have a scale, that with the least error. For a multiple of 32 inputs.
         """
         out, in_features = weights.out, weights.in_features
-        panels = _memory_for((out // PANEL, self._panel_bytes(block_format, in_features)), torch.uint8)
+        shape = out // PANEL, self._panel_bytes(block_format, in_features)
+        panels = _memory_for(shape, torch.uint8, self._for_blocks)
         addresses = (weights.packed.data_ptr(), panels.data_ptr())
         self._quantize(self.team.handle, block_format, *addresses, out, in_features)
         return joined([BlockPanels(block_format, panels, out, in_features)], weights.bias)
@@ -186,7 +190,8 @@ class NativeKernels:
         `order`, int64 [out], names the stored row of each output; None keeps theirs.
         """
         out = len(stored) if order is None else len(order)
-        panels = _memory_for((-(-out // PANEL), self._panel_bytes(block_format, in_features)), torch.uint8)
+        shape = -(-out // PANEL), self._panel_bytes(block_format, in_features)
+        panels = _memory_for(shape, torch.uint8, self._for_blocks)
         rows = None if order is None else order.ctypes.data
         addresses = (stored.ctypes.data, rows, panels.data_ptr())
         self._pack_blocks(self.team.handle, block_format, *addresses, out, in_features)
@@ -379,11 +384,11 @@ class NativeKernels:
         self._draft(self.team.handle, eagle, work)
 
 
-def _memory_for(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Weights yet to be written; large ones, which each step reads all of, in huge pages."""
-    if prod(shape) * dtype.itemsize < _LARGE_BYTES:
+def _memory_for(shape: Sequence[int], dtype: torch.dtype, pages: HugePages) -> torch.Tensor:
+    """Weights yet to be written: each step reads all of them, so they lie in huge `pages`."""
+    if prod(shape) * dtype.itemsize < _SMALL_BYTES:
         return torch.empty(*shape, dtype=dtype)
-    return HugePages(0).zeros(shape, dtype)
+    return pages.zeros(shape, dtype)
 
 
 def norm_record(norm: NormWeights | None) -> Norm:

@@ -40,11 +40,12 @@ void multiply_rest(const Number* rows, Index n, Index stride, const Element* pai
   multiply_tiles<SECOND>(some[0], STEP, others);
 }
 
-// What `unit_sums` gives for M rows, by vectors in the unit's own order: the inputs of a step that are even and those
+// What `matrix_sums` gives for M rows, by vectors in the unit's own order: the inputs of a step that are even and those
 // that are odd, then both together. So few rows are done before the unit has read their weights.
 template <int M, class Next>
-void vector_sums(const Number* x, Index, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
+SLIP_INLINE void vector_sums(const Number* x, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
   const ElementPanel columns{panel};
+  const float* const rows = floats_of(x, M * k);  // from where a multiplication takes one for all columns
   Floats total[M][2];
   clear(total);
   for (Index step = 0; step < k; step += STEP) {
@@ -57,7 +58,7 @@ void vector_sums(const Number* x, Index, Index k, const Element* panel, Next nex
         repeat<2>(SLIP_EACH_OF(odd) {
           const Floats column = columns.one(j / 2, half, odd);
           repeat<M>(SLIP_EACH_OF(i) {
-            part[odd][i][half] = fma(column, broadcast(value(x[i * k + j + odd])), part[odd][i][half]);
+            part[odd][i][half] = fma(column, broadcast(rows[i * k + j + odd]), part[odd][i][half]);
           });
         });
       });
@@ -105,11 +106,7 @@ void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next nex
 // sums [n][32] = x [n, k] times a panel, n at most MATRIX_ROWS; `next(pair)` is called for each pair of inputs.
 template <class Next>
 void matrix_sums(const Number* x, Index n, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  const auto sums_of = n == 1           ? vector_sums<1, Next>
-                       : n == 2         ? vector_sums<2, Next>
-                       : n > UNIT_ROWS ? unit_sums<true, Next>
-                                        : unit_sums<false, Next>;
-  sums_of(x, n, k, panel, next, sums);
+  return n > UNIT_ROWS ? unit_sums<true>(x, n, k, panel, next, sums) : unit_sums<false>(x, n, k, panel, next, sums);
 }
 
 }  // namespace

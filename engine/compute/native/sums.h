@@ -109,6 +109,20 @@ SLIP_INLINE void clear(Floats (&sums)[M][V]) {
   repeat<M>(SLIP_EACH_OF(i) { repeat<V>(SLIP_EACH_OF(v) { sums[i][v] = zeros(); }); });
 }
 
+inline void copy_floats(float* to, const Element* from, Index count) {
+  Index i = 0;
+  for (; i + LANES <= count; i += LANES) store_floats(to + i, load(from + i));
+  for (; i < count; i++) to[i] = value(from[i]);
+}
+
+// `count` elements as floats, in memory of this thread that serves the next call.
+inline const float* floats_of(const Element* x, Index count) {
+  static thread_local std::vector<float> space;
+  if ((Index)space.size() < count) space.resize(count);
+  copy_floats(space.data(), x, count);
+  return space.data();
+}
+
 #if SLIP_PAIRED || SLIP_ELEMENT == SLIP_FLOAT32
 
 // Elements are numbers.
@@ -120,19 +134,8 @@ SLIP_INLINE void put_numbers(Number* to, Floats v) { store(to, v); }
 
 #else
 
-inline void copy_numbers(Number* to, const Element* from, Index count) {
-  Index i = 0;
-  for (; i + LANES <= count; i += LANES) store_floats(to + i, load(from + i));
-  for (; i < count; i++) to[i] = value(from[i]);
-}
-
-// `count` elements as numbers, in memory of this thread that serves the next call.
-inline const Number* as_numbers(const Element* x, Index count) {
-  static thread_local std::vector<Number> space;
-  if ((Index)space.size() < count) space.resize(count);
-  copy_numbers(space.data(), x, count);
-  return space.data();
-}
+inline void copy_numbers(Number* to, const Element* from, Index count) { copy_floats(to, from, count); }
+inline const Number* as_numbers(const Element* x, Index count) { return floats_of(x, count); }
 
 SLIP_INLINE void put_numbers(Number* to, Floats v) { store_floats(to, rounded(v)); }
 
