@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
@@ -34,16 +32,17 @@ class StepPipeline:
 
     def launch(self, inputs: StepInputs) -> None:
         """Start a step; what it raises, `read` does. Loop thread."""
+        loop = asyncio.get_running_loop()
         if self._ahead_runner is not None:
-            self._executor.submit(self._launch, self._ahead_runner, inputs)
+            loop.run_in_executor(self._executor, self._launch, self._ahead_runner, inputs)
         else:
-            self._flying.append(_for_loop(self._executor.submit(self._run, inputs)))
+            self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
 
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""
         if not self.can_launch_ahead:
             return await self._flying.popleft()
-        return await _for_loop(self._executor.submit(self._wait))
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._wait)
 
     # On the target thread.
 
@@ -78,35 +77,6 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise self.error
-
-
-def _for_loop(step: Future[StepResult]) -> asyncio.Future[StepResult]:
-    """What becomes of `step`, for the running loop; whoever stops waiting for it does not stop it.
-
-    As asyncio.wrap_future without the way back.
-    """
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[StepResult] = loop.create_future()
-    step.add_done_callback(partial(_tell, loop, waiter))
-    return waiter
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[StepResult], step: Future[StepResult]
-) -> None:
-    with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(_settle, waiter, step)
-
-
-def _settle(waiter: asyncio.Future[StepResult], step: Future[StepResult]) -> None:
-    if waiter.done():
-        return
-    if step.cancelled():
-        waiter.cancel()
-    elif (error := step.exception()) is not None:
-        waiter.set_exception(error)
-    else:
-        waiter.set_result(step.result())
 
 
 def _foresee(inputs: StepInputs, rows: SampledRows) -> None:
