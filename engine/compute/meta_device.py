@@ -10,17 +10,23 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _KERNELS = "torch._meta_registrations"
+# What else comes with the kernels differs between torch's versions.
+_KNOWN_TORCH = "2.13."
 
 
 def defer_kernels() -> None:
-    """Have torch imported without its kernels in Python; nothing where it is there already."""
-    if "torch" not in sys.modules:
+    """Have torch imported without its kernels in Python.
+
+    Nothing where it is there already, or is of a version for which that was not tried.
+    """
+    if "torch" not in sys.modules and version("torch").startswith(_KNOWN_TORCH):
         sys.meta_path.insert(0, _KernelsFinder())
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu [--json FILE] [--processes N] [--tests DIR]`: the tests that need a CUDA device.
+"""`python -m tests.gpu [--json FILE] [--processes N] [--seconds S] [--tests DIR]`: what needs a CUDA device.
 
 Runs on a machine where nothing can be installed, with the interpreter that is there: what is missing is
 named, with the commands that bring it. The tests are dealt out to processes, since each compiles kernels;
@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, default=REPOSITORY / ".bench" / "test-gpu.json")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--seconds", type=float, default=600.0, help="what a process may take")
     parser.add_argument("--tests", type=Path, default=Path(__file__).parent)
     given = parser.parse_args(arguments)
     given.tests = given.tests.resolve()
@@ -79,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hands = [hand for hand in hands if hand]
         with ThreadPoolExecutor(len(hands) or 1) as pool:
             reports = [Path(folder, f"{number}.xml") for number in range(len(hands))]
-            codes = list(pool.map(lambda *job: _run(settings, given.tests, *job), hands, reports))
+            commands = [
+                [*_command(settings, given.tests), "-vv", "--junitxml", str(report), *hand]
+                for hand, report in zip(hands, reports, strict=True)
+            ]
+            codes = list(pool.map(lambda command: _run(command, given.tests, given.seconds), commands))
         outcomes = [outcome for report in reports for outcome in read_report(report)]
     write_summary(given.json, outcomes)
     # A process that dies, as one does whose device has failed, reports nothing of its tests.
@@ -140,7 +145,7 @@ def _outcome(case: ET.Element) -> Outcome:
 
 def _command(settings: Path, tests: Path) -> list[str]:
     """Pytest without this project's own settings and plugins, most of which are not there."""
-    options = ["-c", str(settings), "--rootdir", str(REPOSITORY), "--confcutdir", str(tests)]
+    options = ["-c", str(settings), "--rootdir", str(tests), "--confcutdir", str(tests)]
     return [
         sys.executable,
         "-m",
@@ -164,10 +169,13 @@ def _collect(settings: Path, tests: Path) -> list[str]:
     return names + [file.name for file in sorted(tests.glob("test_*.py")) if file.name not in whole]
 
 
-def _run(settings: Path, tests: Path, names: Sequence[str], report: Path) -> int:
-    """One process for these tests; its exit code, 0 also where it found all skipped."""
-    command = [*_command(settings, tests), "--junitxml", str(report), *names]
-    code = subprocess.run(command, cwd=tests, check=False).returncode
+def _run(command: Sequence[str], tests: Path, seconds: float) -> int:
+    """One process; its exit code, 0 also where it found all skipped. One that takes longer has failed."""
+    try:
+        code = subprocess.run(command, cwd=tests, check=False, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {seconds:g} s; its last test is the last line above without an outcome")
+        return FAILED
     return 0 if code == _NOTHING_RAN else code
 
 

@@ -125,7 +125,7 @@ def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.M
         raise RuntimeError("out of registers")
 
     loaded = replace(as_loaded(tiny_model("llama")), kernels_used="for CUDA")
-    monkeypatch.setattr(packed_forward, "choose_backend", lambda *_: backend())
+    monkeypatch.setattr(packed_forward, "choose_backend", lambda *_, **__: backend())
     monkeypatch.setattr(fused_layer, "gate", broken)
     fresh = as_loaded(tiny_model("llama"))
     found = with_fused_layers(loaded, BLOCK_SIZE, lambda: fresh)

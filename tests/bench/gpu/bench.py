@@ -9,7 +9,7 @@ import torch
 
 from engine.compute.loading.loader import LoadedModel
 from engine.text.tokenizer import Tokenizer
-from tests.bench.gpu.made_models import make_model, make_tokenizer
+from tests.bench.gpu.made_models import fused, make_model, make_tokenizer
 from tests.bench.gpu.sizes import LlamaShape, Sizes
 from tests.bench.report import Section
 
@@ -24,9 +24,9 @@ class Bench:
     keep: Callable[[Section], None]
 
     def model(self, shape: LlamaShape, max_model_len: int) -> LoadedModel:
-        """A model of this shape, on the device."""
+        """A model of this shape, on the device, its layers as they are served."""
         self.say(f"making the {shape.name}")
-        return make_model(shape.config(), self.sizes.dtype, self.device, max_model_len)
+        return fused(make_model(shape.config(), self.sizes.dtype, self.device, max_model_len))
 
     def tokenizer(self, shape: LlamaShape) -> Tokenizer:
         """One whose vocabulary is as large as the shape's."""

@@ -27,6 +27,7 @@ from tests.bench.gpu.idle import run_idle
 from tests.bench.gpu.peer import run_peer
 from tests.bench.gpu.prefill import run_prefill
 from tests.bench.gpu.sizes import FULL, SMALL
+from tests.bench.gpu.steps import run_steps
 from tests.bench.machine import about, package
 from tests.bench.report import Bar, Json, Measurement, Section, bars_table, report_json
 
@@ -40,9 +41,10 @@ class Part(NamedTuple):
     seconds: float
 
 
-# In eight minutes together.
+# In nine minutes together.
 PARTS: dict[str, Part] = {
     "decode": Part(run_decode, 90),
+    "steps": Part(run_steps, 60),
     "prefill": Part(run_prefill, 45),
     "idle": Part(run_idle, 80),
     "transformers": Part(run_peer, 85),

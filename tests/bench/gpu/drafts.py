@@ -17,8 +17,8 @@ from engine.plan.speculation.speculative_decoder import DraftSource
 from engine.startup.build_speculation import MODEL_TOKENS
 from engine.text.tokenizer import Tokenizer
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.engines import BLOCK_SIZE, MadeEngine, burst, made_engine, random_prompts, settings_for
-from tests.bench.gpu.made_models import make_model, make_walk, random_walk, strayed
+from tests.bench.gpu.engines import MadeEngine, burst, made_engine, random_prompts, settings_for
+from tests.bench.gpu.made_models import BLOCK_SIZE, fused, make_model, make_walk, random_walk, strayed
 from tests.bench.report import Bar, Section
 from tests.bench.streams import BurstFigures
 
@@ -84,7 +84,7 @@ def _make_pair(bench: Bench) -> _Pair:
         bench.say(f"making the {shape.name}")
         loaded = make_model(shape.config(tied=False), sizes.dtype, bench.device, _max_tokens(bench))
         make_walk(loaded, walk)
-        models.append(loaded)
+        models.append(fused(loaded))
     return _Pair(models[0], models[1], bench.tokenizer(sizes.large))
 
 

@@ -25,9 +25,9 @@ from engine.plan.step_records import StepInputs, StepResult
 from engine.startup.build import put_together
 from engine.startup.part_factories import PartFactories
 from engine.text.tokenizer import Tokenizer
+from tests.bench.gpu.made_models import BLOCK_SIZE
 from tests.bench.streams import BenchmarkFailed, StreamRecord
 
-BLOCK_SIZE = 16
 SETTLE_STEPS = 12
 
 

@@ -12,11 +12,15 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
+from config import ModelSettings
 from engine.compute import attention
+from engine.compute.cuda.layer_choice import with_fast_layers
 from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.text.tokenizer import Tokenizer
+from tests.bench.streams import BenchmarkFailed
 
+BLOCK_SIZE = 16
 _SPECIAL = ("<bos>", "<eos>")
 _HARDLY = 1e-5  # what a layer of a walking model adds, against what it would: no token changes by it
 
@@ -44,6 +48,15 @@ def make_model(
         eos_token_ids=frozenset(),
         layers=probe.layers,
     )
+
+
+def fused(loaded: LoadedModel) -> LoadedModel:
+    """The model with its layers as `load_parts` would have them. Raises BenchmarkFailed if that fails."""
+
+    def reload() -> LoadedModel:
+        raise BenchmarkFailed("the layers cannot be fused")
+
+    return with_fast_layers(loaded, ModelSettings(), BLOCK_SIZE, reload)
 
 
 def weight_bytes(loaded: LoadedModel) -> int:

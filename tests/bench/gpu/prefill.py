@@ -10,8 +10,8 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.startup.build import put_together
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.device_rates import product_rate, seconds_of
-from tests.bench.gpu.engines import BLOCK_SIZE, settings_for
-from tests.bench.gpu.made_models import product_operations
+from tests.bench.gpu.engines import settings_for
+from tests.bench.gpu.made_models import BLOCK_SIZE, product_operations
 from tests.bench.report import Bar, Section
 
 BAR = 60.0  # percent of the product's rate

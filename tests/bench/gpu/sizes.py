@@ -70,6 +70,7 @@ class Sizes:
     steps: int
     decode_context: int
     decode_batches: tuple[int, ...]
+    mixed_decodes: int  # beside which a prompt is read
     prefill_tokens: int
     peer_batches: tuple[int, ...]
     peer_tokens: int  # of a prompt, and of an output
@@ -89,7 +90,8 @@ FULL = Sizes(
     product=8192,
     steps=64,
     decode_context=1024,
-    decode_batches=(1, 32),
+    decode_batches=(1, 32, 128),
+    mixed_decodes=64,
     prefill_tokens=4096,
     peer_batches=(1, 32, 128),
     peer_tokens=128,
@@ -111,6 +113,7 @@ SMALL = Sizes(
     steps=4,
     decode_context=64,
     decode_batches=(1, 2),
+    mixed_decodes=2,
     prefill_tokens=64,
     peer_batches=(1, 2),
     peer_tokens=8,
