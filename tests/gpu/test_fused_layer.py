@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 
 from engine.compute.cuda.fused_layer import FusedLayer, add_and_norm, gate, norm  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
+from engine.compute.cuda.row_products import row_product  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
@@ -83,6 +84,21 @@ def test_gates_are_torchs(width: int, dtype: torch.dtype) -> None:
     both = noise(300, 2 * width, dtype=dtype)
     first, second = both.float().chunk(2, dim=1)
     assert_rounded(gate(both), torch.nn.functional.silu(first) * second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [48, 896, 4096, 14336])
+def test_products_of_one_row_are_torchs(width: int, has_bias: bool, dtype: torch.dtype) -> None:
+    linear = torch.nn.Linear(width, 200, bias=has_bias, device=CUDA, dtype=dtype).requires_grad_(False)
+    row, added = noise(1, width, dtype=dtype), noise(1, 200, dtype=dtype)
+    expected = torch.nn.functional.linear(
+        row.double(), linear.weight.double(), linear.bias.double() if has_bias else None
+    )
+    assert_rounded(row_product(row, linear), expected.float())
+    assert_rounded(row_product(row, linear, added=added), (expected + added).float())
+    first, second = expected.to(dtype).float().chunk(2, dim=1)
+    assert_rounded(row_product(row, linear, is_gated=True), torch.nn.functional.silu(first) * second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +163,7 @@ def test_a_layer_is_ten_launches(family: str) -> None:
     with torch.inference_mode():
         made(*seen.args, **options)  # compiles
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             made(*seen.args, **options)
             torch.cuda.synchronize()
     launches = [event.name for event in profile.events() if event.device_type.name == "CUDA"]

@@ -23,7 +23,7 @@ from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_k
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
-from engine.compute.cuda.triton_work import KEY_STEP, Workforce
+from engine.compute.cuda.triton_work import MOST_TREE_KEYS, Workforce
 
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -60,7 +60,7 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
             tile = TritonTile(
                 kind.queries,
                 kind.heads(model.group),
-                KEY_STEP,
+                min(kind.keys, MOST_TREE_KEYS) if kind.expects_trees else kind.keys,
                 model.group,
                 num_kv_heads=8,
                 key_dim=model.dim,

@@ -1,7 +1,7 @@
 """FusedLayer: a decoder layer of Llama's kind in ten launches, in place of some forty.
 
-The projections of one input are one matrix product, and what lies between products is one kernel each. Not
-yet measured on a GPU.
+The projections of one input are one matrix product, and what lies between products is one kernel each. Of
+one row, as when a single sequence decodes, the products are kernels too, with what follows them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
+from engine.compute.cuda.row_products import row_product
 from engine.compute.native.families import is_whole
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
@@ -93,9 +94,15 @@ class FusedLayer(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
         cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
-        qkv = self.qkv(norm(rows, self.input_norm))
-        attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
-        total, normed = add_and_norm(rows, self.output(attended.flatten(1)), self.middle_norm)
+        is_one = len(rows) == 1
+        normed = norm(rows, self.input_norm)
+        qkv = row_product(normed, self.qkv) if is_one else self.qkv(normed)
+        heads = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call).flatten(1)
+        attended = row_product(heads, self.output) if is_one else self.output(heads)
+        total, normed = add_and_norm(rows, attended, self.middle_norm)
+        if is_one:
+            gated = row_product(normed, self.gate_up, is_gated=True)
+            return row_product(gated, self.down, added=total)[None]
         gated = gate(self.gate_up(normed))
         return total.addmm_(gated, self.down.weight.t())[None]
 
@@ -132,6 +139,7 @@ def _launch_norm(
         HAS_ADDED=added is not None,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
+        num_warps=8 if width > _CHUNK else 4,
     )
 
 

@@ -1,6 +1,6 @@
 """Attention on CUDA through Triton: paged keys are read in place, and once for all the heads that share them.
 
-Every result is computed in one fixed order, so equal steps give equal bits. Not yet measured on a GPU.
+Every result is computed in one fixed order, so equal steps give equal bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.compute.cuda.layer_kernels import rotate_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded
-from engine.compute.cuda.triton_work import KEY_STEP, HeadShape, TileKind, Workforce
+from engine.compute.cuda.triton_work import MOST_TREE_KEYS, HeadShape, TileKind, Workforce
 from engine.plan.step_records import StepInputs
 
 _LOG2_E = math.log2(math.e)
@@ -120,6 +120,7 @@ class TritonStep:
             DIM=dim,
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
             BLOCK_SIZE=self._kv.block_size,
+            num_warps=1,  # for half a head
         )
         return query
 
@@ -192,17 +193,20 @@ class TritonStep:
             arrays["tree_bits"].shape[1],
             TILE=tile,
             num_warps=tile.num_warps,
-            num_stages=max(1, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory)),
+            num_stages=max(
+                1, min(kind.stages, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory))
+            ),
         )
 
     def _tile(self, kind: TileKind, num_heads: int, call: LayerCall) -> TritonTile:
         layer = self._kv.layers[call.layer]
         group = num_heads // layer.num_kv_heads
         heads = kind.heads(group)
+        has_trees = kind.expects_trees or (kind.max_queries > 1 and self._tables.has_trees)
         tile = TritonTile(
             queries=kind.queries,
             heads=heads,
-            keys=KEY_STEP,
+            keys=min(kind.keys, MOST_TREE_KEYS) if has_trees else kind.keys,
             group=group,
             num_kv_heads=layer.num_kv_heads,
             key_dim=layer.key_dim,
@@ -212,7 +216,7 @@ class TritonStep:
             has_window=call.reach is not None,
             in_chunks=call.chunk is not None,
             has_sinks=call.sinks is not None,
-            has_trees=kind.expects_trees or (kind.max_queries > 1 and self._tables.has_trees),
+            has_trees=has_trees,
         )
         return tile.fitted(self._kv.dtype.itemsize, self._gpu.shared_memory)
 

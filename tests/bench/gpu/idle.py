@@ -60,7 +60,7 @@ class DeviceTrace:
         if self._device.type != "cuda":
             yield
             return
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
             yield
             torch.cuda.synchronize(self._device)
         events = trace.events() or ()

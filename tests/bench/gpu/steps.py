@@ -109,8 +109,8 @@ def _launcher(runner: StepRunner, inputs: StepInputs) -> Callable[[int], tuple[f
 
 
 def by_kernel(work: Callable[[], object], steps: int) -> str:
-    """The device's µs of one of the `steps` that `work` does, the longest kernels first, with their numbers."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    """The device's µs of one of the `steps` that `work` does, the longest kernels first and how many."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         work()
         torch.cuda.synchronize()
     events = [
