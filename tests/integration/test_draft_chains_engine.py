@@ -9,8 +9,15 @@ import torch
 
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.plan.speculation.speculative_decoder import DraftSource
-from tests.bench.gpu.engines import BLOCK_SIZE, made_engine, read, settings_for, submit_all
-from tests.bench.gpu.made_models import make_model, make_tokenizer, make_walk, random_walk, strayed
+from tests.bench.gpu.engines import made_engine, read, settings_for, submit_all
+from tests.bench.gpu.made_models import (
+    BLOCK_SIZE,
+    make_model,
+    make_tokenizer,
+    make_walk,
+    random_walk,
+    strayed,
+)
 from tests.bench.gpu.sizes import SMALL
 from tests.support import played_back
 
