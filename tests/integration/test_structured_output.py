@@ -190,7 +190,7 @@ async def test_drafts_chunks_and_pressure_change_nothing(
             assert found[ask.name].text == plain[ask.name].text, ask.name
             assert found[ask.name].token_ids == plain[ask.name].token_ids, ask.name
     rounds = [reply.finish.speculation for reply in found.values() if reply.finish.speculation is not None]
-    assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 3)
+    assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 0)
     if name != "the target itself":  # what its drafts get wrong, the grammar has taken off before
         assert sum(stats.num_proposed - stats.num_accepted for stats in rounds) > 3
     if "crowded" in name:
