@@ -10,22 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
+
 REPOSITORY = Path(__file__).parents[2]
-# What the engine and these tests import, by the names of modules and of packages.
+# What the engine and these tests import, by the names of modules, as one asks pip for it.
 NEEDED = {
     "torch": "torch",
     "triton": "triton",
-    "transformers": "transformers",
+    "transformers": "transformers>=5.23",
     "numpy": "numpy",
     "safetensors": "safetensors",
     "gguf": "gguf",
@@ -92,8 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def missing() -> list[str]:
-    """The packages that cannot be imported."""
-    return [package for module, package in NEEDED.items() if find_spec(module) is None]
+    """The packages that cannot be imported, or are too old."""
+    return [wanted for module, wanted in NEEDED.items() if find_spec(module) is None or _is_old(wanted)]
+
+
+def _is_old(wanted: str) -> bool:
+    requirement = Requirement(wanted)
+    return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
 
 
 def how_to_carry(packages: Sequence[str]) -> str:
@@ -102,7 +111,7 @@ def how_to_carry(packages: Sequence[str]) -> str:
     return (
         f"missing: {', '.join(packages)}\n"
         "Where a network is at hand (pip sees to it that pydantic-core is of the version pydantic names):\n"
-        f"  pip download --only-binary :all: --python-version {version} --dest wheels {' '.join(packages)}\n"
+        f"  pip download --only-binary :all: --python-version {version} --dest wheels {shlex.join(packages)}\n"
         "Here, beside the interpreter's own packages:\n"
         "  for each in wheels/*.whl; do python -m zipfile -e $each carried; done\n"
         "  PYTHONPATH=carried python -m tests.gpu"

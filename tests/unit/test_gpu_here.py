@@ -59,3 +59,11 @@ def test_what_is_missing_is_named(
     monkeypatch.setattr(here, "NEEDED", {"pytest": "pytest", "no_such_module": "no-such-package"})
     assert here.main(["--tests", str(folder)]) == here.REFUSED
     assert "missing: no-such-package\n" in capsys.readouterr().err
+
+
+def test_what_is_too_old_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(here, "NEEDED", {"pytest": "pytest>=999"})
+    assert here.main(["--tests", str(folder)]) == here.REFUSED
+    assert "missing: pytest>=999\n" in capsys.readouterr().err
