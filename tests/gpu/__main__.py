@@ -107,11 +107,12 @@ def _is_old(wanted: str) -> bool:
 
 def how_to_carry(packages: Sequence[str]) -> str:
     """What to say of packages that are not there."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    wanted = shlex.join(packages)
     return (
         f"missing: {', '.join(packages)}\n"
         "Where a network is at hand (pip sees to it that pydantic-core is of the version pydantic names):\n"
-        f"  pip download --only-binary :all: --python-version {version} --dest wheels {shlex.join(packages)}\n"
+        f"  pip download --only-binary :all: --python-version {python} --dest wheels {wanted}\n"
         "Here, beside the interpreter's own packages:\n"
         "  for each in wheels/*.whl; do python -m zipfile -e $each carried; done\n"
         "  PYTHONPATH=carried python -m tests.gpu"
