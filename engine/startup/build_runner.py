@@ -55,7 +55,9 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
     if loaded.device.type != "cuda":
         return runner
     max_blocks = -(-loaded.max_model_len // block_size)
-    limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
+    limits = GraphLimits(
+        sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens, max_tokens=sizes.max_num_tokens
+    )
     recorder, draw = CudaRecorder(loaded.device), choose_draw(loaded.device)
     return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draw)
 
@@ -66,4 +68,10 @@ def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:
         return 0
     num_drafts = foreseen_draft_tokens(settings)
     max_blocks = -(-loaded.max_model_len // settings.cache.kv_block_size)
-    return graph_bytes(loaded, GraphLimits(settings.scheduler.max_num_seqs, max_blocks, num_drafts))
+    limits = GraphLimits(
+        settings.scheduler.max_num_seqs,
+        max_blocks,
+        num_drafts,
+        max_tokens=settings.scheduler.max_num_batched_tokens,
+    )
+    return graph_bytes(loaded, limits)

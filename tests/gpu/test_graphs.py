@@ -45,7 +45,7 @@ BLOCK_SIZE = 16
 NUM_SEQS = 12
 BLOCKS_EACH = 16
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
-LIMITS = GraphLimits(NUM_SEQS, BLOCKS_EACH, max_draft_tokens=5)
+LIMITS = GraphLimits(NUM_SEQS, BLOCKS_EACH, max_draft_tokens=5, max_tokens=256)
 
 
 @contextmanager

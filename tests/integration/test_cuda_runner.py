@@ -28,6 +28,7 @@ from tests.support.recorded import Playback, TabledReference, with_sampling
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 LIMITS = GraphLimits(max_num_seqs=6, max_blocks=16, max_draft_tokens=4)
+WITH_PROMPTS = LIMITS._replace(max_tokens=128)
 TOKENS = random_tokens(np.random.default_rng(7), 40)
 MATCHED = ForDrafts()
 BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(6)]
@@ -42,9 +43,12 @@ def make_plain(family: str = "llama", for_drafts: ForDrafts = MATCHED) -> ModelR
 
 
 def make_ahead(
-    family: str = "llama", for_drafts: ForDrafts = MATCHED, recorder: Playback | None = None
+    family: str = "llama",
+    for_drafts: ForDrafts = MATCHED,
+    recorder: Playback | None = None,
+    limits: GraphLimits = LIMITS,
 ) -> CudaRunner:
-    runner = CudaRunner(make_plain(family, for_drafts), 64, LIMITS, recorder or Playback())
+    runner = CudaRunner(make_plain(family, for_drafts), 64, limits, recorder or Playback())
     runner.graphs.record(recorder or Playback())
     return runner
 
@@ -83,10 +87,15 @@ def fill_with_noise(*runners: ModelRunner | CudaRunner) -> None:
 
 
 def agree(
-    inputs: StepInputs, family: str = "llama", for_drafts: ForDrafts = MATCHED, *, replays: bool = True
+    inputs: StepInputs,
+    family: str = "llama",
+    for_drafts: ForDrafts = MATCHED,
+    *,
+    replays: bool = True,
+    limits: GraphLimits = LIMITS,
 ) -> StepResult:
     """Our result, found to be the plain runner's, with the K/V of every block as that left it."""
-    plain, ahead = make_plain(family, for_drafts), make_ahead(family, for_drafts)
+    plain, ahead = make_plain(family, for_drafts), make_ahead(family, for_drafts, limits=limits)
     fill_with_noise(plain, ahead)
     replayed = count_replays(ahead)
     expected, ours = plain.run(inputs), ahead.run(inputs)
@@ -165,9 +174,48 @@ def test_features_are_of_what_is_verified(inputs: StepInputs, layers: tuple[int,
     assert agree(inputs, for_drafts=ForDrafts(keeps_features=True, feature_layers=layers)).features
 
 
-def test_prompts_are_not_replayed() -> None:
-    parts = [Part(TOKENS, 0, 30, BLOCKS[0]), Part(TOKENS, 4, 34, [*BLOCKS[1], *BLOCKS[2]])]
-    agree(pack_step(parts, BLOCK_SIZE, temperature=1.0), replays=False)
+PROMPTS = [
+    Part(TOKENS, 11, 12, BLOCKS[3]),
+    Part(TOKENS * 2, 0, 60, [*BLOCKS[0], *BLOCKS[4]]),
+    Part(TOKENS, 4, 34, [*BLOCKS[1], *BLOCKS[2]]),
+]
+
+
+def test_prompts_beyond_what_is_recorded_are_not_replayed() -> None:
+    agree(pack_step(PROMPTS, BLOCK_SIZE, temperature=1.0), replays=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_are_replayed_beside_decodes(family: str, temperature: float) -> None:
+    agree(pack_step(PROMPTS, BLOCK_SIZE, temperature=temperature), family, limits=WITH_PROMPTS)
+
+
+def test_of_prompts_only_the_wanted_rows_reach_the_head() -> None:
+    ahead = make_ahead(limits=WITH_PROMPTS)
+    replayed = count_replays(ahead)
+    ahead.run(pack_step(PROMPTS, BLOCK_SIZE))
+    assert replayed == [6 * (1 + 4)]
+
+
+def test_a_chunk_that_samples_nothing_is_replayed_beside_others() -> None:
+    inputs = pack_step(PROMPTS, BLOCK_SIZE)
+    kept = {name: column[[0, 2]] for name, column in columns(inputs).items()}
+    agree(replace(with_sampling(inputs, **kept), logits_rows=inputs.logits_rows[[0, 2]]), limits=WITH_PROMPTS)
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0)])
+def test_drafts_beside_a_prompt_are_judged_and_leave_features(layers: tuple[int, ...]) -> None:
+    drafted = Part(TOKENS, 11, 15, BLOCKS[5], range(-1, 2))
+    inputs = pack_step([drafted, *PROMPTS], BLOCK_SIZE)
+    agree(inputs, limits=WITH_PROMPTS)
+    keeping = ForDrafts(keeps_features=True, feature_layers=layers)
+    assert agree(inputs, for_drafts=keeping, limits=WITH_PROMPTS).features
+
+
+def test_trees_beside_a_prompt_are_not_replayed() -> None:
+    tree = Part(TOKENS, 11, 15, BLOCKS[5], (-1, -1, 0))
+    agree(pack_step([tree, *PROMPTS], BLOCK_SIZE), replays=False, limits=WITH_PROMPTS)
 
 
 def test_a_short_chunk_is_replayed_whether_it_samples_or_not() -> None:

@@ -136,19 +136,28 @@ def test_equal_steps_give_equal_bits() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_bucket_is_refilled_in_place() -> None:
+TREES = [Chunk(9, 7), random_tree(np.random.default_rng(0), 200, 30)]
+PROMPTS = [Chunk(20, 70), Chunk(3), Chunk(0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "last"),
+    [
+        (Bucket(12, 80, 40, 48, max_tree_tokens=40, max_places=40), TREES),
+        (Bucket(12, 80, 40, max_query_len=80), PROMPTS),
+    ],
+    ids=["drafts", "prompts"],
+)
+def test_a_bucket_is_refilled_in_place(bucket: Bucket, last: list[Chunk]) -> None:
     """What a recorded launch would read stays where it is, and holds each next step."""
     layer, shape = LayerKv(1, 16, 16), HeadShape(2, 1, None)
     attention = backend(16)
     kv = KvTensors((layer,), 64, 16, torch.float32, CPU)
-    tables = StepTables(
-        CPU, attention.workforce(kv), Bucket(12, 80, 40, 48, max_tree_tokens=40, max_places=40)
-    )
+    tables = StepTables(CPU, attention.workforce(kv), bucket)
     tables.reserve([shape])
     step = attention.step(tables, kv)
     addresses = [tensor.data_ptr() for tensor in tables.work(shape).items]
-    rng = np.random.default_rng(0)
-    for chunks in ([Chunk(300), Chunk(5)], decodes(2), [Chunk(9, 7), random_tree(rng, 200, 30)], [Chunk(0)]):
+    for chunks in ([Chunk(300), Chunk(5)], decodes(2), last, [Chunk(0)]):
         inputs, _ = scattered_step(chunks, 16)
         num_tokens = len(inputs.token_ids)
         for tensor in kv.tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.compute.attention import AttentionContext, StepAttention
@@ -23,18 +24,21 @@ from engine.plan.step_records import Int64, StepInputs
 class GraphMemory:
     """What steps of every shape use in turn, each from the first place on; for the places of the largest.
 
-    `words` holds the inputs. `hidden` is None when no drafter reads the hidden states.
+    `words` holds the inputs. `logits` has a row for each place, `hidden` for each token; it is None when no
+    drafter reads the hidden states.
     """
 
     words: torch.Tensor  # int32 [words]
     tokens: TokenMemory
     logits: torch.Tensor  # [places, vocab]
-    hidden: torch.Tensor | None  # [places, hidden]
+    hidden: torch.Tensor | None  # [tokens, hidden]
 
 
 def bucket_of(shape: GraphShape, max_blocks: int) -> Bucket:
     """The room that the attention of `shape` needs, of sequences with up to `max_blocks` blocks."""
-    num_tokens, query_len = shape
+    num_tokens, query_len, num_rows = shape
+    if num_rows:
+        return Bucket(num_rows, num_tokens, max_blocks, query_len)
     if query_len == 1:
         return Bucket(num_tokens, num_tokens, max_blocks)
     return Bucket(num_tokens, num_tokens, max_blocks, query_len, num_tokens, query_len)
@@ -43,7 +47,8 @@ def bucket_of(shape: GraphShape, max_blocks: int) -> Bucket:
 def other_words(shape: GraphShape) -> dict[str, tuple[int, ...]]:
     """What a step sends beside the tables of its attention."""
     num_tokens = shape.num_tokens
-    return {"token_ids": (num_tokens,), "previous": (num_tokens,), **column_shapes(num_tokens)}
+    words = {"token_ids": (num_tokens,), "previous": (num_tokens,), **column_shapes(shape.num_places)}
+    return words | ({"rows": (shape.num_rows,)} if shape.num_rows else {})
 
 
 class _Laid:
@@ -64,9 +69,9 @@ def context_over(attention: StepAttention, kv: KvTensors) -> AttentionContext:
 
 
 class RecordedStep:
-    """A recorded step with a place for each token; the places after the last token compute nothing of use.
+    """A recorded step with a place for each token, or each row; those after the last compute nothing of use.
 
-    Those store no keys, attend to nothing and draw greedily, and their results are not read.
+    They store no keys, attend to nothing and draw greedily, and their results are not read.
     """
 
     def __init__(
@@ -81,10 +86,11 @@ class RecordedStep:
         self._tables = tables
         self._forward = forward
         self._context = context_over(attention, kv)
-        self._num_places = num_places = shape.num_tokens
+        self._num_places = num_places = shape.num_places
+        self._has_rows = shape.num_rows > 0
         self._tokens = memory.tokens
         self.logits = memory.logits[:num_places]
-        self.hidden = None if memory.hidden is None else memory.hidden[:num_places]
+        self.hidden = memory.hidden
         arrays = tables.arrays
         self._columns = DrawColumns.of({name: arrays[name] for name in DrawColumns._fields})
         self._replay_pass: Callable[[], None] = self._compute
@@ -98,8 +104,11 @@ class RecordedStep:
 
     def fill(self, inputs: StepInputs, previous: Int64 | None) -> None:
         """Send the step in one asynchronous copy; `previous` as in EagerPasses."""
-        columns = column_words(inputs.sampling, inputs.logits_rows, self._num_places)
-        self._tables.fill(inputs, {**token_words(inputs, previous), **columns})
+        words = token_words(inputs, previous)
+        if self._has_rows:
+            words["rows"] = inputs.logits_rows.astype(np.int32)
+        columns = column_words(inputs.sampling, self._places(inputs), self._num_places)
+        self._tables.fill(inputs, {**words, **columns})
 
     def replay(self) -> None:
         """Queue the pass."""
@@ -107,21 +116,26 @@ class RecordedStep:
 
     def as_pass(self, inputs: StepInputs) -> DevicePass:
         """The pass that was replayed last, over these inputs."""
-        return DevicePass(self.logits, inputs.logits_rows, self._replay_draw, self.hidden)
+        return DevicePass(self.logits, self._places(inputs), self._replay_draw, self.hidden)
+
+    def _places(self, inputs: StepInputs) -> Int64:
+        """Where the logits of each row are, [R]."""
+        return np.arange(len(inputs.logits_rows)) if self._has_rows else inputs.logits_rows
 
     def _compute(self) -> None:
         arrays = self._tables.arrays
         token_ids = fill_in(arrays["token_ids"], arrays["previous"], self._tokens.tokens)
         positions = arrays["positions"].long().clamp_(min=0)
+        rows = arrays["rows"].long().clamp_(min=0) if self._has_rows else None
 
         def compute() -> torch.Tensor:
-            return self._forward.compute(token_ids, positions, self._context)
+            return self._forward.compute(token_ids, positions, self._context, rows)
 
         if self.hidden is None:
             logits = compute()
         else:
-            logits, hidden = self._forward.keeping_features(compute)
-            self.hidden.copy_(hidden)
+            logits, hidden = self._forward.keeping_features(compute, rows)
+            self.hidden[: len(hidden)].copy_(hidden)
         self.logits.copy_(logits)
 
     def _draw(self) -> None:

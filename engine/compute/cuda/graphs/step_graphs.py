@@ -41,16 +41,20 @@ _BYTES_OF_A_GRAPH = 16 << 20  # of the driver's own, for some thousand kernels
 
 
 class GraphLimits(NamedTuple):
-    """The most that steps have of what recordings depend on. `max_draft_tokens` is 0 without drafts."""
+    """The most that steps have of what recordings depend on. `max_draft_tokens` is 0 without drafts.
+
+    Steps that read prompts are recorded up to `max_tokens`; 0: not at all.
+    """
 
     max_num_seqs: int
     max_blocks: int  # of one sequence
     max_draft_tokens: int = 0
     keeps_features: bool = False
+    max_tokens: int = 0
 
     def shapes(self) -> list[GraphShape]:
         """What to record, the largest first."""
-        return graph_shapes(self.max_num_seqs, self.max_draft_tokens)
+        return graph_shapes(self.max_num_seqs, self.max_draft_tokens, self.max_tokens)
 
 
 @runtime_checkable
@@ -152,7 +156,8 @@ class StepGraphs:
         self, probe: _Probe, shapes: Sequence[GraphShape], tables: Sequence[StepTables]
     ) -> GraphMemory:
         """Room for the largest of the shapes."""
-        num_places = max(shape.num_tokens for shape in shapes)
+        num_places = max(shape.num_places for shape in shapes)
+        num_tokens = max(shape.num_tokens for shape in shapes)
         num_words = max(
             own.room(probe.head_shapes, other_words(shape)) for shape, own in zip(shapes, tables, strict=True)
         )
@@ -162,7 +167,7 @@ class StepGraphs:
             logits=probe.logits.new_zeros((num_places, probe.logits.shape[1])),
             hidden=None
             if probe.hidden is None
-            else probe.hidden.new_zeros((num_places, probe.hidden.shape[1])),
+            else probe.hidden.new_zeros((num_tokens, probe.hidden.shape[1])),
         )
 
     def _probe(self, backend: TabledAttention) -> _Probe:
@@ -188,7 +193,7 @@ class StepGraphs:
 def graph_bytes(loaded: LoadedModel, limits: GraphLimits) -> int:
     """About what recordings take of the device's memory: to be left free when K/V is given the rest."""
     shapes = limits.shapes()
-    num_places = max(shape.num_tokens for shape in shapes)
+    num_places = max(shape.num_places for shape in shapes)
     tables = num_places * limits.max_blocks * 4
     logits = 3 * num_places * loaded.vocab_size * loaded.dtype.itemsize  # the model's, ours, the draw's
     return 2 * len(shapes) * _BYTES_OF_A_GRAPH + tables + logits

@@ -27,3 +27,13 @@ def test_the_largest_comes_first() -> None:
 
 def test_steps_with_drafts_are_recorded_beyond_256_tokens() -> None:
     assert any(shape.holds(70 * 6, 6) for shape in graph_shapes(70, 5))
+
+
+def test_steps_with_prompts_have_recordings_up_to_the_tokens_of_a_step() -> None:
+    shapes = [shape for shape in graph_shapes(64, 5, 500) if shape.num_rows]
+    assert max(shape.num_tokens for shape in shapes) == 512
+    for size in range(1, 501):
+        fitting = min(shape for shape in shapes if shape.holds(size, size))
+        assert fitting.num_tokens - size <= max(63, fitting.num_tokens // 3), "the rest is padding"
+        assert fitting.num_rows == min(fitting.num_tokens, 64 * 6)
+    assert not any(shape.num_rows for shape in graph_shapes(64, 5))
