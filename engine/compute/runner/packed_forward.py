@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from engine.compute.attention import (
     ATTENTION_NAME,
@@ -38,6 +40,7 @@ class PackedForward:
         attend_with(loaded.model, ATTENTION_NAME)
         scale_by_position(loaded.model)
         keep_rotation(loaded)
+        _expect_no_padding(loaded.model)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(
@@ -118,3 +121,14 @@ class PackedForward:
             handle.remove()
         hidden = seen[0][0]  # [R, hidden], or [N, hidden]
         return logits, hidden if self._keeps_rows or rows is None else hidden[rows]
+
+
+def _expect_no_padding(model: nn.Module) -> None:
+    """Have no model look among its tokens for padding, of which there is none: it would wait for a device."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _look_for_nothing  # type: ignore[method-assign]
+
+
+def _look_for_nothing(*_: object) -> None:
+    """Nothing."""

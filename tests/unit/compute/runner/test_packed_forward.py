@@ -71,3 +71,18 @@ def test_what_leaves_the_last_layer_is_what_the_last_norm_reads(family: str) -> 
         _, read_by_head = plain.with_features(inputs, plain.make_kv(2, BLOCK_SIZE))
         assert torch.equal(loaded.model.base_model.norm(left), read_by_head)
     assert len(logits) == len(left) == 7
+
+
+def test_no_pass_looks_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that would wait for the tokens, and no graph could be recorded."""
+    loaded = load_tiny("gpt2")
+    loaded.model.config.pad_token_id = 3
+
+    def look(tokens: torch.Tensor, token_id: object) -> bool:
+        raise AssertionError(f"looked for {token_id} in {tokens}")
+
+    forward = PackedForward(loaded)
+    monkeypatch.setattr(torch.Tensor, "__contains__", look)
+    inputs = pack_step([Part([3, 4, 3], 0, 3, [0])], BLOCK_SIZE)
+    with torch.inference_mode():
+        forward(inputs, forward.make_kv(1, BLOCK_SIZE))
