@@ -127,7 +127,7 @@ def _expect_no_padding(model: nn.Module) -> None:
     """Have no model look among its tokens for padding, of which there is none: it would wait for a device."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _look_for_nothing  # type: ignore[method-assign]
+            module.warn_if_padding_and_no_attention_mask = _look_for_nothing
 
 
 def _look_for_nothing(*_: object) -> None:
