@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,7 @@ from engine.compute.loading.support import (
     find_text_half,
     make_model,
 )
+from engine.compute.meta_device import on_meta_device
 from engine.compute.native.families import is_known_class
 from tests.matrix.reduced import reduced_config
 from tests.support.native import compiled_home
@@ -72,8 +74,7 @@ def judge(config_class: type[PreTrainedConfig], model_class: type) -> Row:
         return Row(*names, "not made", _line(error))
     try:
         check_supported(Architecture(config, model_class))
-        with torch.device("meta"):
-            outline = make_model(config)
+        outline = on_meta_device(partial(_outlined, config))
         if sum(each.numel() for each in outline.parameters()) > MAX_PARAMETERS:
             return Row(*names, "not made", "no reduced configuration")
     except StartRefused as error:
@@ -89,6 +90,12 @@ def judge(config_class: type[PreTrainedConfig], model_class: type) -> Row:
             return Row(*names, "refused", _reason(error))
         except Exception as error:
             return Row(*names, "failed", _line(error))
+
+
+def _outlined(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without numbers."""
+    with torch.device("meta"):
+        return make_model(config)
 
 
 def _save(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
