@@ -80,15 +80,14 @@ def build_step_inputs(
     kv_lens = first + query_lens  # [S]
     names = (request.request_id for request in requests)
     rows = np.array(list(map(kv.row_for, names, kv_lens.tolist())), np.int64)  # [S]
-    ends, sequence, indices = _places(first, query_lens)
+    ends = np.cumsum(query_lens, dtype=np.int64)  # [S]
+    sequence = np.repeat(np.arange(len(rows)), query_lens)  # [N]
+    indices = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
     block, offset = np.divmod(indices, kv.block_size)
     has_drafts = any(num_drafts)
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
-    if has_drafts or not all(samples):
-        sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
-    else:
-        sequences, tokens = np.arange(len(ends)), ends - 1
+    sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     return StepInputs(
         token_ids=_token_ids(items),
         positions=positions,
@@ -118,16 +117,6 @@ def build_step_inputs(
         states_in=moves.swapped.states_in,
         previous_rows=_previous_rows(previous, ends) if max(previous) >= 0 else None,
     )
-
-
-def _places(first: Int64, query_lens: Int32) -> tuple[Int64, Int64, Int64]:
-    """Where each sequence's tokens end [S]; of each token its sequence, and its place in that [N]."""
-    if query_lens.max() == 1:  # with few calls of numpy, each of which costs more than it computes
-        sequence = np.arange(len(first))
-        return sequence + 1, sequence, first
-    ends = np.cumsum(query_lens, dtype=np.int64)
-    sequence = np.repeat(np.arange(len(first)), query_lens)
-    return ends, sequence, np.arange(ends[-1]) + (first + query_lens - ends)[sequence]
 
 
 def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> tuple[Int64, Int64]:
@@ -237,6 +226,5 @@ def _block_tables(kv: PagedKvManager, rows: Int64, kv_lens: Int64) -> Int32:
     num_blocks = -(-kv_lens // kv.block_size)  # [S]
     width = int(num_blocks.max())
     tables: Int32 = kv.block_tables[rows, :width]  # fancy indexing: a copy
-    if num_blocks.min() < width:
-        tables[np.arange(width) >= num_blocks[:, None]] = 0
+    tables[np.arange(width) >= num_blocks[:, None]] = 0
     return tables
