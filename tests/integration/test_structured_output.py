@@ -40,7 +40,7 @@ SPECULATION = {
     "ngram": ("--speculative-method", "ngram", *FIXED),
     "predicted": FIXED,
     "predicted, rejection": (*FIXED, "--draft-verification", "rejection"),
-    "suffix, rejection": ("--speculative-method", "suffix", "--draft-verification", "rejection"),
+    "suffix, rejection": ("--speculative-method", "suffix", "--draft-verification", "rejection", *FIXED),
     "auto": ("--num-speculative-tokens", "6"),
     "the target itself": ("--speculative-method", "draft-model", "--speculation-schedule", "sync", *FIXED),
     "trees": ("--speculative-method", "medusa", *FIXED),
@@ -190,7 +190,7 @@ async def test_drafts_chunks_and_pressure_change_nothing(
             assert found[ask.name].text == plain[ask.name].text, ask.name
             assert found[ask.name].token_ids == plain[ask.name].token_ids, ask.name
     rounds = [reply.finish.speculation for reply in found.values() if reply.finish.speculation is not None]
-    assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 0)
+    assert sum(stats.num_accepted for stats in rounds) > (400 if "predicted" in name else 3)
     if name != "the target itself":  # what its drafts get wrong, the grammar has taken off before
         assert sum(stats.num_proposed - stats.num_accepted for stats in rounds) > 3
     if "crowded" in name:
