@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,12 +51,27 @@ def test_pack_takes_weights_in_any_layout(kernels: NativeKernels) -> None:
     assert torch.equal(kernels.pack(sideways).packed, kernels.pack(weight).packed)
 
 
+def flags_of_mapping(address: int) -> list[str] | None:
+    """What Linux knows of the mapping that holds `address`; None on a system without huge pages."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        return None
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            holds = int(found[1], 16) <= address < int(found[2], 16)
+        elif holds and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:#x} is in no mapping")
+
+
 def test_large_weights_lie_in_huge_pages(kernels: NativeKernels) -> None:
     weight = noise(64, 64).repeat(64, 64)  # 32 MiB
     packed = kernels.pack(weight)
     assert packed.packed.untyped_storage().nbytes() >= weight.nbytes + PAGE_BYTES, (
         "a region, with its alignment"
     )
+    flags = flags_of_mapping(packed.packed.data_ptr())
+    assert flags is None or "hg" in flags, "the system was not asked for huge pages"
     x = noise(3, 4096, seed=2) / 64
     assert_close(kernels.linear(x, packed), x.float() @ weight.float().T)
 
