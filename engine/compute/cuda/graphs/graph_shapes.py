@@ -15,10 +15,25 @@ _DECODES = (
     *(320, 384, 448, 512, 640, 768, 896, 1024),
 )
 _WITH_DRAFTS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-# A quarter of padding at most, and up to where the device takes longer for a step than the host to queue it.
+# Up to where the device takes longer for a step than the host to queue it. At most a third is padding, beyond
+# 64 tokens.
 _WITH_PROMPTS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 # The most new tokens of one sequence that attention takes by the kernel for drafts.
 MAX_QUERY_LEN = 48
+
+
+class StepSize(NamedTuple):
+    """How large a step is: its tokens, the most of one sequence, and its sequences or wanted rows."""
+
+    num_tokens: int
+    query_len: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> StepSize:
+        """That of `inputs`."""
+        num_rows = max(len(inputs.query_lens), len(inputs.logits_rows))
+        return cls(len(inputs.token_ids), int(inputs.query_lens.max()), num_rows)
 
 
 class GraphShape(NamedTuple):
@@ -37,19 +52,13 @@ class GraphShape(NamedTuple):
         """Of how many tokens there are logits."""
         return self.num_rows or self.num_tokens
 
-    def holds(self, num_tokens: int, query_len: int) -> bool:
-        """Whether a step of as many tokens, as many of one sequence, fits."""
-        return num_tokens <= self.num_tokens and query_len <= self.max_query_len
-
-    def takes(self, inputs: StepInputs) -> bool:
-        """Whether this step fits."""
-        if not self.holds(len(inputs.token_ids), int(inputs.query_lens.max())):
-            return False
-        if not self.num_rows:
-            return True
-        if max(len(inputs.query_lens), len(inputs.logits_rows)) > self.num_rows:
-            return False
-        return inputs.drafts is None or DraftRows.of(inputs.drafts).are_chains
+    def holds(self, size: StepSize) -> bool:
+        """Whether a step of this size fits."""
+        return (
+            size.num_tokens <= self.num_tokens
+            and size.query_len <= self.max_query_len
+            and size.num_rows <= self.num_places
+        )
 
 
 def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) -> list[GraphShape]:
@@ -72,8 +81,12 @@ def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape]) -> GraphShape 
     """The smallest that holds the step; None if there is none, or something is asked that none does."""
     if inputs.prompt_rows is not None:
         return None
-    fitting = (shape for shape in recorded if shape.takes(inputs))
-    return min(fitting, default=None, key=lambda shape: (shape.max_query_len, shape.num_tokens))
+    size = StepSize.of(inputs)
+    fitting = (shape for shape in recorded if shape.holds(size))
+    shape = min(fitting, default=None, key=lambda shape: (shape.max_query_len, shape.num_tokens))
+    if shape is not None and shape.num_rows and inputs.drafts is not None:
+        return shape if DraftRows.of(inputs.drafts).are_chains else None
+    return shape
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.compute.cuda.graphs.graph_shapes import GraphShape, graph_shapes
+from engine.compute.cuda.graphs.graph_shapes import GraphShape, StepSize, graph_shapes
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 256, 257, 300, 512, 1000, 1024])
 def test_every_batch_of_decodes_has_a_recording(max_num_seqs: int) -> None:
     shapes = graph_shapes(max_num_seqs, max_draft_tokens=0)
     for size in range(1, max_num_seqs + 1):
-        fitting = min(shape.num_tokens for shape in shapes if shape.holds(size, 1))
+        fitting = min(shape.num_tokens for shape in shapes if shape.holds(StepSize(size, 1, size)))
         assert fitting - size <= (fitting // 4 if size > 256 else 1 + fitting // 2), "the rest is padding"
 
 
@@ -26,14 +26,15 @@ def test_the_largest_comes_first() -> None:
 
 
 def test_steps_with_drafts_are_recorded_beyond_256_tokens() -> None:
-    assert any(shape.holds(70 * 6, 6) for shape in graph_shapes(70, 5))
+    assert any(shape.holds(StepSize(70 * 6, 6, 70 * 6)) for shape in graph_shapes(70, 5))
 
 
 def test_steps_with_prompts_have_recordings_up_to_the_tokens_of_a_step() -> None:
     shapes = [shape for shape in graph_shapes(64, 5, 500) if shape.num_rows]
     assert max(shape.num_tokens for shape in shapes) == 512
     for size in range(1, 501):
-        fitting = min(shape for shape in shapes if shape.holds(size, size))
+        fitting = min(shape for shape in shapes if shape.holds(StepSize(size, size, 1)))
         assert fitting.num_tokens - size <= max(63, fitting.num_tokens // 3), "the rest is padding"
         assert fitting.num_rows == min(fitting.num_tokens, 64 * 6)
+        assert not fitting.holds(StepSize(size, size, fitting.num_rows + 1))
     assert not any(shape.num_rows for shape in graph_shapes(64, 5))
