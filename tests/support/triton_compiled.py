@@ -20,15 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel
+from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
-from engine.compute.cuda.triton_work import MOST_TREE_KEYS, Workforce
+from engine.compute.cuda.triton_work import Workforce
 
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
-INTEGERS = ("stride", "words", "window", "size")
+INTEGERS = ("stride", "words", "window", "size", "outputs")
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -60,7 +61,7 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
             tile = TritonTile(
                 kind.queries,
                 kind.heads(model.group),
-                min(kind.keys, MOST_TREE_KEYS) if kind.expects_trees else kind.keys,
+                kind.keys_at_once(has_trees=kind.expects_trees),
                 model.group,
                 num_kv_heads=8,
                 key_dim=model.dim,
@@ -70,6 +71,7 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
                 has_window=model.has_window,
                 has_trees=kind.expects_trees,
                 has_sinks=model.has_sinks,
+                most_stages=kind.stages,
             ).fitted(itemsize, SHARED_MEMORY[capability])
             yield f"{kind.name} {model.dim}x{model.group} {model.dtype}", tile, itemsize
 
@@ -102,10 +104,17 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         )
         for norms in (False, True)
     ),
+    *(
+        (
+            row_product_kernel,
+            {"WIDTH": width, "COLUMNS": 2048, "IS_GATED": gated, "HAS_BIAS": False, "HAS_ADDED": not gated},
+        )
+        for width, gated in ((4096, True), (14336, False))
+    ),
 ]
 _ROWS = (
     *("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"),
-    *("given", "added", "weight", "total", "normed", "gate_up", "gated"),
+    *("row", "bias", "product", "given", "added", "weight", "total", "normed", "gate_up", "gated"),
     *("qkv", "cosines", "sines", "query_norm", "key_norm"),
 )
 

@@ -19,7 +19,7 @@ from engine.compute.cuda.layer_kernels import rotate_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded
-from engine.compute.cuda.triton_work import MOST_TREE_KEYS, HeadShape, TileKind, Workforce
+from engine.compute.cuda.triton_work import HeadShape, TileKind, Workforce
 from engine.plan.step_records import StepInputs
 
 _LOG2_E = math.log2(math.e)
@@ -193,9 +193,7 @@ class TritonStep:
             arrays["tree_bits"].shape[1],
             TILE=tile,
             num_warps=tile.num_warps,
-            num_stages=max(
-                1, min(kind.stages, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory))
-            ),
+            num_stages=max(1, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory)),
         )
 
     def _tile(self, kind: TileKind, num_heads: int, call: LayerCall) -> TritonTile:
@@ -206,7 +204,7 @@ class TritonStep:
         tile = TritonTile(
             queries=kind.queries,
             heads=heads,
-            keys=min(kind.keys, MOST_TREE_KEYS) if has_trees else kind.keys,
+            keys=kind.keys_at_once(has_trees=has_trees),
             group=group,
             num_kv_heads=layer.num_kv_heads,
             key_dim=layer.key_dim,
@@ -217,6 +215,7 @@ class TritonStep:
             in_chunks=call.chunk is not None,
             has_sinks=call.sinks is not None,
             has_trees=has_trees,
+            most_stages=kind.stages,
         )
         return tile.fitted(self._kv.dtype.itemsize, self._gpu.shared_memory)
 

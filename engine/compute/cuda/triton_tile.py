@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-# Steps of keys that are on their way while one is worked on, itself included; more do not pay.
-_MOST_STAGES = 3
-
-
 _DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles")
 
 
@@ -17,6 +13,7 @@ class TritonTile:
 
     `group` heads share a K/V head in the whole model, in `head_tiles` tiles. What is `padded` is the next
     power of two that a matrix product takes. `in_chunks` has the window be a chunk that tokens see alone.
+    Up to `most_stages` steps of keys are on their way at once, the one that is worked on included.
     """
 
     queries: int
@@ -32,6 +29,7 @@ class TritonTile:
     has_trees: bool = False
     in_chunks: bool = False
     has_sinks: bool = False
+    most_stages: int = 3
 
     def __repr__(self) -> str:
         """All that a kernel takes from it: by these words Triton finds what it compiled, even long ago."""
@@ -68,7 +66,7 @@ class TritonTile:
         itemsize *= 1 if itemsize <= 2 else 2  # a float32 is multiplied in two parts
         queries = self.rows * self.padded_key_dim * itemsize
         step = self.keys * (self.padded_key_dim + self.padded_value_dim) * itemsize
-        return max(0, min(_MOST_STAGES, (shared_memory - queries) // step))
+        return max(0, min(self.most_stages, (shared_memory - queries) // step))
 
     def fitted(self, itemsize: int, shared_memory: int) -> TritonTile:
         """This tile with as many keys, a power of two, as leave room for two steps of them."""

@@ -18,7 +18,7 @@ from engine.plan.step_records import Int32
 Indices = NDArray[np.intp]
 
 # The most keys at a time of a kernel for draft trees: three words of bits hold them, wherever they begin.
-MOST_TREE_KEYS = 64
+_MOST_TREE_KEYS = 64
 
 
 class HeadShape(NamedTuple):
@@ -57,6 +57,10 @@ class TileKind(NamedTuple):
     def heads(self, group: int) -> int:
         """How many of the `group` heads that share a K/V head one tile takes."""
         return min(group, self.max_heads)
+
+    def keys_at_once(self, *, has_trees: bool) -> int:
+        """How many keys one step of its kernel takes."""
+        return min(self.keys, _MOST_TREE_KEYS) if has_trees else self.keys
 
     def programs_of_an_item(self, shape: HeadShape) -> int:
         """How many programs the heads of one item take."""
