@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 from engine.compute.cuda.fused_layer import FusedLayer, add_and_norm, gate, norm  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
-from engine.compute.cuda.row_products import row_product  # noqa: E402
+from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
@@ -96,9 +96,9 @@ def test_products_of_one_row_are_torchs(width: int, has_bias: bool, dtype: torch
         row.double(), linear.weight.double(), linear.bias.double() if has_bias else None
     )
     assert_rounded(row_product(row, linear), expected.float())
-    assert_rounded(row_product(row, linear, added=added), (expected + added).float())
+    assert_rounded(added_row_product(row, linear, added), (expected + added).float())
     first, second = expected.to(dtype).float().chunk(2, dim=1)
-    assert_rounded(row_product(row, linear, is_gated=True), torch.nn.functional.silu(first) * second)
+    assert_rounded(gated_row_product(row, linear), torch.nn.functional.silu(first) * second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

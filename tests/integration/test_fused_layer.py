@@ -24,9 +24,20 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_layer, triton_attention  # noqa: E402
-from engine.compute.cuda.fused_layer import FusedLayer, add_and_norm, gate, norm  # noqa: E402
+from engine.compute.cuda import fused_layer, fused_model, triton_attention  # noqa: E402
+from engine.compute.cuda.fused_layer import (  # noqa: E402
+    OF_ONE_ROW,
+    FusedLayer,
+    add_and_norm,
+    gate,
+    norm,
+)
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
+from engine.compute.cuda.row_products import (  # noqa: E402
+    added_row_product,
+    gated_row_product,
+    row_product,
+)
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
@@ -65,6 +76,18 @@ def test_norms_and_gates_are_torchs(width: int) -> None:
     both = torch.randn(5, 2 * width)
     expected = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
     torch.testing.assert_close(gate(both), expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [48, 2500])
+def test_products_of_one_row_are_torchs(width: int, has_bias: bool) -> None:
+    linear = torch.nn.Linear(width, 30, bias=has_bias).requires_grad_(False)
+    row, added = torch.randn(1, width), torch.randn(1, 30)
+    expected = linear(row)
+    torch.testing.assert_close(row_product(row, linear), expected)
+    torch.testing.assert_close(added_row_product(row, linear, added), expected + added)
+    gates, ups = expected.chunk(2, dim=1)
+    torch.testing.assert_close(gated_row_product(row, linear), torch.nn.functional.silu(gates) * ups)
 
 
 def test_an_mlp_wider_than_a_program_is_gated() -> None:
@@ -118,6 +141,15 @@ def test_a_layer_that_answers_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fused_layer, "gate", lambda both: 1.1 * gate(both))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
     assert not any(isinstance(module, FusedLayer) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize("name", OF_ONE_ROW._fields)
+def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = as_loaded(tiny_model("llama"))
+    right = getattr(OF_ONE_ROW, name)
+    wrong = OF_ONE_ROW._replace(**{name: lambda *call: 1.1 * right(*call)})
+    monkeypatch.setattr(fused_model, "OF_ONE_ROW", wrong)
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
 def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ one row, as when a single sequence decodes, the products are kernels too, with w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import nn
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
-from engine.compute.cuda.row_products import row_product
+from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product
 from engine.compute.native.families import is_whole
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
@@ -28,6 +28,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
 _CHUNK = 1024  # columns that one program gates
+_NARROW = 1024  # columns up to which four warps norm a row as fast as eight
 
 
 class _Norm(Protocol):
@@ -94,17 +95,37 @@ class FusedLayer(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
         cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
-        is_one = len(rows) == 1
-        normed = norm(rows, self.input_norm)
-        qkv = row_product(normed, self.qkv) if is_one else self.qkv(normed)
-        heads = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call).flatten(1)
-        attended = row_product(heads, self.output) if is_one else self.output(heads)
-        total, normed = add_and_norm(rows, attended, self.middle_norm)
-        if is_one:
-            gated = row_product(normed, self.gate_up, is_gated=True)
-            return row_product(gated, self.down, added=total)[None]
-        gated = gate(self.gate_up(normed))
-        return total.addmm_(gated, self.down.weight.t())[None]
+        products = OF_ONE_ROW if len(rows) == 1 else OF_ROWS
+        qkv = products.project(norm(rows, self.input_norm), self.qkv)
+        attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
+        projected = products.project(attended.flatten(1), self.output)
+        total, normed = add_and_norm(rows, projected, self.middle_norm)
+        return products.add(products.gate(normed, self.gate_up), self.down, total)[None]
+
+
+class Products(NamedTuple):
+    """How a layer's products are computed, each with what follows it."""
+
+    project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]  # the linear's
+    gate: Callable[[torch.Tensor, nn.Linear], torch.Tensor]  # silu(first half) * second half of it
+    add: Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
+
+
+def _project(rows: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    projected: torch.Tensor = linear(rows)
+    return projected
+
+
+def _gate(rows: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    return gate(linear(rows))
+
+
+def _add(rows: torch.Tensor, linear: nn.Linear, total: torch.Tensor) -> torch.Tensor:
+    return total.addmm_(rows, linear.weight.t())
+
+
+OF_ROWS = Products(_project, _gate, _add)
+OF_ONE_ROW = Products(row_product, gated_row_product, added_row_product)
 
 
 def norm(rows: torch.Tensor, module: _Norm) -> torch.Tensor:
@@ -139,7 +160,7 @@ def _launch_norm(
         HAS_ADDED=added is not None,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
-        num_warps=8 if width > _CHUNK else 4,
+        num_warps=8 if width > _NARROW else 4,
     )
 
 

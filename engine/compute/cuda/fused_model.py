@@ -11,7 +11,7 @@ import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.cuda.fused_layer import FusedLayer
+from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.observation import Observation, observe
@@ -66,7 +66,10 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
 def _equal_layer(
     original: Any, name: str, observation: Observation, context: AttentionContext
 ) -> FusedLayer | None:
-    """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones."""
+    """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones.
+
+    What one row is computed by is compared with what computed those.
+    """
     seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
     if seen is None or call is None or seen.given is None:
         return None
@@ -80,4 +83,22 @@ def _equal_layer(
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
-    return made if all(is_close(found, expected) for found, expected in pairs) else None
+    alike = all(is_close(found, expected) for found, expected in pairs)
+    return made if alike and _one_row_is_alike(made, seen.given[0, :1]) else None
+
+
+def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
+    """Whether the products of one row [1, hidden] are those that any number of rows has."""
+    row = norm(hidden.contiguous(), layer.input_norm)
+    heads = OF_ROWS.project(row, layer.qkv)[:, : layer.output.in_features]
+    gated = OF_ROWS.gate(row, layer.gate_up)
+
+    def answers(products: Products) -> tuple[torch.Tensor, ...]:
+        return (
+            products.project(row, layer.qkv),
+            products.project(heads, layer.output),
+            products.gate(row, layer.gate_up),
+            products.add(gated, layer.down, hidden.clone()),
+        )
+
+    return all(map(is_close, answers(OF_ONE_ROW), answers(OF_ROWS)))

@@ -1,7 +1,7 @@
 """The product of one row with a weight matrix, in Triton, with what a layer does to it right after.
 
 One row leaves a matrix product nothing to share: each weight is read once, and how fast is all that counts.
-On an H200 a Llama 8B layer's products of one row take 109 µs, norms included; by cuBLAS they take 122.
+On an H200 the four of a layer of Llama 8B take 107 µs of a step, by cuBLAS and what it needs beside 120.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _WARPS = 4
 
 
 @triton.jit
-def _tile(weights, first, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Weights of one output from the column `first` on, in float32, zeros behind the last."""
+def _columns(numbers, first, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Some of WIDTH `numbers`, from the column `first` on, in float32, zeros behind the last."""
     if EVEN:
-        return tl.load(weights + first + columns).to(tl.float32)
-    return tl.load(weights + first + columns, mask=first + columns < WIDTH, other=0.0).to(tl.float32)
+        return tl.load(numbers + first + columns).to(tl.float32)
+    return tl.load(numbers + first + columns, mask=first + columns < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -50,10 +50,10 @@ def row_product_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     up_total = tl.zeros([COLUMNS], tl.float32)
     for first in tl.range(0, WIDTH, COLUMNS):
-        given = _tile(row, first, columns, WIDTH, EVEN)
-        total += _tile(weights, first, columns, WIDTH, EVEN) * given
+        given = _columns(row, first, columns, WIDTH, EVEN)
+        total += _columns(weights, first, columns, WIDTH, EVEN) * given
         if IS_GATED:
-            up_total += _tile(ups, first, columns, WIDTH, EVEN) * given
+            up_total += _columns(ups, first, columns, WIDTH, EVEN) * given
     result = tl.sum(total, 0)
     if HAS_BIAS:
         result += tl.load(bias + output).to(tl.float32)
@@ -68,13 +68,24 @@ def row_product_kernel(
     tl.store(product + output, result.to(product.dtype.element_ty))
 
 
-def row_product(
-    row: torch.Tensor, linear: nn.Linear, *, added: torch.Tensor | None = None, is_gated: bool = False
-) -> torch.Tensor:
-    """`linear` of a `row` [1, in], plus `added` [1, out]: [1, out].
+def row_product(row: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """`linear` of a `row` [1, in]: [1, out]."""
+    return _launch(row, linear, None, is_gated=False)
 
-    With `is_gated` silu(first half) * second half of it, [1, out / 2].
-    """
+
+def gated_row_product(row: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """silu(first half) * second half of `linear` of a `row` [1, in]: [1, out / 2]."""
+    return _launch(row, linear, None, is_gated=True)
+
+
+def added_row_product(row: torch.Tensor, linear: nn.Linear, added: torch.Tensor) -> torch.Tensor:
+    """`linear` of a `row` [1, in], plus `added` [1, out], rounded once: [1, out]."""
+    return _launch(row, linear, added, is_gated=False)
+
+
+def _launch(
+    row: torch.Tensor, linear: nn.Linear, added: torch.Tensor | None, *, is_gated: bool
+) -> torch.Tensor:
     num_outputs = linear.out_features // (2 if is_gated else 1)
     product = row.new_empty(1, num_outputs)
     row_product_kernel[(num_outputs,)](
