@@ -41,13 +41,13 @@ class Part(NamedTuple):
     seconds: float
 
 
-# In nine minutes together.
+# In eight minutes together.
 PARTS: dict[str, Part] = {
-    "decode": Part(run_decode, 90),
-    "steps": Part(run_steps, 60),
-    "prefill": Part(run_prefill, 45),
+    "decode": Part(run_decode, 70),
+    "steps": Part(run_steps, 45),
+    "prefill": Part(run_prefill, 35),
     "idle": Part(run_idle, 80),
-    "transformers": Part(run_peer, 85),
+    "transformers": Part(run_peer, 70),
     "drafts": Part(run_drafts, 110),
     "curve": Part(run_curve, 70),
 }

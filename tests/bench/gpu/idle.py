@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 import uvloop
-from torch.profiler import ProfilerActivity, profile
 
 from tests.bench.gpu.bench import Bench
+from tests.bench.gpu.device_trace import DeviceTrace, Work
 from tests.bench.gpu.engines import MadeEngine, decode_step, made_engine, settings_for
 from tests.bench.gpu.sizes import LlamaShape
 from tests.bench.report import Bar, Section
@@ -47,36 +45,13 @@ def gaps_of(busy: Iterable[tuple[float, float]], min_gap: float) -> Gaps:
     return Gaps(100 * between / whole, 100 * idle / whole)
 
 
-class DeviceTrace:
-    """When the device was at work, in microseconds, while this was open; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.busy: list[tuple[float, float]] = []
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Trace what the device does."""
-        if self._device.type != "cuda":
-            yield
-            return
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-            yield
-            torch.cuda.synchronize(self._device)
-        events = trace.events() or ()
-        self.busy = [
-            (event.time_range.start, event.time_range.end)
-            for event in events
-            if event.device_type.name == "CUDA" and not event.is_user_annotation
-        ]
-
-    def settled(self) -> list[tuple[float, float]]:
-        """What was traced after the start."""
-        if not self.busy:
-            return []
-        first, last = min(begin for begin, _ in self.busy), max(end for _, end in self.busy)
-        border = first + _SETTLED * (last - first)
-        return [(begin, end) for begin, end in self.busy if begin >= border]
+def settled(works: Sequence[Work]) -> list[tuple[float, float]]:
+    """When the device was at work after the start of what was traced."""
+    if not works:
+        return []
+    first, last = min(work.begin for work in works), max(work.end for work in works)
+    border = first + _SETTLED * (last - first)
+    return [(work.begin, work.end) for work in works if work.begin >= border]
 
 
 def run_idle(bench: Bench) -> Section:
@@ -117,8 +92,8 @@ async def _measure_batch(
     with trace.open():
         await decode_step(made, batch, _CONTEXT, steps)
     measured = None
-    if trace.settled():
-        gaps = gaps_of(trace.settled(), _GAP_US)
+    if busy := settled(trace.works):
+        gaps = gaps_of(busy, _GAP_US)
         section.add(name, "between steps", "%", [gaps.between_percent])
         section.add(name, "all gaps", "%", [gaps.all_percent])
         measured = gaps.between_percent

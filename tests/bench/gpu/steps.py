@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
-
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -17,6 +14,7 @@ from engine.loop.engine_parts import StepRunner
 from engine.plan.step_records import StepInputs
 from engine.startup.build import put_together
 from tests.bench.gpu.bench import Bench
+from tests.bench.gpu.device_trace import DeviceTrace
 from tests.bench.gpu.engines import settings_for
 from tests.bench.gpu.made_models import BLOCK_SIZE
 from tests.bench.report import Bar, Section
@@ -71,9 +69,12 @@ def _measure(bench: Bench, section: Section, runner: StepRunner, case: StepCase)
     runs = [work(steps) for _ in range(_RUNS)]
     section.add(str(case), "step", "ms", [1e3 * whole for whole, _ in runs])
     section.add(str(case), "launch", "ms", [1e3 * launch for _, launch in runs])
-    if bench.device.type == "cuda":
-        section.notes.append(f"{case}: {by_kernel(lambda: work(steps), steps)}")
-    return section.measurements[-2].median or 0.0
+    trace = DeviceTrace(bench.device)
+    with trace.open():
+        work(steps)
+    if trace.works:
+        section.notes.append(f"{case}: {trace.by_kernel(steps, _SHOWN_KERNELS)}")
+    return median(whole for whole, _ in runs)
 
 
 def _inputs(case: StepCase, vocab_size: int) -> StepInputs:
@@ -106,28 +107,3 @@ def _launcher(runner: StepRunner, inputs: StepInputs) -> Callable[[int], tuple[f
         return (perf_counter() - began) / count, (launched - began) / count
 
     return launch
-
-
-def by_kernel(work: Callable[[], object], steps: int) -> str:
-    """The device's µs of one of the `steps` that `work` does, the longest kernels first and how many."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-        work()
-        torch.cuda.synchronize()
-    events = [
-        event
-        for event in trace.events() or ()
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
-    spent: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in events:
-        spent[event.name] += event.time_range.elapsed_us()
-        counts[event.name] += 1
-    whole = sum(spent.values()) / steps
-    return f"{whole:.0f} µs in {sum(counts.values()) / steps:.0f} kernels: " + "; ".join(
-        f"{name[:70]} {one / steps:.0f} µs ×{counts[name] / steps:.0f}" for name, one in _most(spent)
-    )
-
-
-def _most(spent: Counter[str]) -> Sequence[tuple[str, int]]:
-    return spent.most_common(_SHOWN_KERNELS)
