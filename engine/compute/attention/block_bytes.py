@@ -11,7 +11,8 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.swap_tensors import SwapTensors
 from engine.plan.step_records import BlockCopy
 
-_BATCH = 16  # blocks
+_STAGED = 16  # blocks of a call, where they go through memory of their own
+_IN_PLACE = 64  # of one that needs none: two threads that share a call wait for each other at its end
 
 
 class BlockBytes(Protocol):
@@ -43,13 +44,17 @@ class HostBlockBytes:
     """Blocks in host memory: a piece is a layer's keys or values, in their place."""
 
     def __init__(self, kv: KvTensors) -> None:
-        self.batch = _BATCH
-        self._rows = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in kv.tensors]
-        self.block_bytes = sum(rows.shape[1] for rows in self._rows)
+        self.batch = _IN_PLACE
+        rows = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in kv.tensors]
+        self._layers = [(memoryview(row).cast("B"), row.shape[1]) for row in rows]  # with the bytes of a block
+        self.block_bytes = sum(width for _, width in self._layers)
 
     def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
         """See BlockBytes."""
-        return [[rows[block_id].data for rows in self._rows] for block_id in block_ids]
+        return [
+            [layer[block_id * width : (block_id + 1) * width] for layer, width in self._layers]
+            for block_id in block_ids
+        ]
 
     incoming = outgoing
 
@@ -61,9 +66,9 @@ class DeviceBlockBytes:
     """Blocks on a GPU: they go through pinned host memory, on a stream beside the model's."""
 
     def __init__(self, kv: KvTensors) -> None:
-        self.batch = _BATCH
-        self._outgoing, self._incoming = SwapTensors(kv, _BATCH), SwapTensors(kv, _BATCH)
-        self._rows = {staging: staging.rows(range(_BATCH)) for staging in (self._outgoing, self._incoming)}
+        self.batch = _STAGED
+        self._outgoing, self._incoming = SwapTensors(kv, _STAGED), SwapTensors(kv, _STAGED)
+        self._rows = {staging: staging.rows(range(_STAGED)) for staging in (self._outgoing, self._incoming)}
         self.block_bytes = len(self._rows[self._outgoing][0])
         self._stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
