@@ -1,6 +1,7 @@
 """A batch job beside four streams that somebody reads: what the streams lose, and what the batch gets done.
 
-By turns in one server: the batch alone, the streams beside it, the streams alone. Each run has its own job.
+By turns in one server: the batch alone, the streams beside it, the same streams alone: other texts would have
+other drafts. Each run has its own job.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -108,19 +109,19 @@ class BatchedServer:
 
 def one_turn(server: BatchedServer, context: BenchContext, run: int) -> Turn:
     """The batch alone, beside the streams, and the streams alone."""
-    prompts = prompts_of(context.words, NUM_LINES + 2 * NUM_STREAMS, LINE_PROMPT_TOKENS, seed=run)
-    lines, streams = prompts[: -2 * NUM_STREAMS], prompts[-2 * NUM_STREAMS :]
+    prompts = prompts_of(context.words, NUM_LINES + NUM_STREAMS, LINE_PROMPT_TOKENS, seed=run)
+    lines, streams = prompts[:NUM_LINES], tuple(prompts[NUM_LINES:])
     batch_id = server.submit(lines_of([prompt.text for prompt in lines]))
     began, before = time.monotonic(), server.figure(_GENERATED)
     time.sleep(IDLE_S)
     idle_rate = (server.figure(_GENERATED) - before) / (time.monotonic() - began)
     began, before = time.monotonic(), server.figure(_GENERATED)
-    workload = Workload("streams", "", tuple(streams[:NUM_STREAMS]), STREAM_TOKENS)
+    workload = Workload("streams", "", streams, STREAM_TOKENS, f"beside {run}")
     beside = server.burst(workload)
     generated = server.figure(_GENERATED) - before - workload.num_output_tokens
     background_rate = generated / (time.monotonic() - began)
     server.cancel(batch_id)
-    alone = server.burst(Workload("streams", "", tuple(streams[NUM_STREAMS:]), STREAM_TOKENS))
+    alone = server.burst(replace(workload, cache_salt=f"alone {run}"))
     return Turn(idle_rate, background_rate, beside, alone)
 
 

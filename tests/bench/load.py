@@ -71,7 +71,9 @@ class HttpSide:
 
     def burst(self, workload: Workload) -> list[StreamRecord]:
         """Greedy streams that ignore EOS; raises ChildFailed when one is refused or breaks off."""
-        common = {"max_tokens": workload.max_tokens, "temperature": 0, "ignore_eos": True}
+        common: dict[str, object] = {"max_tokens": workload.max_tokens, "temperature": 0, "ignore_eos": True}
+        if workload.cache_salt is not None:
+            common["cache_salt"] = workload.cache_salt
         question = {
             "host": self._server.host,
             "port": self._server.port,

@@ -33,12 +33,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are sent at once, each to generate exactly `max_tokens`, EOS ignored, greedy."""
+    """Requests that are sent at once, each to generate exactly `max_tokens`, EOS ignored, greedy.
+
+    With another `cache_salt` the same prompts are computed again.
+    """
 
     name: str
     title: str
     prompts: tuple[Prompt, ...]
     max_tokens: int
+    cache_salt: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
