@@ -251,9 +251,10 @@ class Engine:
         turns = self._parts.batcher.next_turns
         return {"used": turns.num_used, "unused": turns.num_unused}
 
-    def decode_step_s(self, num_seqs: int) -> float | None:
-        """Measured seconds of a step of so many sequences, a token each; None while unknown."""
-        return self._loaded.batcher.decoder.costs.seconds(num_seqs, num_seqs)
+    def decode_steps_s(self, most: int) -> Sequence[float] | None:
+        """Measured seconds, never sinking, of steps of 1, 2, ... `most` sequences, a token each, or None."""
+        seconds = self._loaded.batcher.decoder.costs.plain(most)
+        return None if seconds is None else seconds.tolist()
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None

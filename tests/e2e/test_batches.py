@@ -237,7 +237,8 @@ async def test_lines_give_their_seats_to_requests_that_somebody_waits_for(tmp_pa
         await held.wait()
 
     engine = FakeEngine(gate=gate)
-    engine.decode_step_s = lambda num_seqs: 0.01 + 0.001 * max(0, num_seqs - 4)  # type: ignore[method-assign]
+    times = [0.01] * 4 + [0.01 + 0.001 * n for n in range(1, 61)]
+    engine.decode_steps_s = lambda most: times[:most]  # type: ignore[method-assign]
     async with client_for(tmp_path, engine) as client:
         batch = await submit(client, [line(f"r{i}") for i in range(100)])
         await until(client, batch, lambda _: engine.num_open == 56)  # of 64 seats, an eighth stays free

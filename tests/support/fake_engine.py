@@ -191,8 +191,8 @@ class FakeEngine:
     def next_turn_tokens(self) -> dict[str, int]:
         return {"used": 0, "unused": 0}
 
-    def decode_step_s(self, num_seqs: int) -> float | None:
-        return 0.01
+    def decode_steps_s(self, most: int) -> Sequence[float] | None:
+        return [0.01] * most
 
     def admit(
         self, num_requests: int, tenant: str | None = None, priority: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,14 +39,10 @@ class Seats:
         return self._unnoticed(others, free)
 
     def _unnoticed(self, others: int, free: int) -> int:
-        step_s = self.engine.decode_step_s
-        alone_s = step_s(others)
-        if alone_s is None:
+        seconds = self.engine.decode_steps_s(others + free)
+        if seconds is None:
             return 1
-        num_lines = 0
-        while num_lines < free and (step_s(others + num_lines + 1) or 0.0) <= _MOST_SLOWDOWN * alone_s:
-            num_lines += 1
-        return num_lines
+        return bisect_right(seconds, _MOST_SLOWDOWN * seconds[others - 1]) - others
 
 
 class LinePace:
