@@ -46,7 +46,7 @@ class HostBlockBytes:
     def __init__(self, kv: KvTensors) -> None:
         self.batch = _IN_PLACE
         rows = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in kv.tensors]
-        self._layers = [(memoryview(row).cast("B"), row.shape[1]) for row in rows]  # and bytes of a block
+        self._layers = [(row.data.cast("B"), row.shape[1]) for row in rows]  # and bytes of a block
         self.block_bytes = sum(width for _, width in self._layers)
 
     def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
