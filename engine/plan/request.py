@@ -100,6 +100,7 @@ class GenerationRequest:
 
     Choices of one reply share a `group` and count as one request; None is a group of its own. Only requests
     with the same `cache_salt` share cached prefixes; `engine.owned_salt` makes one that no other tenant has.
+    Replies of one `endpoint` and tenant are taken to be alike in length.
     """
 
     request_id: str  # the engine's own, fresh
@@ -108,6 +109,7 @@ class GenerationRequest:
     priority: int = Priority.DEFAULT
     group: str | None = None
     tenant: str | None = None  # None is the anonymous one
+    endpoint: str = ""
     arrival_time: float | None = None  # None: when it is submitted
     deadline: float | None = None
     cache_salt: str | None = None
@@ -165,6 +167,7 @@ class Request:
     arrival_time: float
     priority: int = Priority.DEFAULT
     tenant: str | None = None
+    endpoint: str = ""
     deadline: float | None = None
     cache_salt: str | None = None
     fork_of: str | None = None  # the request whose prompt KV it shares
@@ -205,6 +208,7 @@ class Request:
             arrival_time=now if asked.arrival_time is None else asked.arrival_time,
             priority=asked.priority,
             tenant=asked.tenant,
+            endpoint=asked.endpoint,
             deadline=asked.deadline,
             cache_salt=asked.cache_salt,
             fork_of=asked.fork_of,

@@ -48,12 +48,13 @@ from server.http.errors import invalid
 class Submission:
     """What to generate for one reply. `prepare` reads the prompts, after queue places are taken for them.
 
-    `reply_id` is fresh; the engine's request ids are derived from it. `exchange` holds the tenant and the
-    time of arrival. `rules` are a chat's, None where the reply is just text. `lease` counts the memory of the
-    request; `held_bytes` of it stay in use after the prompts have been read.
+    `reply_id` is fresh; the engine's request ids are derived from it. `endpoint` is the path. `exchange`
+    holds the tenant and the time of arrival. `rules` are a chat's, None where the reply is just text. `lease`
+    counts the memory of the request; `held_bytes` of it stay in use after the prompts have been read.
     """
 
     reply_id: str
+    endpoint: str
     body: GenerationBody
     num_prompts: int
     prepare: Callable[[Engine], Awaitable[list[Prompt]]]
@@ -217,6 +218,7 @@ def _make_requests(
                 priority=submission.priority,
                 group=submission.reply_id,
                 tenant=submission.tenant,
+                endpoint=submission.endpoint,
                 arrival_time=submission.exchange.arrival_time,
                 deadline=deadline,
                 cache_salt=owned_salt(cache_owner(context, submission.exchange), body.cache_salt),

@@ -152,23 +152,30 @@ class ContinuousBatcher:
         """
         if request.deadline is None:
             return True
-        needed_s = self.completion_s(request, before, 1 - CONFIDENCE)
+        needed_s = self._finish_s(request, self._before(request, before), 1 - CONFIDENCE)
         return needed_s is None or self._clock() + needed_s <= request.deadline
 
-    def completion_s(
-        self, request: Request, before: Sequence[Request] = (), share: float = 0.5
-    ) -> float | None:
-        """In how many seconds a request not added yet will have ended, were it as short as `share` of those
-        served; None while unknown. Those before it are as long as half of them.
+    def completion_s(self, request: Request, before: Sequence[Request] = ()) -> float | None:
+        """In how many seconds a request not added yet will have ended; None while unknown.
+
+        It and those before it are taken to be as long as half of what was served.
         """
-        ahead = [*self.queue.ahead_of(request), *before] if self._policy.ranks_newcomers else []
-        return self._finish_s(request, (*self.running, *ahead), share)
+        return self._finish_s(request, self._before(request, before), 0.5)
+
+    def _before(self, request: Request, others: Sequence[Request]) -> Sequence[Request]:
+        """What runs before a request not added yet, `others` added before it."""
+        ahead = [*self.queue.ahead_of(request), *others] if self._policy.ranks_newcomers else []
+        return (*self.running, *ahead)
 
     def _finish_s(self, request: Request, before: Sequence[Request], share: float) -> float | None:
+        """Seconds until a request has ended, as short as a `share` of what was served.
+
+        In a share of less than half it is judged: then only replies of its own kind count.
+        """
         config = self.config
         is_full = len(before) >= config.max_num_seqs
         return self.rates.earliest_finish_s(
-            self.lengths.remaining(request, share),
+            self.lengths.remaining(request, share, only_own=share < 0.5),
             num_to_compute=self.running.lookup.num_to_compute(request),
             tokens_a_step=min(config.max_prefill_tokens, config.max_num_batched_tokens),
             tokens_before=[self.lengths.remaining(other, 0.5) for other in before] if is_full else (),

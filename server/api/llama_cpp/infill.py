@@ -56,6 +56,7 @@ async def infill(request: Request) -> Response:
 
     submission = Submission(
         reply_id=f"infill-{uuid.uuid4().hex}",
+        endpoint=request.scope["path"],
         body=turn,
         num_prompts=1,
         prepare=prepare,

@@ -87,6 +87,7 @@ async def open_chat_body(
         follows = None
     submission = Submission(
         reply_id=reply_id,
+        endpoint=request.scope["path"],
         body=body,
         num_prompts=1,
         prepare=prepare,

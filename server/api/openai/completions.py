@@ -68,6 +68,7 @@ async def open_completion_body(request: Request, body: CompletionRequest, reply_
         prepare_fill_in(body, context.engine)
     submission = Submission(
         reply_id=reply_id,
+        endpoint=request.scope["path"],
         body=body,
         num_prompts=len(body.prompt),
         prepare=lambda engine: read_prompts(body, engine, exchange.tenant),

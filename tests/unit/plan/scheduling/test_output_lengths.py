@@ -10,16 +10,20 @@ from tests.unit.plan.scheduling.test_live_requests import learned
 EOS = frozenset([1])
 
 
-def reply(num_tokens: int = 0, tenant: str | None = None, max_tokens: int = 1000) -> Request:
+def reply(
+    num_tokens: int = 0, tenant: str | None = None, max_tokens: int = 1000, endpoint: str = "/chat"
+) -> Request:
     request = make_request(stop_token_ids=EOS, max_tokens=max_tokens)
-    request.tenant = tenant
+    request.tenant, request.endpoint = tenant, endpoint
     request.token_ids += [7] * num_tokens
     return request
 
 
-def served(lengths: OutputLengths, *numbers: int, tenant: str | None = None) -> OutputLengths:
+def served(
+    lengths: OutputLengths, *numbers: int, tenant: str | None = None, endpoint: str = "/chat"
+) -> OutputLengths:
     for number in numbers:
-        lengths.observe(reply(number, tenant))
+        lengths.observe(reply(number, tenant, endpoint=endpoint))
     return lengths
 
 
@@ -58,13 +62,40 @@ def test_each_tenant_has_its_own_lengths_once_it_has_enough() -> None:
     assert lengths.remaining(reply(tenant="a"), 0.9) <= 10
 
 
-def test_what_was_served_long_ago_counts_less_and_tenants_are_bounded() -> None:
+def test_each_endpoint_has_its_own_lengths() -> None:
+    lengths = served(OutputLengths(), *[300] * 64)
+    served(lengths, *[10] * 32, endpoint="/infill")
+    assert lengths.remaining(reply(endpoint="/infill"), 0.5) <= 10
+    assert lengths.remaining(reply(endpoint="/infill", tenant="a"), 0.5) <= 10, "as those of others there"
+    assert lengths.remaining(reply(), 0.5) > 250
+    assert lengths.remaining(reply(endpoint="/new"), 0.5) > 100, "as any"
+
+
+def test_nothing_is_concluded_from_the_replies_of_others_when_only_its_own_count() -> None:
+    lengths = served(OutputLengths(), *[300] * 64)
+    assert lengths.remaining(reply(tenant="a"), 0.05, only_own=True) == 1
+    served(lengths, *[200] * 32, tenant="a")
+    assert lengths.remaining(reply(tenant="a"), 0.05, only_own=True) > 150
+
+
+def test_a_tenant_is_not_refused_for_how_long_the_replies_of_others_are() -> None:
+    batcher = learned(make_batcher())
+    served(batcher.lengths, *[100] * 64)
+    request = reply(tenant="a")
+    request.deadline = 100.0 + 0.5
+    assert batcher.can_meet(request)
+    served(batcher.lengths, *[100] * 64, tenant="a")
+    assert not batcher.can_meet(request)
+
+
+def test_what_was_served_long_ago_counts_less_and_kinds_are_bounded() -> None:
     lengths = served(OutputLengths(), *[1000] * 5000)
     served(lengths, *[10] * 5000)
     assert lengths.remaining(reply(), 0.5) <= 10
-    for number in range(300):
+    for number in range(600):
         served(lengths, 5, tenant=f"t{number}")
-    assert len(lengths._by_tenant) == 256
+    assert len(lengths._by_kind) == 512
+    assert lengths.remaining(reply(tenant="t599"), 0.5) <= 10, "one without room is as those of others"
 
 
 def test_a_deadline_that_ends_by_a_stop_token_is_refused_by_what_was_served() -> None:
