@@ -15,6 +15,7 @@ from config import load_settings
 from tests.bench.attention import run_attention
 from tests.bench.batches import run_batches
 from tests.bench.context import BenchContext
+from tests.bench.deadlines import run_deadlines
 from tests.bench.decode import run_decode
 from tests.bench.delayed import run_delayed
 from tests.bench.embeddings import run_embeddings
@@ -70,6 +71,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "delayed": run_delayed,
     "repetitive": run_repetitive,
     "batches": run_batches,
+    "deadlines": run_deadlines,
     "embeddings": run_embeddings,
     "gguf": run_gguf,
     "peers": run_peers,
