@@ -263,6 +263,7 @@ class EngineLoop:
             self._metrics.verify_duration.observe(pass_s)
         else:
             rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, pass_s)
+        rates.observe_clock(decision.num_decode_tokens, self._clock() - started)
         if result.swap_bytes:
             rates.observe_swap(result.swap_bytes, result.swap_s)
         if not decision.num_prefill_tokens:

@@ -179,6 +179,7 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, whose KV was found when it first ran
     first_scheduled_time: float | None = None  # None: not yet
     preemptions: list[tuple[float, str]] = field(default_factory=list)  # with "recompute" or "swap"
+    is_late: bool = False  # it will probably miss its deadline
     turn_tokens: int = 0  # this and the next two belong to the policy
     backlog_tokens: int = 0
     num_charged_tokens: int = 0
@@ -231,6 +232,12 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated and committed."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_token_steps(self) -> int:
+        """Steps that gave it tokens: fewer than those, where drafts were accepted."""
+        stats = self.spec_stats
+        return self.num_output_tokens - (0 if stats is None else stats.num_committed - stats.num_rounds)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -334,6 +341,11 @@ class Request:
         """Set a new priority or deadline; None leaves the old one."""
         self.priority = self.priority if priority is None else priority
         self.deadline = self.deadline if deadline is None else deadline
+        self.is_late = False
+
+    def mark_late(self) -> None:
+        """It will probably miss its deadline, as long as that stays."""
+        self.is_late = True
 
     def retune(self, change: DraftingChange) -> None:
         """Set what it wants of drafting anew."""

@@ -22,7 +22,8 @@ async def test_a_refusal_says_when_it_would_have_been_done() -> None:
         for _ in range(64):  # replies of a hundred tokens: a second of steps of 10 ms
             reply = make_request(max_tokens=200)
             reply.token_ids += [7] * 100
-            batcher.lengths.observe(reply)
+            reply.endpoint = "/v1/completions"
+            batcher.replies.observe(reply)
         refused = await ask(url, "POST", "/v1/completions", {**BODY, "deadline_ms": 200})
         assert (refused.status, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert refused.headers["x-should-retry"] == "false"

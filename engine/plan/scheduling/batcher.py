@@ -5,6 +5,7 @@ Owns every request from `add` to its end, and the KV accounting. Loop thread onl
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,12 +17,12 @@ from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.explanation import explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
 from engine.plan.scheduling.next_turns import NextTurns, is_read_ahead
-from engine.plan.scheduling.output_lengths import OutputLengths
 from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
+from engine.plan.scheduling.reply_steps import ReplySteps
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
-from engine.plan.scheduling.service_rates import ServiceRates
+from engine.plan.scheduling.service_rates import ReplyWork, ServiceRates
 from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculation_config import DraftingChange
@@ -29,6 +30,8 @@ from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
 
 CONFIDENCE = 0.95  # with which a deadline will be missed that is refused
+_LIKELY = 0.9  # of what was served ends in time: what has less of a chance is late
+_JUDGED_EVERY = 16  # steps, while it runs
 
 
 class ContinuousBatcher:
@@ -62,7 +65,7 @@ class ContinuousBatcher:
         self.kv = kv
         self.decoder = decoder or SpeculativeDecoder.without_drafters()
         self.rates = ServiceRates()  # the engine loop tells it what steps took
-        self.lengths = OutputLengths()
+        self.replies = ReplySteps()
         self._policy = policy
         self._clock = clock
         self.queue = RequestQueue(policy)
@@ -152,46 +155,69 @@ class ContinuousBatcher:
         """
         if request.deadline is None:
             return True
-        needed_s = self._finish_s(request, self._before(request, before), 1 - CONFIDENCE)
-        return needed_s is None or self._clock() + needed_s <= request.deadline
+        return not self._will_miss(request, 1 - CONFIDENCE, self._before(request, before))
 
     def completion_s(self, request: Request, before: Sequence[Request] = ()) -> float | None:
         """In how many seconds a request not added yet will have ended; None while unknown.
 
         It and those before it are taken to be as long as half of what was served.
         """
-        return self._finish_s(request, self._before(request, before), 0.5)
+        return self._finish_s(request, 0.5, self._before(request, before))
 
     def _before(self, request: Request, others: Sequence[Request]) -> Sequence[Request]:
         """What runs before a request not added yet, `others` added before it."""
         ahead = [*self.queue.ahead_of(request), *others] if self._policy.ranks_newcomers else []
         return (*self.running, *ahead)
 
-    def _finish_s(self, request: Request, before: Sequence[Request], share: float) -> float | None:
-        """Seconds until a request has ended, as short as a `share` of what was served.
-
-        In a share of less than half it is judged: then only replies of its own kind count.
-        """
-        config = self.config
-        is_full = len(before) >= config.max_num_seqs
-        return self.rates.earliest_finish_s(
-            self.lengths.remaining(request, share, only_own=share < 0.5),
-            num_to_compute=self.running.lookup.num_to_compute(request),
-            tokens_a_step=min(config.max_prefill_tokens, config.max_num_batched_tokens),
-            tokens_before=[self.lengths.remaining(other, 0.5) for other in before] if is_full else (),
-            places=config.max_num_seqs,
-            pace=self.decoder.tokens_a_step,
-        )
-
     def hopeless(self) -> Request | None:
-        """The first in the queue, if it has a seat now and will miss its deadline; see `can_meet`."""
-        request = self.queue.peek()
-        if request is None or request.deadline is None or request.status is not RequestStatus.WAITING:
-            return None
-        if len(self.running) >= self.config.max_num_seqs:
-            return None  # it is judged when it can have a seat
-        needed_s = self._finish_s(request, (), 1 - CONFIDENCE)
-        return None if needed_s is None or self._clock() + needed_s <= request.deadline else request
+        """A request that will miss its deadline, by 19 in 20 of what was served: it is to end before a step.
+
+        The first in the queue if it can have a seat; else one whose seat is wanted, each judged every few
+        steps. Under a policy that ranks deadlines, those of the queue found on the way that will probably
+        miss theirs are put behind the others, and run where there is room for them all the same.
+        """
+        while (request := self.queue.peek()) is not None:
+            if len(self.running) >= self.config.max_num_seqs:
+                judged = (each for each in self.running if self._is_judged_now(each))
+                return next((each for each in judged if self._will_miss(each, 1 - CONFIDENCE)), None)
+            if request.deadline is None or request.status is not RequestStatus.WAITING:
+                return None
+            if self._will_miss(request, 1 - CONFIDENCE):
+                return request
+            is_in_place = request.is_late or not self._policy.ranks_deadlines
+            if is_in_place or not self._will_miss(request, _LIKELY):
+                return None
+            request.mark_late()
+            self.queue.reprioritize(request.request_id)
+        return None
+
+    def _is_judged_now(self, request: Request) -> bool:
+        return request.deadline is not None and (self._step_id + request.arrival) % _JUDGED_EVERY == 0
+
+    def _will_miss(self, request: Request, share: float, before: Sequence[Request] = ()) -> bool:
+        """True if a request misses its deadline, even if it is no longer than `share` of what was served."""
+        needed_s = self._finish_s(request, share, before)
+        return needed_s is not None and self._clock() + needed_s > (request.deadline or math.inf)
+
+    def _finish_s(self, request: Request, share: float, before: Sequence[Request]) -> float | None:
+        """Seconds until a request has ended behind those before it, as short as `share` of what was served.
+
+        Where all seats are wanted it shares its steps with as many as there are; else others may end at once.
+        A share of less than half is to judge it: then only replies of its own kind count.
+        """
+        config, pace = self.config, self.decoder.tokens_a_step
+        places = config.max_num_seqs
+        is_full = max(len(before), len(self.running) + len(self.queue)) >= places
+        is_running = request.status is RequestStatus.RUNNING
+        num_left = request.num_tokens - request.num_computed_tokens
+        work = ReplyWork(
+            num_to_compute=num_left if is_running else self.running.lookup.num_to_compute(request),
+            tokens_a_chunk=min(config.max_prefill_tokens, config.max_num_batched_tokens),
+            num_steps=self.replies.remaining(request, share, pace, only_own=share < 0.5),
+            num_beside=places - 1 if is_full else 0,
+        )
+        steps_before = [self.replies.remaining(other, 0.5, pace) for other in before] if is_full else ()
+        return self.rates.finish_s(work, steps_before, places)
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """How a request stands and why it waits; None if it has ended. O(waiting)."""
@@ -381,7 +407,7 @@ class ContinuousBatcher:
         request.finish(reason)
         is_reply = not (request.scores_only or is_read_ahead(request.request_id))
         if is_reply and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.lengths.observe(request)
+            self.replies.observe(request)
         self._ended.append(request.request_id)
         if self._is_in_flight(request.request_id):
             self.kv.mark_kv_suspect(request.request_id)

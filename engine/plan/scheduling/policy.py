@@ -24,6 +24,7 @@ class SchedulingPolicy:
 
     name: str  # as in `scheduling_policy`
     takes_turns = True  # False: when a step cannot hold all that run, the best ranked go first, always
+    ranks_deadlines = False  # True: a request that will probably miss its own is put behind the others
     ranks_newcomers = True  # False: `key` means something only once the request has been enqueued
 
     def key(self, request: Request) -> PolicyKey:
@@ -156,14 +157,23 @@ class PriorityPolicy(SchedulingPolicy):
 class DeadlinePolicy(SchedulingPolicy):
     """Earliest deadline first; requests without one come last, by arrival, and may wait indefinitely.
 
-    Admission refuses hopeless requests (`ContinuousBatcher.can_meet`), and those that expire are ended.
+    Admission refuses hopeless requests (`ContinuousBatcher.can_meet`), and those that expire are ended. Late
+    ones, which will probably miss their deadlines, go behind all that can meet theirs, those with most time
+    left first: above capacity the earliest deadlines are mostly of requests that cannot end in time any more,
+    and whoever serves those serves nobody (Buttazzo, Spuri and Sensini, Value vs. Deadline Scheduling in
+    Overload Conditions, RTSS 1995).
     """
 
     name = "deadline"
+    ranks_deadlines = True
 
     def key(self, request: Request) -> PolicyKey:
-        """Deadline, then arrival."""
-        return (math.inf if request.deadline is None else request.deadline, request.arrival)
+        """Deadline, then arrival; behind those, late ones by the time that they have."""
+        if request.deadline is None:
+            return (2, request.arrival)
+        if request.is_late:
+            return (1, -request.deadline, request.arrival)
+        return (0, request.deadline, request.arrival)
 
 
 @dataclass(frozen=True, slots=True)

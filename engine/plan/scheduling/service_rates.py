@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 
 from engine.plan.speculation.spec_stats import RecentRatio
@@ -16,6 +17,16 @@ _SWEEPS = 24
 _DRAIN_HORIZON_S = 30.0
 _MAX_RETRY_AFTER_S = 120
 _MAX_SURPRISE = 4.0  # a step counts as at most this many times the expected: a stall is no rate
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyWork:
+    """What a reply needs once it runs, `num_beside` others beside it."""
+
+    num_to_compute: int  # known tokens
+    tokens_a_chunk: int  # of those in a step
+    num_steps: float  # that give it its tokens
+    num_beside: int
 
 
 class ServiceRates:
@@ -33,6 +44,7 @@ class ServiceRates:
         self._times = [0.0] * 3
         self._costs = [0.0] * 3
         self._swap = RecentRatio(_MEMORY)  # seconds over bytes
+        self._stretch = RecentRatio(_MEMORY)  # seconds by the clock over those of decodes alone
 
     @property
     def is_known(self) -> bool:
@@ -98,31 +110,33 @@ class ServiceRates:
         compute_s, swap_s = self.prefill_s(num_tokens), self.swap_s(2 * num_bytes)
         return compute_s is not None and (swap_s is None or swap_s < compute_s)
 
-    def earliest_finish_s(
-        self,
-        num_tokens: int,
-        num_to_compute: int,
-        tokens_a_step: int,
-        tokens_before: Sequence[int],
-        places: int,
-        pace: float = 1.0,
-    ) -> float | None:
-        """The seconds until a request has got `num_tokens`, behind others that are to get `tokens_before`.
+    def observe_clock(self, num_decode_tokens: int, seconds: float) -> None:
+        """A step with so many decodes took so long by the clock: with its drafts, prompts and the host."""
+        plain_s = self.step_s(0, num_decode_tokens)
+        if num_decode_tokens and plain_s:
+            self._stretch.observe(min(seconds, _MAX_SURPRISE * plain_s), plain_s)
 
-        One of the `places` in a step becomes free, then the request has the server to itself and computes
-        `num_to_compute` known tokens, `tokens_a_step` at once. A step gives each `pace` tokens. Prompts of
-        others cost nothing. None while unknown.
+    def decoding_s(self, num_steps: float, num_decodes: int) -> float | None:
+        """Seconds of steps with so many decodes, prompts and drafts as of late; None while unknown."""
+        plain_s = self.step_s(0, num_decodes)
+        return None if plain_s is None else num_steps * plain_s * max(1.0, self._stretch.ratio)
+
+    def finish_s(self, work: ReplyWork, steps_before: Sequence[float], places: int) -> float | None:
+        """The seconds until a reply has ended, behind others that still take `steps_before`.
+
+        One of the `places` in a step becomes free first. None while unknown.
         """
-        prefill, one, full = self.prefill_s(num_to_compute), self.step_s(0, 1), self.step_s(0, places)
-        if prefill is None or one is None or full is None:
+        prefill_s = self.prefill_s(work.num_to_compute)
+        own_s = self.decoding_s(work.num_steps - 1, work.num_beside + 1)
+        one_s, full_s = self.decoding_s(1, 1), self.decoding_s(1, places)
+        if prefill_s is None or own_s is None or one_s is None or full_s is None:
             return None
-        own = prefill + self._costs[0] * math.ceil(num_to_compute / tokens_a_step)
-        own += one * (num_tokens - 1) / pace
-        num_to_end = len(tokens_before) + 1 - places  # before this one can run
+        own_s += prefill_s + self._costs[0] * math.ceil(work.num_to_compute / work.tokens_a_chunk)
+        num_to_end = len(steps_before) + 1 - places  # before this one can run
         if num_to_end <= 0:
-            return own
-        shortest = nsmallest(num_to_end, tokens_before)
-        return own + max(shortest[-1] * one, sum(shortest) / places * full) / pace
+            return own_s
+        shortest = nsmallest(num_to_end, steps_before)
+        return own_s + max(shortest[-1] * one_s, sum(shortest) / places * full_s)
 
 
 class DrainRate:

@@ -134,6 +134,7 @@ class Simulation:
         seconds = self.server.cost.step_s(decision.num_prefill_tokens, decision.num_decode_tokens)
         self.now += seconds
         self.batcher.rates.observe(decision.num_prefill_tokens, decision.num_decode_tokens, seconds)
+        self.batcher.rates.observe_clock(decision.num_decode_tokens, seconds)
         self.num_steps += 1
         self.ended.clear()
         tokens = [self._next_token(entry.request_id) for entry in decision.scheduled if entry.samples]

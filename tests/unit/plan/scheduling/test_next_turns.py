@@ -118,6 +118,6 @@ def test_slices_tell_nothing_of_how_long_replies_are() -> None:
     served = make_request(stop_token_ids=frozenset([1]), max_tokens=1000)
     served.token_ids += [7] * 100
     for _ in range(32):
-        batcher.lengths.observe(served)
+        batcher.replies.observe(served)
     newcomer = make_request(stop_token_ids=frozenset([1]), max_tokens=1000)
-    assert batcher.lengths.remaining(newcomer, 0.05) > 50
+    assert batcher.replies.remaining(newcomer, 0.05) > 50

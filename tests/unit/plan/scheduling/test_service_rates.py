@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from engine.plan.scheduling.service_rates import ServiceRates
+from engine.plan.scheduling.service_rates import ReplyWork, ServiceRates
 from tests.support.factories import make_request
 
 
@@ -22,7 +22,7 @@ def test_nothing_is_known_before_the_first_steps() -> None:
         assert not model.is_known
         assert model.step_s(1, 1) is None
         assert model.prefill_s(1) is None
-        assert model.earliest_finish_s(8, 4, 64, [], 1) is None
+        assert model.finish_s(ReplyWork(4, 64, 8, 0), [], 1) is None
         model.observe(4, 0, 0.1)
     assert model.is_known
     assert model.step_s(4, 0) == pytest.approx(0.1)
@@ -83,11 +83,29 @@ def test_swapping_is_timed_by_the_byte() -> None:
 def test_the_time_to_finish_is_the_prompts_chunks_and_one_step_a_further_token() -> None:
     model = trained()
     expected = 0.1 + 2 * 0.02 + 10 * 0.0205
-    assert model.earliest_finish_s(11, 1000, 512, [], 1) == pytest.approx(expected, rel=0.01)
+    assert model.finish_s(ReplyWork(1000, 512, 11, 0), [], 1) == pytest.approx(expected, rel=0.01)
     expected = 0.0001 + 0.02 + 9 * 0.0205
-    assert model.earliest_finish_s(10, 1, 512, [], 1) == pytest.approx(expected, rel=0.02)
+    assert model.finish_s(ReplyWork(1, 512, 10, 0), [], 1) == pytest.approx(expected, rel=0.02)
     expected = 0.0001 + 0.02 + 9 * 0.0205 / 3
-    assert model.earliest_finish_s(10, 1, 512, [], 1, pace=3.0) == pytest.approx(expected, rel=0.02)
+    assert model.finish_s(ReplyWork(1, 512, 4, 0), [], 1) == pytest.approx(expected, rel=0.02)
+
+
+def test_steps_take_as_long_as_they_did_by_the_clock() -> None:
+    model = trained()
+    plain_s = model.decoding_s(10, 8)
+    assert plain_s == pytest.approx(10 * 0.024, rel=0.01), "none was timed yet"
+    for _ in range(200):
+        model.observe_clock(0, 1.0)  # nobody waits for tokens in it
+        model.observe_clock(8, 2 * 0.024)
+    assert model.decoding_s(10, 8) == pytest.approx(2 * 10 * 0.024, rel=0.05)
+    model.observe_clock(8, 60.0)
+    after_s = model.decoding_s(10, 8)
+    assert after_s is not None
+    assert after_s < 2.1 * 10 * 0.024, "a stall is no rate"
+    behind = model.finish_s(ReplyWork(1, 512, 10, num_beside=7), [], 8)
+    alone = model.finish_s(ReplyWork(1, 512, 10, num_beside=0), [], 8)
+    assert behind is not None and alone is not None
+    assert behind > 1.1 * alone
 
 
 @pytest.mark.parametrize(
