@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -17,18 +17,15 @@ from engine.loop.engine_loop import EngineLoop
 from engine.loop.engine_parts import Companion, EngineInfo, EngineLimits, EngineParts, EngineState, Executors
 from engine.loop.open_requests import Ending, OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
+from engine.loop.text_calls import TextCalls
 from engine.loop.text_thread import TextThread
 from engine.loop.time_limits import TimeLimits, too_late
 from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt
-from engine.plan.grammar import CompiledGrammar
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
 from engine.plan.request import FinishReason, GenerationRequest, Request, RequestStatus
 from engine.plan.speculation.drafting_state import DraftingState
-from engine.text.grammar_compiler import GrammarCompiler
 from engine.text.reply.reply_format import ReplyFormat
-from engine.text.structured_output import StructuredOutput
-from engine.text.text_size import count_chars
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -65,7 +62,8 @@ class Engine:
         self.state = EngineState.LOADING
         self.fault: EngineDead | None = None  # what it died of, a hang included
         self.metrics = BatchMetrics()
-        self._text = TextThread(self._executors.text, self.metrics, self._executors.num_text_threads)
+        self._text_thread = TextThread(self._executors.text, self.metrics, self._executors.num_text_threads)
+        self.text = TextCalls(self._text_thread, lambda: self._loaded)
         self._time_limits = TimeLimits(self._limits.queue_timeout_s, clock, self._on_due)
         self._counts = RequestCounts(self.metrics)
         self._requests = OpenRequests(self.metrics, self._counts, clock, self._time_limits)
@@ -75,7 +73,6 @@ class Engine:
         self._watchdog = Watchdog(self._limits.watchdog_timeout_s, clock, self._on_hung)
         self._arrivals = count(1)
         self._parts: EngineParts | None = None
-        self._grammars: GrammarCompiler | None = None
         self._loop: EngineLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._died = asyncio.Event()
@@ -124,7 +121,7 @@ class Engine:
             await asyncio.wait([self._task, death], return_when=asyncio.FIRST_COMPLETED)
             death.cancel()
             await asyncio.wait([self._task], timeout=_LAST_MOMENT_S)
-        self._text.close()
+        self._text_thread.close()
         if self._parts is not None and self._parts.prefix_store is not None:
             self._parts.prefix_store.stop()
         if self.companion is not None:
@@ -256,68 +253,10 @@ class Engine:
         seconds = self._loaded.batcher.decoder.costs.plain(most)
         return None if seconds is None else seconds.tolist()
 
-    async def encode(
-        self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None
-    ) -> list[int]:
-        """Tokenize off the loop, in `tenant`'s turn. Text too long for any prompt is refused unread."""
-        tokenizer = self.tokenizer
-        tokenizer.check_length(len(text), self.info.max_model_len, "prompt")
-        call = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._text.run(call, "tokenizer", tenant)
-
-    async def render_chat(
-        self,
-        messages: list[dict[str, object]],
-        tools: Sequence[dict[str, object]] = (),
-        *,
-        options: Mapping[str, object] | None = None,
-        add_special_tokens: bool = False,
-        tenant: str | None = None,
-    ) -> list[int]:
-        """Apply the chat template and tokenize, off the loop, in `tenant`'s turn. Raises InvalidRequest.
-
-        All text that the template is given counts for the length that is refused before it costs anything.
-        `options` are variables of the template's own.
-        """
-        tokenizer, limit = self.tokenizer, self.info.max_model_len
-        num_chars = count_chars([messages, list(tools), options], tokenizer.char_limit(limit))
-        tokenizer.check_length(num_chars, limit, "messages")
-        render = partial(tokenizer.render_chat, add_special_tokens=add_special_tokens, max_model_len=limit)
-        return await self._text.run(partial(render, messages, tools, options), "tokenizer", tenant)
-
     @property
     def reply_format(self) -> ReplyFormat:
         """How replies to chats are read, and how their grammars are gated. Raises Overloaded (loading)."""
         return self._loaded.reply_format
-
-    async def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        param: str = "prompt",
-        tenant: str | None = None,
-    ) -> str:
-        """Text of a whole token list, the request's field `param`, off the loop, in `tenant`'s turn.
-
-        Raises InvalidRequest for an id outside the vocabulary.
-        """
-        decode = partial(self.tokenizer.decode_checked, token_ids, self.info.vocab_size, param)
-        call = partial(decode, skip_special_tokens=skip_special_tokens)
-        return await self._text.run(call, "detokenizer", tenant)
-
-    async def compile_grammar(
-        self, structure: StructuredOutput, *, tenant: str | None = None
-    ) -> CompiledGrammar:
-        """What a reply must be, made ready for `GenerationRequest.grammar`; cached, and so are refusals.
-
-        Off the loop, in `tenant`'s turn. Raises InvalidRequest for what is invalid, unsupported or too large.
-        """
-        parts = self._loaded
-        if self._grammars is None:
-            pieces = parts.tokenizer.pieces
-            self._grammars = GrammarCompiler(pieces, parts.info.vocab_size, parts.eos_token_ids)
-        return await self._text.run(partial(self._grammars.compile, structure), "grammar", tenant)
 
     # Requests.
 

@@ -29,7 +29,7 @@ async def read_bad_words(
 
 async def _encode(text: str, engine: Engine, tenant: str | None) -> tuple[int, ...]:
     try:
-        return tuple(await engine.encode(text, add_special_tokens=False, tenant=tenant))
+        return tuple(await engine.text.encode(text, add_special_tokens=False, tenant=tenant))
     except InvalidRequest as error:
         error.param = "bad_words"
         raise

@@ -55,11 +55,13 @@ async def fill_in_prompt(
     marks, head = marks_of(engine), list[int]()
     if isinstance(asked.before, str):
         if asked.add_special_tokens:
-            head = await engine.encode("", tenant=tenant)
-        before: Sequence[int] = await engine.encode(asked.before, add_special_tokens=False, tenant=tenant)
+            head = await engine.text.encode("", tenant=tenant)
+        before: Sequence[int] = await engine.text.encode(
+            asked.before, add_special_tokens=False, tenant=tenant
+        )
     else:
         before = asked.before
-    after: Sequence[int] = await engine.encode(asked.after, add_special_tokens=False, tenant=tenant)
+    after: Sequence[int] = await engine.text.encode(asked.after, add_special_tokens=False, tenant=tenant)
     if asked.room_for is None:
         shown = await _files_shown(engine, asked.files, marks, engine.info.max_model_len, tenant)
         return [*head, *shown, *marks.prompt(before, after)], False
@@ -88,7 +90,7 @@ async def _files_shown(
     """
 
     async def encode(text: str) -> list[int]:
-        return await engine.encode(text, add_special_tokens=False, tenant=tenant)
+        return await engine.text.encode(text, add_special_tokens=False, tenant=tenant)
 
     if not files:
         return []

@@ -64,7 +64,7 @@ async def read_prediction(body: GenerationBody, engine: Engine, tenant: str | No
         return ()
     limit = engine.info.max_model_len
     try:
-        token_ids = await engine.encode(body.prediction.content, add_special_tokens=False, tenant=tenant)
+        token_ids = await engine.text.encode(body.prediction.content, add_special_tokens=False, tenant=tenant)
     except ContextLengthExceeded:
         raise _too_long(limit) from None
     if len(token_ids) > limit:

@@ -109,7 +109,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
                 speculation = replace(speculation, prediction=await read_prediction(body, engine, tenant))
                 bad_words = await read_bad_words(body.bad_words or (), engine, tenant)
                 if structure is not None:
-                    grammar = await engine.compile_grammar(structure, tenant=tenant)
+                    grammar = await engine.text.compile_grammar(structure, tenant=tenant)
             inputs = PreparedInputs(prompts, speculation, bad_words, grammar)
             requests = _make_requests(submission, inputs, context)
             size = reply_size(body, _reply_parts(requests, body.num_choices, engine.info.max_model_len))

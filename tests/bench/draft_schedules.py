@@ -82,7 +82,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> Section:
             context = BenchContext(settings, flags, arguments.runs, console.print)
             engines[arm] = (await stack.enter_async_context(loaded_engine(context))).engine
         prompts = [
-            await engines["off"].render_chat([{"role": "user", "content": text}]) for text in QUESTIONS
+            await engines["off"].text.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS
         ]
         for batch in arguments.batches:
             chosen = [prompts[i % len(prompts)] for i in range(batch)]

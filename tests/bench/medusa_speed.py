@@ -148,7 +148,7 @@ async def burst(loaded: LoadedEngine, batch: int, temperature: float, run: int) 
     stats = decoder.stats
     rounds, committed = stats.num_rounds, stats.num_committed
     prompts = [
-        await engine.render_chat(
+        await engine.text.render_chat(
             [{"role": "user", "content": QUESTIONS[(run * batch + row) % len(QUESTIONS)]}]
         )
         for row in range(batch)

@@ -156,8 +156,8 @@ class NoDrafts:
 
 async def cases_of(engine: Engine) -> list[Case]:
     """Copying one stream at a time, and ordinary text with each number of streams."""
-    rewrites = [await engine.render_chat([{"role": "user", "content": text}]) for text in REWRITES]
-    questions = [await engine.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    rewrites = [await engine.text.render_chat([{"role": "user", "content": text}]) for text in REWRITES]
+    questions = [await engine.text.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     cases = [
         Case(f"rewrite {number}", [prompt], COPY_TOKENS, 0.0, COPY_BAR)
         for number, prompt in enumerate(rewrites, 1)

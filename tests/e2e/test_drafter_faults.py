@@ -211,7 +211,7 @@ async def test_a_stop_string_ends_text_tokens_and_counts_where_it_does_without_d
     for drafters in ([], [drafter]):
         async with running_engine(shape, drafters=drafters) as harness:
             tokens = expected_output(PROMPTS[0], LENGTH)
-            stop = await harness.engine.decode(tokens[place : place + 1], skip_special_tokens=False)
+            stop = await harness.engine.text.decode(tokens[place : place + 1], skip_special_tokens=False)
             neighbour = harness.submit(PROMPTS[2], LENGTH)
             for min_tokens in (0, 5):
                 stream = harness.submit(PROMPTS[0], LENGTH, stop=(stop,), min_tokens=min_tokens)

@@ -151,9 +151,9 @@ def structure_of(form: ReplyFormat, asked: StructuredOutput | ToolRules | None) 
 async def reply_to(engine: Engine, ask: Ask, prediction: Sequence[int] = ()) -> tuple[Collected, ReplyReader]:
     """One request to its end, and what reads it."""
     form, rules = engine.reply_format, FORMS[ask.form]
-    prompt = await engine.encode(PROMPTS[ask.prompt])
+    prompt = await engine.text.encode(PROMPTS[ask.prompt])
     structure = structure_of(form, rules)
-    grammar = None if structure is None else await engine.compile_grammar(structure)
+    grammar = None if structure is None else await engine.text.compile_grammar(structure)
     gate = form.gate(prompt, engine.info.vocab_size, grammar, ask.budget)
     speculation = SpeculationOptions(prediction=tuple(prediction))
     request = GenerationRequest(ask.name, prompt, ask.sampling, grammar=gate, speculation=speculation)
@@ -171,7 +171,7 @@ async def replies(
     """All of them, `batch` at a time."""
     known, places = predictions or {}, asyncio.Semaphore(batch)
     async with engine_of(directory, *ROOMY, *flags) as engine:
-        are_tokens = len(await engine.encode("</think>")) == 1
+        are_tokens = len(await engine.text.encode("</think>")) == 1
 
         async def one(ask: Ask) -> tuple[Collected, ReplyReader]:
             async with places:

@@ -113,8 +113,8 @@ def asks() -> list[Ask]:
 
 async def reply_to(engine: Engine, ask: Ask, prediction: Sequence[int] = ()) -> Collected:
     """One request to its end."""
-    prompt = await engine.encode(f"Please write: {ask.name.partition(',')[0]}\n")
-    grammar = await engine.compile_grammar(ask.structure)
+    prompt = await engine.text.encode(f"Please write: {ask.name.partition(',')[0]}\n")
+    grammar = await engine.text.compile_grammar(ask.structure)
     speculation = SpeculationOptions(prediction=tuple(prediction))
     request = GenerationRequest(
         ask.name, prompt, ask.sampling, fork_of=ask.fork_of, grammar=grammar, speculation=speculation
@@ -261,7 +261,7 @@ async def test_what_a_form_and_the_allowed_tokens_leave_nothing_of_ends_alone(di
 
 async def test_log_probabilities_stay_the_models_own(directory: Path) -> None:
     async with engine_of(directory, *ROOMY) as engine:
-        grammar = await engine.compile_grammar(regex("[ab]{9}"))
+        grammar = await engine.text.compile_grammar(regex("[ab]{9}"))
         params = SamplingParams(9, temperature=0.0, logprobs=3)
         stream = engine.submit(GenerationRequest("ask", [5, 6, 7], params, grammar=grammar))
         records = [record async for delta in stream for record in delta.logprobs]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from engine import (
     BatchMetrics,
@@ -207,6 +207,10 @@ class FakeEngine:
 
     def admit_text(self, tenant: str | None = None) -> AbstractContextManager[object]:
         return self.admit(1)
+
+    @property
+    def text(self) -> Self:
+        return self
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, tenant: str | None = None

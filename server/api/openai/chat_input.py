@@ -30,7 +30,7 @@ class ChatInput:
     async def render(self, engine: Engine, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
         """The prompt, as tokens. Raises InvalidRequest for what the template refuses."""
         try:
-            return await engine.render_chat(
+            return await engine.text.render_chat(
                 self.messages,
                 self.tools,
                 options=self.options,

@@ -100,7 +100,7 @@ async def _read_prompt(
         token_ids, _ = await fill_in_prompt(engine, asked, tenant=tenant)
         return Prompt(token_ids)
     if isinstance(item, str):
-        all_ids = await engine.encode(item, add_special_tokens=with_special, tenant=tenant)
+        all_ids = await engine.text.encode(item, add_special_tokens=with_special, tenant=tenant)
     else:
         all_ids = item
     kept = truncated(body, all_ids, engine.info)
@@ -109,7 +109,7 @@ async def _read_prompt(
     if isinstance(item, str) and len(kept) == len(all_ids):
         return Prompt(kept, item)
     skip = body.skip_special_tokens is not False
-    return Prompt(kept, await engine.decode(kept, skip_special_tokens=skip, tenant=tenant))
+    return Prompt(kept, await engine.text.decode(kept, skip_special_tokens=skip, tenant=tenant))
 
 
 @dataclass(frozen=True, slots=True)

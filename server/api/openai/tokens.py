@@ -57,7 +57,7 @@ async def read_token_ids(body: TokenizeRequest, engine: Engine, tenant: str | No
     """Special tokens are added to a text unless refused, to a conversation only when asked for."""
     if body.prompt is not None and body.messages is None:
         with_special = body.add_special_tokens is not False
-        return await engine.encode(body.prompt, add_special_tokens=with_special, tenant=tenant)
+        return await engine.text.encode(body.prompt, add_special_tokens=with_special, tenant=tenant)
     if body.messages is None or body.prompt is not None:
         raise invalid("Give either 'prompt' or 'messages'.", "prompt")
     messages = messages_for_template(body.messages, engine.reply_format)
@@ -74,7 +74,7 @@ async def detokenize(request: Request) -> Response:
     with engine.admit_text(tenant):
         body = await read_fields(request, DetokenizeRequest, {})
         check_model(context, body.model)
-        text = await engine.decode(body.tokens, skip_special_tokens=False, param="tokens", tenant=tenant)
+        text = await engine.text.decode(body.tokens, skip_special_tokens=False, param="tokens", tenant=tenant)
     lease.hold(getsizeof(text))
     return _response(context, {"prompt": text}, len(text) // _CHARS_A_VALUE)
 

@@ -74,11 +74,11 @@ async def test_a_tokenizer_that_raises_is_counted_and_costs_its_caller_only(
         with monkeypatch.context() as patch:
             patch.setattr(harness.parts.tokenizer, "encode", lambda *_, **__: 1 / 0)
             with pytest.raises(RequestFailed, match=r"^the tokenizer failed \(ZeroDivisionError\)$"):
-                await harness.engine.encode("a")
+                await harness.engine.text.encode("a")
             with pytest.raises(RequestFailed):
-                await harness.engine.render_chat([{"role": "user", "content": "a"}])
+                await harness.engine.text.render_chat([{"role": "user", "content": "a"}])
         with pytest.raises(InvalidRequest):
-            await harness.engine.encode("\ud800")
+            await harness.engine.text.encode("\ud800")
         assert harness.engine.metrics.engine_errors == {"tokenizer": 2}, "a refusal is no error of ours"
         assert (await collect(neighbour)).token_ids == expected_output(PROMPT, 10)
 
@@ -95,8 +95,8 @@ async def test_a_panic_is_counted_like_any_error(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setattr(harness.parts.tokenizer, "encode", panic)
             with pytest.raises(RequestFailed, match=r"^the tokenizer failed \(Panic\)$"):
-                await harness.engine.encode("a")
-        assert await harness.engine.encode("a")
+                await harness.engine.text.encode("a")
+        assert await harness.engine.text.encode("a")
 
 
 async def test_work_on_text_knows_whom_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,5 +104,5 @@ async def test_work_on_text_knows_whom_it_is_for(monkeypatch: pytest.MonkeyPatch
     async with running_engine() as harness:
         monkeypatch.setattr(harness.parts.tokenizer, "encode", lambda *_, **__: label.get())
         label.set("somebody")
-        asked: object = await harness.engine.encode("a")
+        asked: object = await harness.engine.text.encode("a")
         assert asked == "somebody"

@@ -279,7 +279,7 @@ async def test_bad_requests_are_refused_by_name_and_cost_nothing() -> None:
             harness.submit([1] * 100, max_tokens=29)
         assert caught.value.param == "max_tokens"
         with pytest.raises(ContextLengthExceeded) as caught:
-            await harness.engine.encode("x" * 1_000_000)
+            await harness.engine.text.encode("x" * 1_000_000)
         assert caught.value.param == "prompt"
         assert harness.engine.metrics.requests_started == 0
 
@@ -390,7 +390,7 @@ async def test_token_ids_are_read_off_the_loop_however_many_they_are() -> None:
     async with running_engine() as harness:
         token_ids = WatchedIds([1, 10**6])
         with pytest.raises(InvalidRequest, match="the token id 1000000"):
-            await harness.engine.decode(token_ids, skip_special_tokens=False)
+            await harness.engine.text.decode(token_ids, skip_special_tokens=False)
         assert token_ids.readers and threading.current_thread().name not in token_ids.readers
 
 
@@ -563,7 +563,7 @@ async def test_all_text_for_the_template_counts_before_any_work_is_done(
     async with running_engine() as harness:
         monkeypatch.setattr(harness.parts.tokenizer, "render_chat_text", lambda *_: pytest.fail("worked on"))
         with pytest.raises(ContextLengthExceeded) as refused:
-            await harness.engine.render_chat([message], tools)
+            await harness.engine.text.render_chat([message], tools)
         assert refused.value.param == "messages"
 
 
@@ -574,5 +574,5 @@ async def test_a_template_that_repeats_texts_is_checked_again_before_the_tokeniz
         monkeypatch.setattr(harness.parts.tokenizer, "render_chat_text", lambda *_: LONG)
         monkeypatch.setattr(harness.parts.tokenizer, "encode", lambda *_, **__: pytest.fail("encoded"))
         with pytest.raises(ContextLengthExceeded) as refused:
-            await harness.engine.render_chat([{"role": "user", "content": "a"}])
+            await harness.engine.text.render_chat([{"role": "user", "content": "a"}])
         assert refused.value.param == "messages"

@@ -122,7 +122,7 @@ async def test_a_text_that_takes_long_holds_up_neither_the_stop_nor_the_event_lo
 
     async with running_engine() as harness:
         monkeypatch.setattr(type(harness.parts.tokenizer), "encode", encode)
-        reading = asyncio.create_task(harness.engine.encode("abc"))
+        reading = asyncio.create_task(harness.engine.text.encode("abc"))
         await asyncio.to_thread(began.wait, 10)
         stopping = time.monotonic()
         await harness.engine.stop()
