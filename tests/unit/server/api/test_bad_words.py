@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -28,6 +28,10 @@ class Encoder:
 
     class info:
         vocab_size = 50
+
+    @property
+    def text(self) -> Self:
+        return self
 
     async def encode(self, text: str, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
         assert not add_special_tokens
