@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import Architecture, check_num_layers, check_supported, find_model_class
+from engine.compute.meta_device import on_meta_device
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -96,8 +98,7 @@ def _read_model(source: Path, file: GgufFile) -> Any:
     config, settings = read_gguf_config(file)
     check_supported(Architecture(config, find_model_class(config)))
     check_num_layers(config, len(file.tensors))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
+    model = on_meta_device(partial(_outline, config))
     tensors = _read_tensors(file, model, settings)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
@@ -105,6 +106,11 @@ def _read_model(source: Path, file: GgufFile) -> Any:
         raise StartRefused(f"{source} is incomplete: it holds no {missing[0]} (of {len(missing)} missing).")
     model.generation_config.eos_token_id = _eos_token_ids(file) or None
     return model
+
+
+def _outline(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=_DTYPE)
 
 
 def _read_tensors(file: GgufFile, model: Any, settings: dict[str, Any]) -> dict[str, Tensor]:

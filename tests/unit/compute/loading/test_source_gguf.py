@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,13 +16,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_convert import convert_gguf
 from engine.compute.loading.gguf_file import GgufList, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.model_files import check_model_files
+from engine.compute.meta_device import _KERNELS, _DeferredKernels
 from engine.errors import StartRefused, UnsupportedModel
 from tests.support.tiny_gguf import save_tiny_gguf, split_gguf
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -143,6 +147,33 @@ def test_llama3_frequency_factors_become_its_rope_settings(tmp_path: Path) -> No
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+
+
+def test_a_model_that_needs_torch_s_kernels_for_the_meta_device_gets_them(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deferred(_DeferredKernels):
+        loaded = False
+
+        def stand_in(self) -> None:
+            pass
+
+        def load(self) -> ModuleType:
+            self.loaded = True
+            return self
+
+    kernels, from_config = Deferred(_KERNELS), AutoModelForCausalLM.from_config
+
+    def needs_kernels(*args: Any, **options: Any) -> Any:
+        if not kernels.loaded:
+            raise NotImplementedError("aten::where.self: no Meta kernel is registered")
+        return from_config(*args, **options)
+
+    monkeypatch.setitem(sys.modules, _KERNELS, kernels)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", needs_kernels)
+    convert_gguf(tiny_gguf, tmp_path)
+    assert kernels.loaded
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_other_frequency_factors_are_refused(tmp_path: Path) -> None:
