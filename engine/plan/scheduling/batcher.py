@@ -406,7 +406,7 @@ class ContinuousBatcher:
         self.running.remove(request)
         request.finish(reason)
         is_reply = not (request.scores_only or is_read_ahead(request.request_id))
-        if is_reply and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if is_reply and reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE):
             self.replies.observe(request)
         self._ended.append(request.request_id)
         if self._is_in_flight(request.request_id):

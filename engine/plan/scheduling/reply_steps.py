@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.plan.metrics.histogram import Histogram
-from engine.plan.request import Request
+from engine.plan.request import FinishReason, Request
 
 _BOUNDS = tuple(float(bound) for bound in sorted({round(1.2**step) for step in range(70)}))  # up to 290,000
 _PACES = tuple(1.05**step for step in range(80))  # up to 47 tokens a step
@@ -30,7 +30,7 @@ class _Replies:
         """True once there are enough to judge the next by."""
         return self.steps.count >= _KNOWN
 
-    def observe(self, num_tokens: int, num_steps: int) -> None:
+    def observe(self, num_tokens: float, num_steps: float) -> None:
         """One more; what is old counts less in time."""
         self.steps.observe(num_steps)
         self.paces.observe(num_tokens / num_steps)
@@ -43,19 +43,24 @@ class ReplySteps:
     """The steps that replies took, by tenant, endpoint and size of `max_tokens`; drafts make them fewer.
 
     Where a kind has too few, the wider ones count: the tenant's from that endpoint, all tenants', all
-    replies. One that its `max_tokens` cut off counts as it was. Loop thread only.
+    replies. One that its `max_tokens` cut off counts as it was; one that its deadline did as what half of
+    those as long come to, or the long ones would never be counted. Loop thread only.
     """
 
     def __init__(self) -> None:
         self._by_kind: dict[Kind, _Replies] = {}
 
     def observe(self, request: Request) -> None:
-        """A reply has ended by itself or by its length."""
+        """A reply has ended by itself, by its length, or by its deadline while it ran."""
+        num_tokens, num_steps = float(request.num_output_tokens), float(max(1, request.num_token_steps))
+        if request.finish_reason is FinishReason.DEADLINE:
+            more = self.remaining(request, 0.5)
+            num_tokens, num_steps = num_tokens * (1 + more / num_steps), num_steps + more
         for kind in reversed(_kinds(request)):  # the widest finds room
             if kind not in self._by_kind and len(self._by_kind) < _MAX_KINDS:
                 self._by_kind[kind] = _Replies()
             if (replies := self._by_kind.get(kind)) is not None:
-                replies.observe(request.num_output_tokens, max(1, request.num_token_steps))
+                replies.observe(num_tokens, num_steps)
 
     def remaining(
         self, request: Request, share: float, pace: float = 1.0, *, only_own: bool = False

@@ -151,6 +151,17 @@ def test_accepted_drafts_make_steps_fewer_and_the_pace_counts_where_a_length_is_
     assert ReplySteps().remaining(fixed, 0.5, pace=5.0) == 100, "by the pace given while none is known"
 
 
+def test_a_reply_that_its_deadline_cut_off_counts_as_one_of_those_as_long() -> None:
+    steps, cut = ReplySteps(), reply(50)
+    for _ in range(40):
+        steps.observe(reply(10))
+        steps.observe(reply(200))
+    cut.finish(FinishReason.DEADLINE)
+    for _ in range(800):
+        steps.observe(cut)
+    assert steps.remaining(reply(), 0.5) > 150, "of those beyond 50 steps all came to 200"
+
+
 LONG: Any = {"num_blocks": 512, "max_model_len": 1024}
 
 
