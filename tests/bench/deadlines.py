@@ -31,7 +31,7 @@ CAPACITY_S, CLIENTS = 20.0, 16
 SEATS = 8
 TIGHT, LOOSE = 1.5, 8.0  # times what a kind takes alone
 NUM_ALONE = 6
-LEAD_BAR, WASTE_BAR = 10.0, 3.0  # points; % of tokens
+LEAD_BAR, WASTE_BAR, WRONG_BAR = 10.0, 3.0, 5.0  # points; % of tokens; % of chats
 _GENERATED = re.compile(r"^slipstream_generation_tokens_total\{.*\} (.*)$", re.MULTILINE)
 
 
@@ -204,7 +204,7 @@ def run_deadlines(context: BenchContext) -> list[Section]:
             f"{SEATS} seats, {max(rates):.2f} chats a second at most, alone "
             f"{' and '.join(f'{seconds:.2f} s' for seconds in alone_s.values())}",
         )
-        leads, wastes = [], []
+        leads, wastes, wrongs = [], [], []
         for number, load in enumerate(LOADS):
             turns = {}
             for name, side in sides.items():
@@ -213,11 +213,21 @@ def run_deadlines(context: BenchContext) -> list[Section]:
                 add_turn(section, f"load {load:.0%}, {name}", turns[name])
             leads.append(turns["deadline"].percent_in_time - turns["fcfs"].percent_in_time)
             wastes.append(turns["deadline"].percent_wasted)
+            wrongs.append(percent_wrong(turns["deadline"], turns["fcfs"]))
+            section.add(f"load {load:.0%}, deadline", "refused, in time by fcfs", "%", [wrongs[-1]])
     section.bars += [
         Bar("deadlines met, ahead of fcfs by at the least", LEAD_BAR, "points", min(leads), at_least=True),
         Bar("tokens spent on chats that miss, at the most", WASTE_BAR, "%", max(wastes), at_least=False),
+        Bar("refused though fcfs had them in time, at the most", WRONG_BAR, "%", max(wrongs), at_least=False),
     ]
     return [section]
+
+
+def percent_wrong(refusing: Turn, other: Turn) -> float:
+    """Of all chats, those that one side refused and the other, asked for the same ones, had in time."""
+    pairs = zip(refusing.outcomes, other.outcomes, strict=True)
+    wrong = sum(outcome.is_refused and twin.is_in_time for outcome, twin in pairs)
+    return 100 * wrong / len(refusing.outcomes)
 
 
 def add_turn(section: Section, case: str, turn: Turn) -> None:

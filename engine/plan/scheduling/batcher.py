@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from engine.plan.kv.disk_tier import disk_hold
@@ -29,9 +30,20 @@ from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
 from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
 
-CONFIDENCE = 0.95  # with which a deadline will be missed that is refused
-_LIKELY = 0.9  # of what was served ends in time: what has less of a chance is late
 _JUDGED_EVERY = 16  # steps, while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A reply is taken to be as short as `share` of what was served, or of its own tenant's alone."""
+
+    share: float
+    only_own: bool = False
+
+
+_HALF = _Guess(0.5)
+_LIKELY = _Guess(0.9)  # what misses its deadline with all but so few is late
+_SURE = _Guess(0.05, only_own=True)  # what misses it even so ends: nobody does for others' replies
 
 
 class ContinuousBatcher:
@@ -155,14 +167,14 @@ class ContinuousBatcher:
         """
         if request.deadline is None:
             return True
-        return not self._will_miss(request, 1 - CONFIDENCE, self._before(request, before))
+        return not self._will_miss(request, _SURE, self._before(request, before))
 
     def completion_s(self, request: Request, before: Sequence[Request] = ()) -> float | None:
         """In how many seconds a request not added yet will have ended; None while unknown.
 
         It and those before it are taken to be as long as half of what was served.
         """
-        return self._finish_s(request, 0.5, self._before(request, before))
+        return self._finish_s(request, _HALF, self._before(request, before))
 
     def _before(self, request: Request, others: Sequence[Request]) -> Sequence[Request]:
         """What runs before a request not added yet, `others` added before it."""
@@ -179,10 +191,10 @@ class ContinuousBatcher:
         while (request := self.queue.peek()) is not None:
             if len(self.running) >= self.config.max_num_seqs:
                 judged = (each for each in self.running if self._is_judged_now(each))
-                return next((each for each in judged if self._will_miss(each, 1 - CONFIDENCE)), None)
+                return next((each for each in judged if self._will_miss(each, _SURE)), None)
             if request.deadline is None or request.status is not RequestStatus.WAITING:
                 return None
-            if self._will_miss(request, 1 - CONFIDENCE):
+            if self._will_miss(request, _SURE):
                 return request
             is_in_place = request.is_late or not self._policy.ranks_deadlines
             if is_in_place or not self._will_miss(request, _LIKELY):
@@ -194,16 +206,15 @@ class ContinuousBatcher:
     def _is_judged_now(self, request: Request) -> bool:
         return request.deadline is not None and (self._step_id + request.arrival) % _JUDGED_EVERY == 0
 
-    def _will_miss(self, request: Request, share: float, before: Sequence[Request] = ()) -> bool:
-        """True if a request misses its deadline, even if it is no longer than `share` of what was served."""
-        needed_s = self._finish_s(request, share, before)
+    def _will_miss(self, request: Request, guess: _Guess, before: Sequence[Request] = ()) -> bool:
+        """True if a request misses its deadline, even if it is as short as guessed."""
+        needed_s = self._finish_s(request, guess, before)
         return needed_s is not None and self._clock() + needed_s > (request.deadline or math.inf)
 
-    def _finish_s(self, request: Request, share: float, before: Sequence[Request]) -> float | None:
-        """Seconds until a request has ended behind those before it, as short as `share` of what was served.
+    def _finish_s(self, request: Request, guess: _Guess, before: Sequence[Request]) -> float | None:
+        """Seconds until a request as short as guessed has ended, behind those before it; None while unknown.
 
         Where all seats are wanted it shares its steps with as many as there are; else others may end at once.
-        A share of less than half is to judge it: then only replies of its own kind count.
         """
         config, pace = self.config, self.decoder.tokens_a_step
         places = config.max_num_seqs
@@ -213,10 +224,11 @@ class ContinuousBatcher:
         work = ReplyWork(
             num_to_compute=num_left if is_running else self.running.lookup.num_to_compute(request),
             tokens_a_chunk=min(config.max_prefill_tokens, config.max_num_batched_tokens),
-            num_steps=self.replies.remaining(request, share, pace, only_own=share < 0.5),
+            num_steps=self.replies.remaining(request, guess.share, pace, only_own=guess.only_own),
             num_beside=places - 1 if is_full else 0,
         )
-        steps_before = [self.replies.remaining(other, 0.5, pace) for other in before] if is_full else ()
+        ahead = before if is_full else ()
+        steps_before = [self.replies.remaining(other, _HALF.share, pace) for other in ahead]
         return self.rates.finish_s(work, steps_before, places)
 
     def explain(self, request_id: str) -> RequestExplanation | None:

@@ -33,6 +33,8 @@ def explain(
             reason = f"{start} behind {others} by policy {policy_name}."
         else:
             reason = f"{start} {_what_is_missing(request, running)}."
+        if request.is_late:
+            reason += " It will probably miss its deadline: those that can be in time go first."
     kv, stats = running.kv, request.spec_stats
     return RequestExplanation(
         request_id=request.request_id,

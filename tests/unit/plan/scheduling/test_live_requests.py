@@ -114,6 +114,17 @@ def test_nothing_is_missing() -> None:
     assert waits_because(batcher, "a") == "It waits for the next step."
 
 
+def test_a_deadline_that_will_probably_be_missed_is_said() -> None:
+    batcher = make_batcher(max_num_seqs=1, policy="deadline")
+    requests = [make_request(name, arrival=i) for i, name in enumerate("ab")]
+    seated(batcher, *requests)
+    requests[1].mark_late()
+    assert waits_because(batcher, "b") == (
+        "It waits for a seat: 1 of 1 requests run. "
+        "It will probably miss its deadline: those that can be in time go first."
+    )
+
+
 def test_preemptions_are_remembered() -> None:
     clock = ManualClock()
     batcher = make_batcher(num_blocks=4, block_size=2, max_num_seqs=2, max_model_len=8, clock=clock)
