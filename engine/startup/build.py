@@ -29,9 +29,10 @@ from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
+from engine.compute.runner.thread_follower import ThreadFollower
 from engine.embeddings.shared_thread import GAP_LIMIT_S, LEAST_TURN_S
 from engine.errors import StartRefused
-from engine.loop.engine_parts import EngineInfo, EngineParts
+from engine.loop.engine_parts import EngineInfo, EngineParts, StepRunner
 from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import FairnessWeights, make_policy
@@ -157,7 +158,7 @@ def put_together(
         from engine.startup.build_disk_cache import open_disk_cache  # which alone needs xxhash
 
         prefix_store = open_disk_cache(settings, loaded, directory, runner.kv, batcher)
-    runner_as_used = factories.runner(runner, loaded)
+    runner_as_used = factories.runner(following_cores(runner, loaded), loaded)
     reply_format = tokenizer.reply_format(
         reasoning=settings.server.reasoning_parser, tools=settings.server.tool_call_parser
     )
@@ -171,6 +172,16 @@ def put_together(
         factories.detokenizer,
         prefix_store,
     )
+
+
+def following_cores(runner: StepRunner, loaded: LoadedModel) -> StepRunner:
+    """The runner, with as many compute threads as there are cores for while it serves.
+
+    Where kernels compute the model with several; else it stays as it is.
+    """
+    if loaded.kernels is None or loaded.team is None or loaded.team.size == 1:
+        return runner
+    return ThreadFollower(runner.run, loaded.team)
 
 
 @contextmanager

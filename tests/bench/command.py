@@ -29,6 +29,7 @@ from tests.bench.load import run_load
 from tests.bench.machine import REPOSITORY, CpuWatch, about
 from tests.bench.memory import run_memory
 from tests.bench.moe import run_moe
+from tests.bench.neighbours import run_neighbours
 from tests.bench.peer import Peer
 from tests.bench.peers import run_peers, run_repetitive
 from tests.bench.processes import end_in_order
@@ -66,6 +67,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "restart": run_restart,
     "turns": run_turns,
     "scrape": run_scrape,
+    "neighbours": run_neighbours,
     "speculation": run_speculation,
     "hybrid": run_hybrid,
     "delayed": run_delayed,

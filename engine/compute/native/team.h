@@ -124,11 +124,12 @@ class Worker {
 // same bits.
 class Team {
  public:
-  explicit Team(Index size) : size_(size), taken_(new Count[size]) {}
+  explicit Team(Index size) : size_(size), taken_(new Count[size]), members_(size) {}
 
   ~Team() {
     is_over_.store(true, std::memory_order_seq_cst);
     bell_.ring();
+    spare_.ring();
     for (auto& thread : threads_) thread.join();
   }
 
@@ -136,11 +137,17 @@ class Team {
 
   Index size() const { return size_; }
 
+  // Has so many of the threads take part from the next region on, the caller of `run` among them; the others sleep.
+  // Any thread may say so at any time.
+  void limit(Index members) {
+    if (members_.exchange(members, std::memory_order_seq_cst) < members) spare_.ring();
+  }
+
   // Runs `work(worker)` in the calling thread and in those of the others that come in time; alone unless `is_large`.
   template <class Work>
   void run(bool is_large, Work work) {
     std::unique_lock<std::mutex> mine(mutex_, std::defer_lock);
-    if (!is_large || size_ == 1 || !mine.try_lock()) {
+    if (!is_large || size_ == 1 || members_.load(std::memory_order_relaxed) == 1 || !mine.try_lock()) {
       Worker alone(nullptr, 0, 0);
       work(alone);
       return;
@@ -177,13 +184,18 @@ class Team {
 
   // What thread `me` does until the team ends: the regions in whose time it comes.
   void live(Index me) {
-    for (uint64_t done = 0;;) {
-      uint64_t door = 0;
-      bell_.wait(SPIN_AT_REST, [&] {
-        door = door_.load(std::memory_order_seq_cst);
-        return ((door & OPEN) && door >> INDEX_BITS > done) || is_over_.load(std::memory_order_seq_cst);
-      });
-      if (is_over_.load(std::memory_order_seq_cst)) return;
+    const auto is_over = [&] { return is_over_.load(std::memory_order_seq_cst); };
+    const auto is_member = [&] { return me < members_.load(std::memory_order_seq_cst); };
+    uint64_t door = 0, done = 0;
+    const auto is_called = [&] {
+      door = door_.load(std::memory_order_seq_cst);
+      return (door & OPEN) && door >> INDEX_BITS > done;
+    };
+    for (;;) {
+      spare_.wait(0, [&] { return is_member() || is_over(); });
+      bell_.wait(SPIN_AT_REST, [&] { return is_called() || !is_member() || is_over(); });
+      if (is_over()) return;
+      if (!is_member() || !is_called()) continue;
       if (!door_.compare_exchange_strong(door, door + 1, std::memory_order_seq_cst)) continue;
       done = door >> INDEX_BITS;
       Worker worker(this, me, next_loop_);
@@ -197,7 +209,8 @@ class Team {
   Count done_;
   std::mutex mutex_;
   std::vector<std::thread> threads_;
-  Bell bell_;
+  Bell bell_, spare_;  // where members wait for a region, and where the others wait to be members again
+  std::atomic<Index> members_;
   alignas(64) std::atomic<uint64_t> door_{0};  // which region, whether it is open, how many threads are inside
   std::atomic<bool> is_over_{false};
   // Written while nobody is inside:
@@ -235,5 +248,8 @@ extern "C" {
 // A team of `size` threads, the caller among them; slip_end_team ends it.
 Team* slip_team(int64_t size) { return new Team(size); }
 void slip_end_team(Team* team) { delete team; }
+
+// So many of its threads take part from now on.
+void slip_limit_team(Team* team, int64_t members) { team->limit(members); }
 
 }  // extern "C"

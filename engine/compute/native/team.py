@@ -20,6 +20,7 @@ class ComputeTeam:
     def __init__(self, library: ctypes.CDLL, size: int) -> None:
         self._make = library_function(library, "slip_team", INDEX, result=POINTER)
         self._end = library_function(library, "slip_end_team", POINTER)
+        self._limit = library_function(library, "slip_limit_team", POINTER, INDEX)
         self.size = size
         self.handle: int = self._make(size)
 
@@ -28,6 +29,13 @@ class ComputeTeam:
         if size != self.size:
             self._end(self.handle)
             self.size, self.handle = size, self._make(size)
+
+    def limit(self, count: int) -> None:
+        """Have `count` of them take part from the next kernel on, 1 to `size`; the others sleep.
+
+        At any time and on any thread. Bits stay the same.
+        """
+        self._limit(self.handle, count)
 
     def __del__(self) -> None:
         handle = getattr(self, "handle", None)

@@ -44,6 +44,52 @@ def test_callers_at_once_get_what_each_gets_alone(kernels: NativeKernels, size: 
     kernels.team.resize(1)
 
 
+def test_who_is_left_out_sleeps_and_comes_back(kernels: NativeKernels) -> None:
+    weights, x = kernels.pack(noise(2048, 2048, seed=1)), noise(64, 2048, seed=2)
+    kernels.team.resize(3)
+    expected = kernels.linear(x, weights)
+
+    def others_s() -> float:
+        """CPU seconds of all threads but this one, while it computes for a while."""
+        own, whole = time.thread_time(), time.process_time()
+        assert all(torch.equal(kernels.linear(x, weights), expected) for _ in range(20))
+        return time.process_time() - whole - (time.thread_time() - own)
+
+    for members in (1, 3, 2, 1):
+        kernels.team.limit(members)
+        if members == 1:
+            others_s()  # who was still awake goes to sleep
+            assert others_s() < 0.002
+        else:
+            assert any(others_s() > 0.002 for _ in range(200)), "on a busy machine they may come late"
+    kernels.team.resize(1)
+
+
+def test_the_limit_may_change_while_kernels_run(kernels: NativeKernels) -> None:
+    """Some threads go to sleep while others are called, and none comes to a call that is over."""
+    sizes = (40, 320, 64), (9, 1024, 1024)
+    cases = [(noise(n, k, seed=n), kernels.pack(noise(out, k, seed=k))) for n, out, k in sizes]
+    kernels.team.resize(4)
+    expected = [kernels.linear(*case) for case in cases]
+
+    def compute() -> bool:
+        return all(
+            torch.equal(kernels.linear(*case), y)
+            for _ in range(2000)
+            for case, y in zip(cases, expected, strict=True)
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(compute)
+        turn = 0
+        while not computing.done():
+            turn += 1
+            kernels.team.limit(1 + turn % 4)
+    assert computing.result()
+    assert turn > 1000
+    kernels.team.resize(1)
+
+
 def test_idle_threads_sleep(kernels: NativeKernels) -> None:
     kernels.team.resize(4)
     kernels.linear(noise(1, 64, seed=1), kernels.pack(noise(320, 64, seed=1)))
