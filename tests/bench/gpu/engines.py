@@ -21,7 +21,7 @@ from engine.loop.engine_parts import EngineLimits, EngineParts, LaunchedStep, St
 from engine.loop.stream import RequestStream
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.speculative_decoder import DraftSource
-from engine.plan.step_records import StepInputs, StepResult
+from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
 from engine.startup.build import put_together
 from engine.startup.part_factories import PartFactories
 from engine.text.tokenizer import Tokenizer
@@ -99,6 +99,10 @@ class WatchedStep:
 
     step: LaunchedStep
     watch: StepWatch
+
+    def draw(self, sampling: SamplingInputs) -> None:
+        """See LaunchedStep."""
+        self.step.draw(sampling)
 
     def wait(self) -> StepResult:
         """See LaunchedStep."""

@@ -60,7 +60,8 @@ def draw_by_masks(inputs: StepInputs) -> None:
 @pytest.mark.parametrize("engine", [running_engine, ahead_engine], ids=["serial", "ahead"])
 async def test_the_loop_only_asks_what_was_worked_out_on_the_target_thread(engine: Any) -> None:
     noted = Noted()
-    async with engine(before=draw_by_masks) as harness:
+    async with engine() as harness:
+        harness.runner.on_draw = draw_by_masks
         others = [harness.submit([seed, 9], max_tokens=6) for seed in range(3)]
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
         stream = harness.engine.submit(GenerationRequest("formed", PROMPT, sampling, grammar=noted))
