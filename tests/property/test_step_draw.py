@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,9 +21,10 @@ from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
 from engine.compute.cuda.step_draw import StepDraw, likeliest
 from engine.compute.sampling.logprobs import raw_logprobs
 from engine.compute.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
-from engine.plan.grammar import Grammar, MaskOf, TokenMask
+from engine.plan.grammar import MaskOf
 from engine.plan.step_records import LogitAdjustment, SampledRows, StepInputs
 from tests.support.examples import share_of
+from tests.support.fixed_grammar import Allowing
 from tests.support.sampling_reference import CPU, NEUTRAL, Row, adjusted, counted, inputs_of
 
 VOCAB = 43  # no whole number of bytes or words of a mask
@@ -35,22 +36,8 @@ LOGIT = st.one_of(
 SPOILED = st.sampled_from([None] * 8 + [float("nan"), float("inf")])
 
 
-@dataclass(frozen=True)
-class Allowing:
-    """A grammar that allows the same everywhere."""
-
-    allowed: frozenset[int]
-    size: int = VOCAB
-
-    def mask(self, path: Sequence[int]) -> TokenMask:
-        """See Grammar."""
-        bits = np.zeros(self.size, np.uint8)
-        bits[list(self.allowed)] = 1
-        return np.packbits(bits, bitorder="little")
-
-
 def mask_of(allowed: frozenset[int], size: int = VOCAB) -> MaskOf:
-    return MaskOf(cast(Grammar, Allowing(allowed, size)))
+    return MaskOf(Allowing(allowed, size))
 
 
 FIGURE = st.sampled_from([-2.0, -0.5, 0.0, 0.0, 0.25, 1.5])
@@ -106,7 +93,7 @@ class _WithoutDrafts:
 _WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "bincount", "is_nonzero", "equal")
 
 
-class _Refusing(TorchDispatchMode):
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that ask the device for a number or a shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +119,7 @@ def never_waiting() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
             patch.setattr(torch.Tensor, name, refuse(name))
-        with _Refusing():
+        with _Refusing():  # type: ignore[no-untyped-call]
             yield
 
 
