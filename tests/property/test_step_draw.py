@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from engine.compute.cuda.step_draw import StepDraw, likeliest
 from engine.compute.sampling.logprobs import raw_logprobs
 from engine.compute.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 from engine.plan.grammar import MaskOf
-from engine.plan.step_records import LogitAdjustment, SampledRows, StepInputs
+from engine.plan.step_records import LogitAdjustment, SampledRows
 from tests.support.examples import share_of
 from tests.support.fixed_grammar import Allowing
 from tests.support.sampling_reference import CPU, NEUTRAL, Row, adjusted, counted, inputs_of
@@ -82,12 +82,7 @@ def drawn(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int] | Non
     step = under_way(spread, rows, at, memory)
     with never_waiting():
         tokens = StepDraw(memory).queue(step, inputs_of(rows))
-    inputs = cast(StepInputs, _WithoutDrafts())
-    return tokens.verdict(inputs_of(rows), inputs).rows
-
-
-class _WithoutDrafts:
-    drafts = None
+    return tokens.verdict(inputs_of(rows), None).rows
 
 
 _WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "bincount", "is_nonzero", "equal")
@@ -215,5 +210,5 @@ def test_a_step_without_rows_draws_nothing() -> None:
     memory = TokenMemory(torch.zeros(4, dtype=torch.int64), draw_plain)
     step = DevicePass(torch.zeros(0, VOCAB), np.zeros(0, np.int64), lambda: None)
     tokens = StepDraw(memory).queue(step, inputs_of([]))
-    rows = tokens.verdict(inputs_of([]), cast(StepInputs, _WithoutDrafts())).rows
+    rows = tokens.verdict(inputs_of([]), None).rows
     assert replace(rows, logprobs=None) == SampledRows([])

@@ -21,9 +21,34 @@ from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified, has_logprobs
-from engine.plan.step_records import Int64, SampledRows, SamplingInputs, StepInputs, StepResult
+from engine.plan.step_records import (
+    Int64,
+    LogitAdjustment,
+    SampledRows,
+    SamplingInputs,
+    StepInputs,
+    StepResult,
+    TokenCounts,
+)
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
+# A row that asks for all that makes a draw take longer, to warm up with.
+_ALL_AT_ONCE = replace(
+    plain_sampling(np.ones(1)),
+    top_p=np.full(1, 0.5, np.float32),
+    num_logprobs=np.ones(1, np.int32),
+    adjustments=(
+        LogitAdjustment(
+            row=0,
+            logit_bias=((0, 1.0),),
+            allowed_token_ids=(0, 1),
+            banned_token_ids=(1,),
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            history=TokenCounts(np.zeros(1, np.int64), np.ones(1, np.int64)),
+        ),
+    ),
+)
 
 
 class CudaRunner:
@@ -71,13 +96,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _warm_up_draw(self) -> None:
-        """Have the draw compiled for logits as the model's mostly are, and as adjusted ones are."""
-        loaded = self._runner.forward.loaded
-        words = column_words(plain_sampling(np.zeros(1)), np.zeros(1, np.int64), 1)
-        columns = DrawColumns.of(send(words, self.kv.device))
-        for dtype in {loaded.dtype, torch.float32}:
-            logits = torch.zeros((1, loaded.vocab_size), dtype=dtype, device=self.kv.device)
-            self._tokens.draw(logits, columns)
+        """Have the draw compiled for logits as the model's mostly are, and as adjusted ones are.
+
+        What else a row may ask for is done once, so that its kernels are there.
+        """
+        loaded, places = self._runner.forward.loaded, np.zeros(1, np.int64)
+        logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
+        columns = DrawColumns.of(send(column_words(plain_sampling(np.zeros(1)), places, 1), self.kv.device))
+        under_way = DevicePass(logits, places, partial(self._tokens.draw, logits, columns))
+        self._draw.queue(under_way, _ALL_AT_ONCE)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See ModelRunner.run."""
@@ -114,12 +141,13 @@ class CudaRunner:
     def _queue_draw(self, step: _Pass, sampling: SamplingInputs) -> QueuedDraw:
         """Queue all that comes behind the pass, or wait and do it where the host has to know."""
         inputs, under_way, runner = step.inputs, step.under_way, self._runner
+        drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
         begin = mark(self.kv.device)
         with out_of_memory_named():
-            if self._can_wait(inputs, sampling):
+            if self._can_wait(drafts, sampling):
                 drawn = self._draw.queue(under_way, sampling)
                 self._places = under_way.places
-                verdict = partial(drawn.verdict, sampling, inputs)
+                verdict = partial(drawn.verdict, sampling, drafts)
                 features = self._features(under_way, inputs, Verified(SampledRows([])))
             else:
                 verified = self._judge(under_way, replace(inputs, sampling=sampling))
@@ -128,15 +156,14 @@ class CudaRunner:
             scores = runner.scorer.score(inputs.prompt_rows, step.seen)
         return QueuedDraw(begin, mark(self.kv.device), verdict, features, scores)
 
-    def _can_wait(self, inputs: StepInputs, sampling: SamplingInputs) -> bool:
+    def _can_wait(self, drafts: DraftRows | None, sampling: SamplingInputs) -> bool:
         """Whether the host need not know now what is drawn.
 
         Of drafts, features and log-probabilities are of rows that the verdict names.
         """
-        if inputs.drafts is not None:
-            is_late = self._judges_by_match and not self._runner.for_drafts.keeps_features
-            are_chains = is_late and DraftRows.of(inputs.drafts).are_chains
-            if not are_chains or has_logprobs(sampling):
+        if drafts is not None:
+            are_matched = self._judges_by_match and drafts.are_chains
+            if not are_matched or self._runner.for_drafts.keeps_features or has_logprobs(sampling):
                 return False
         return can_draw(sampling)
 

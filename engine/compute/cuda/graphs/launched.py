@@ -20,7 +20,6 @@ from engine.plan.step_records import (
     Int64,
     SampledRows,
     SamplingInputs,
-    StepInputs,
     StepResult,
     TokenLogprobs,
 )
@@ -101,7 +100,7 @@ class DrawnTokens:
     bad: dict[int, str]  # by row, what was wrong with its data
     scored: tuple[ScoredRows, ...]
 
-    def verdict(self, sampling: SamplingInputs, inputs: StepInputs) -> Verified:
+    def verdict(self, sampling: SamplingInputs, drafts: DraftRows | None) -> Verified:
         """What the step commits; drafts are chains judged by `match`, without log-probabilities."""
         token_ids = self.host.numpy()[self.places]
         errors = dict(self.bad)
@@ -109,9 +108,8 @@ class DrawnTokens:
             is_finite = token_ids[row] == NOTHING_LEFT_HERE
             errors[row] = NOTHING_LEFT if is_finite else NOT_FINITE
         token_ids[list(errors)] = NO_TOKEN
-        if inputs.drafts is None:
+        if drafts is None:
             return Verified(SampledRows(token_ids.tolist(), self._logprobs(token_ids), errors or None))
-        drafts = DraftRows.of(inputs.drafts)
         return commit_rows(None, sampling, drafts, Draws(token_ids, errors), drafts.follow(token_ids))
 
     def _logprobs(self, token_ids: Int64) -> tuple[TokenLogprobs | None, ...] | None:
