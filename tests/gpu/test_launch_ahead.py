@@ -41,6 +41,7 @@ async def test_text_is_the_same(method: str, tmp_path: Path) -> None:
 
 async def test_schemas_and_penalties_have_their_draws_wait_and_no_pass(tmp_path: Path) -> None:
     """All families ask for what the next draw hangs on: each step's pass is launched ahead all the same."""
+    pytest.importorskip("llguidance")
     target, families = save_repetitive_model(tmp_path), adjusted_families(24)
     flags = (*FLAGS, "--speculative-method", "none")
     async with engine_of(target, *flags, wrap=OneByOne) as engine:

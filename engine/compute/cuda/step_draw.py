@@ -5,7 +5,7 @@ Nothing here waits for the device. What is known on the host alone, as bad data,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +66,7 @@ class StepDraw:
         sampling: SamplingInputs,
         places: Int64,
         tokens: torch.Tensor,
-        left_out: dict[int, LogitAdjustment],
+        left_out: Collection[int] = (),
     ) -> None:
         """Draw the rows that top-k or top-p filters from `logits` at their places, to those of `tokens`."""
         for group in filtered_rows(sampling, logits.shape[1], left_out):
@@ -96,7 +96,7 @@ class StepDraw:
         logits = under_way.logits.index_select(0, sent["places"]).float()  # [count, vocab], a copy
         adjust(logits, sent)
         drawn = memory.plain_draw(logits, DrawColumns.of(sent))
-        self._draw_filtered(logits, own, numbers, drawn, {})
+        self._draw_filtered(logits, own, numbers, drawn)
         drawn.masked_fill_(logits.amax(dim=1) == -torch.inf, NOTHING_LEFT_HERE)  # NaN is not
         is_sound = memory.tokens.index_select(0, sent["places"]) >= 0
         memory.tokens.index_copy_(0, sent["places"], torch.where(is_sound, drawn, NO_TOKEN))

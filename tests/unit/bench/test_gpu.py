@@ -118,7 +118,9 @@ def test_a_tokenizer_has_text_for_every_token() -> None:
 def test_one_that_spells_can_begin_the_schema_and_say_anything_inside() -> None:
     tokenizer = make_tokenizer(512, spells=True)
     assert tokenizer.vocab_size == 512
-    state = compiled(tokenizer).start(frozenset())
+    schema = compiled(tokenizer)
+    assert schema is not None
+    state = schema.start(frozenset())
     byte_of = {tokenizer.decode([token_id], skip_special_tokens=False): token_id for token_id in range(258)}
     for letter in '{"lines":["':
         assert byte_of[letter] in allowed(state.mask(()), 512)
