@@ -35,7 +35,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   speed figures, printed as tables and kept as JSON in .bench/"
 	@echo "make test-gpu-here, make bench-gpu-here  the same where nothing can be installed: says what is missing"
-	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in eight minutes (installs the extra 'cuda')"
+	@echo "make bench-gpu  speed on a CUDA device, with models of random weights, in nine minutes (installs the extra 'cuda')"
 	@echo "make model-matrix  every causal class of transformers, tiny, served and compared: writes tests/model_matrix.md"
 	@echo "make sim     scheduling figures from the simulator, with plots, kept in .bench/sim/"
 	@echo "make sim-spec  drafting figures from the simulator against the formulas, kept in .bench/sim-spec/"

@@ -2,7 +2,7 @@
 
 The model runs in an executor of one thread, which gets a frozen decision and returns a frozen result. A
 device that can is given the next step before the last one's tokens are read, where it can be decided without
-them.
+them; if only its draw cannot, its pass begins all the same.
 """
 
 from __future__ import annotations
@@ -229,6 +229,12 @@ class EngineLoop:
             self._pipeline.launch(ahead.inputs)
             self._ahead = ahead
 
+    def _draw_ahead(self) -> None:
+        """Have the step ahead drawn if that waited for what is committed now; its pass runs already."""
+        ahead = self._ahead
+        if ahead is not None and ahead.inputs is not None and ahead.inputs.is_drawn_later:
+            self._pipeline.draw(self._batcher.sampling_ahead(ahead))
+
     async def _drop_ahead(self) -> BatchDecision | None:
         """Wait until the device is done with the step ahead, if there is any, and take nothing of it."""
         ahead, self._ahead = self._ahead, None
@@ -242,6 +248,7 @@ class EngineLoop:
     def _take(self, decision: BatchDecision, result: StepResult, started: float) -> None:
         """Commit and deliver what a step came to, and learn from it; its iteration began at `started`."""
         committed = self._batcher.commit(decision, result.rows)
+        self._draw_ahead()
         if result.features is not None:
             for scheduled, features in zip(decision.scheduled, result.features, strict=True):
                 if features is not None:

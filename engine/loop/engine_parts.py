@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.loop.daemon_executor import DaemonExecutor
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.step_records import StepInputs, StepResult
+from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
 from engine.text.detokenizer import Detokenizer
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.tokenizer import Tokenizer
@@ -76,8 +76,17 @@ class StepRunner(Protocol):
 class LaunchedStep(Protocol):
     """A step that the device may still be at work on."""
 
+    def draw(self, sampling: SamplingInputs) -> None:
+        """Have a step that `is_drawn_later` drawn by this and come back at once, before the next is launched.
+
+        On the target thread, once. Raises as `launch` does.
+        """
+
     def wait(self) -> StepResult:
-        """Its result, once it is there; on any one thread, once. Raises what `run` raises."""
+        """Its result, once it is there; on any one thread, once. Raises what `run` raises.
+
+        The result of one that was to be drawn later, and was not, means nothing.
+        """
 
 
 @runtime_checkable
@@ -91,7 +100,10 @@ class AheadRunner(StepRunner, Protocol):
     """
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch."""
+        """Start a step and come back at once; `inputs.previous_rows` are rows of the last launch.
+
+        One that `is_drawn_later` is started without its draw.
+        """
 
 
 class Companion(Protocol):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
 from engine.plan.grammar import Grammar
-from engine.plan.step_records import NO_TOKEN, SampledRows, StepInputs, StepResult
+from engine.plan.step_records import NO_TOKEN, SampledRows, SamplingInputs, StepInputs, StepResult
 
 
 class StepPipeline:
-    """The runner, for the event loop: `launch` a step, `read` what came of it, oldest first.
+    """The runner, for the event loop: `launch` a step, `draw` it where that is later, `read` the oldest.
 
     A runner that is no AheadRunner has its step read before the next is launched. One that is does everything
     on the target thread, which launches nothing while it waits for a result: launch before reading. Grammars
@@ -38,6 +39,10 @@ class StepPipeline:
         else:
             self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
 
+    def draw(self, sampling: SamplingInputs) -> None:
+        """Have the newest step drawn, which was launched without its draw; what it raises, `read` does."""
+        asyncio.get_running_loop().run_in_executor(self._executor, self._draw, sampling)
+
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""
         if not self.can_launch_ahead:
@@ -55,12 +60,21 @@ class StepPipeline:
         """Launch one more; never raises. Behind one that could not be, what needs its tokens cannot be."""
         last = self._launched[-1][1] if self._launched else None
         if inputs.previous_rows is not None and isinstance(last, _Failed):
-            self._launched.append((inputs, last))
+            self._launched.append((inputs, _Failed(last.error)))
             return
         try:
             self._launched.append((inputs, runner.launch(inputs)))
         except Exception as error:
             self._launched.append((inputs, _Failed(error)))
+
+    def _draw(self, sampling: SamplingInputs) -> None:
+        """Draw the newest; never raises."""
+        inputs, step = self._launched.pop()
+        try:
+            step.draw(sampling)
+        except Exception as error:
+            step = _Failed(error, step)
+        self._launched.append((replace(inputs, sampling=sampling), step))
 
     def _wait(self) -> StepResult:
         inputs, step = self._launched.popleft()
@@ -71,11 +85,19 @@ class StepPipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A step that could not be launched."""
+    """A step that could not be launched, or whose pass, `begun`, could not be drawn from."""
 
     error: Exception
+    begun: LaunchedStep | None = None
+
+    def draw(self, sampling: SamplingInputs) -> None:
+        """Fail as before."""
+        raise self.error
 
     def wait(self) -> StepResult:
+        if self.begun is not None:
+            with suppress(Exception):
+                self.begun.wait()  # what it writes may be another's next
         raise self.error
 
 

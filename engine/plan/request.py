@@ -283,14 +283,6 @@ class Request:
         return sampling.has_penalties or bool(sampling.bad_words) or self.grammar is not None
 
     @property
-    def wants_only_draws(self) -> bool:
-        """True when, from the token after the next on, its raw logits are drawn from and not reported."""
-        sampling = self.sampling
-        is_changed = bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
-        is_banning = self.num_output_tokens + 1 < sampling.min_tokens
-        return not (is_changed or is_banning or sampling.logprobs is not None or self.draws_by_history)
-
-    @property
     def scores_prompt(self) -> bool:
         """True while log-probabilities of its prompt are wanted: the whole prompt is computed for it then."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0

@@ -142,7 +142,9 @@ class StepInputs:
     block that `swap_out` saves may be reused in the same step; what `swap_in` reads must not be its target.
 
     `previous_rows` is for a step launched before the last one's result: it has, for a token not known yet,
-    the row of the last step that draws it, and -1 for known ones. Its entry of `token_ids` is 0.
+    the row of the last step that draws it, and -1 for known ones. Its entry of `token_ids` is 0. Such a step
+    `is_drawn_later` if what may be drawn depends on those tokens: only its pass is launched then, and its
+    `sampling` is without adjustments until they are known.
     """
 
     token_ids: Int64  # [N]
@@ -167,6 +169,7 @@ class StepInputs:
     states_out: tuple[StateCopy, ...] = ()  # slot -> host state, before all other copies
     states_in: tuple[StateCopy, ...] = ()  # host state -> slot, before the pass, behind them
     previous_rows: Int64 | None = None  # [N], None when every token is known
+    is_drawn_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,9 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.step_records import BlockCopy, LogitAdjustment, StepInputs
+from engine.plan.grammar import MaskOf
+from engine.plan.step_records import BlockCopy, LogitAdjustment, SampledRows, StepInputs, TokenCounts
+from tests.support.fixed_grammar import Allowing
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recorded import with_sampling
 from tests.support.sampling_reference import Row, inputs_of
@@ -129,14 +131,67 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize(
-    "asked", [{}, {"adjustments": (LogitAdjustment(row=1, banned_token_ids=(3,)),)}], ids=["plain", "more"]
-)
-def test_rows_of_every_kind(asked: dict[str, Any], llama: tuple[ModelRunner, CudaRunner]) -> None:
+def all_at_once(vocab_size: int) -> dict[str, Any]:
+    """What five rows may ask for beside MIXED: every adjustment, a mask, and log-probabilities."""
+    history = TokenCounts(np.arange(9), np.array([0, 0, 0, 1, 2, 3, 1, 1, 1]))
+    mask = MaskOf(Allowing(frozenset(range(0, vocab_size, 3)), vocab_size))
+    return {
+        "num_logprobs": np.array([-1, 20, 0, 5, -1], np.int32),
+        "adjustments": (
+            LogitAdjustment(row=0, banned_token_ids=(3, 9), logit_bias=((4, 2.5), (8, -1.0))),
+            LogitAdjustment(row=1, allowed_mask=mask),
+            LogitAdjustment(row=2, allowed_token_ids=(5, 6, 7), presence_penalty=0.5, history=history),
+            LogitAdjustment(row=4, repetition_penalty=1.3, frequency_penalty=0.2, history=history),
+        ),
+    }
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_rows_of_every_kind(has_more: bool, llama: tuple[ModelRunner, CudaRunner]) -> None:
     plain, ahead = llama
     same_noise(plain, ahead)
-    inputs = with_sampling(pack_step(STEPS["some"], BLOCK_SIZE), **MIXED, **asked)
-    assert ahead.run(inputs).rows == plain.run(inputs).rows
+    more = all_at_once(plain.forward.loaded.vocab_size) if has_more else {}
+    inputs = with_sampling(pack_step(STEPS["some"], BLOCK_SIZE), **MIXED, **more)
+    agree(ahead.run(inputs).rows, plain.run(inputs).rows)
+
+
+def agree(ours: SampledRows, expected: SampledRows) -> None:
+    """The same tokens, errors and ranks; log-probabilities as close as other products are."""
+    assert (ours.token_ids, ours.row_errors) == (expected.token_ids, expected.row_errors)
+    for mine, theirs in zip(ours.logprobs or (), expected.logprobs or (), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert (mine.token_id, mine.rank, len(mine.top)) == (
+                theirs.token_id,
+                theirs.rank,
+                len(theirs.top),
+            )
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+def test_adjusted_rows_and_logprobs_are_launched_without_waiting(
+    llama: tuple[ModelRunner, CudaRunner],
+) -> None:
+    """At once, and in the draw of a pass that was launched before the last step's tokens were known."""
+    plain, ahead = llama
+    same_noise(plain, ahead)
+    more = all_at_once(plain.forward.loaded.vocab_size)
+    first = with_sampling(pack_step(STEPS["some"], BLOCK_SIZE), **MIXED, **more)
+    ahead.run(first)  # loads what these kernels need
+    expected = plain.run(first).rows
+    second = pack_step([part(row, 31 + 17 * row) for row in range(5)], BLOCK_SIZE)
+    second.token_ids[:] = expected.token_ids
+    second = with_sampling(second, **MIXED, **more)
+    expected_next = plain.run(second).rows
+    unknown = replace(
+        second, token_ids=np.zeros(5, np.int64), previous_rows=np.arange(5), is_drawn_later=True
+    )
+    with waiting_refused():
+        flying = [ahead.launch(first), ahead.launch(unknown)]
+    agree(flying[0].wait().rows, expected)
+    with waiting_refused():
+        flying[1].draw(second.sampling)
+    agree(flying[1].wait().rows, expected_next)
 
 
 def next_decodes(rows: Sequence[int], stop: int, previous: Sequence[int]) -> StepInputs:

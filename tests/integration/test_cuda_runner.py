@@ -21,9 +21,17 @@ from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
 from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_runner import FaultyRunner, Flight
-from engine.plan.step_records import BlockCopy, LogitAdjustment, StepInputs, StepResult, TokenLogprobs
+from engine.plan.step_records import (
+    BlockCopy,
+    LogitAdjustment,
+    SampledRows,
+    StepInputs,
+    StepResult,
+    TokenLogprobs,
+)
 from tests.support.packed import load_tiny, random_tokens
 from tests.support.recorded import Playback, TabledReference, with_sampling
+from tests.support.sampling_reference import counted
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -288,6 +296,87 @@ def test_tokens_that_only_the_device_knows(asked: str, first_is_replayed: bool) 
     flying.append(ahead.launch(launched))
     flying.append(ahead.launch(unknown([5, 4], 14, [2, 0], 0.0)))
     assert [step.wait().rows.token_ids for step in flying] == [drawn, drawn_next, expected]
+
+
+def adjustments_of(drawn: Sequence[int]) -> tuple[LogitAdjustment, ...]:
+    """What hangs on the tokens that rows 0 to 2 had drawn: a penalty, a ban, a bias."""
+    history = counted([1, 2], [drawn[0]])
+    return (
+        LogitAdjustment(row=0, presence_penalty=9.0, repetition_penalty=1.5, history=history),
+        LogitAdjustment(row=1, banned_token_ids=(drawn[1], 5)),
+        LogitAdjustment(row=2, logit_bias=((drawn[2], 30.0),)),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_pass_may_run_before_it_is_known_how_it_is_drawn(recorded: bool, temperature: float) -> None:
+    """And the step behind it takes its tokens, as ever."""
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    if not recorded:
+        ahead.graphs._steps.clear()
+    first = decode([0, 1, 2, 3], 12, temperature)
+    drawn = plain.run(first).rows.token_ids
+    second = decode([0, 1, 2, 3], 13, temperature)
+    second.token_ids[:] = drawn
+    columns = with_sampling(second, num_logprobs=np.array([3, -1, 0, -1], np.int32))
+    adjusted = with_sampling(columns, adjustments=adjustments_of(drawn))
+    expected = plain.run(adjusted).rows
+    third = decode([3, 0], 14)
+    third.token_ids[:] = [expected.token_ids[3], expected.token_ids[0]]
+    last = plain.run(third).rows.token_ids
+
+    flying = [ahead.launch(first)]
+    unknown_second = unknown([0, 1, 2, 3], 13, [0, 1, 2, 3], temperature)
+    flying.append(ahead.launch(replace(unknown_second, is_drawn_later=True)))
+    assert flying[0].wait().rows.token_ids == drawn
+    flying[1].draw(adjusted.sampling)
+    flying.append(ahead.launch(unknown([3, 0], 14, [3, 0], 0.0)))
+    ours = flying[1].wait().rows
+    assert (ours.token_ids, ours.row_errors) == (expected.token_ids, None)
+    agree_on_logprobs(ours.logprobs or (), expected.logprobs or ())
+    assert flying[2].wait().rows.token_ids == last
+
+
+def test_a_pass_that_is_never_drawn_is_waited_for_all_the_same() -> None:
+    runner = make_ahead()
+    fill_with_noise(runner)
+    result = runner.launch(replace(decode([0, 1], 9), is_drawn_later=True)).wait()
+    assert result.rows == SampledRows([]) and result.forward_s > 0
+    assert len(runner.run(decode([0, 1], 9)).rows.token_ids) == 2, "and others go on"
+
+
+def test_a_later_draw_may_be_left_to_the_sampler() -> None:
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    odd = with_sampling(decode([0, 1], 9, 1.0), top_k=np.array([0, np.iinfo(np.int32).min], np.int32))
+    step = ahead.launch(replace(odd, is_drawn_later=True))
+    step.draw(odd.sampling)
+    assert step.wait().rows == plain.run(odd).rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chains_whose_rows_are_adjusted_are_judged_late(temperature: float) -> None:
+    inputs = verify([0, 1, 2], [3, 0, 4], temperature)
+    rows = range(inputs.sampling.num_rows)
+    adjustments = tuple(LogitAdjustment(row=row, banned_token_ids=(row, 7)) for row in rows if row != 4)
+    nothing = LogitAdjustment(row=4, allowed_token_ids=())
+    agree(with_sampling(inputs, adjustments=(*adjustments[:4], nothing, *adjustments[4:])))
+
+
+def test_rows_behind_refused_drafts_that_nothing_is_left_for_are_not_spoiled() -> None:
+    """They are finite: what they wrote may be read again."""
+    inputs = verify([0], [3], 1.0)
+    nothing = tuple(LogitAdjustment(row=row, allowed_token_ids=()) for row in (2, 3))
+    rows = agree(with_sampling(inputs, adjustments=nothing)).rows
+    assert rows.token_ids[1:] == [-1] * 3 and rows.spoiled_rows == ()
+
+
+def test_drafts_with_logprobs_wait() -> None:
+    inputs = verify([0, 1], [2, 1])
+    num_logprobs = np.full(inputs.sampling.num_rows, 2, np.int32)
+    assert agree(with_sampling(inputs, num_logprobs=num_logprobs)).rows.logprobs
 
 
 def test_a_step_behind_drafts_finds_the_last_token_of_each() -> None:

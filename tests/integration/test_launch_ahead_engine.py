@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.plan.request import FinishReason
-from tests.support.ahead_asks import StepCount, plain_families
+from tests.support.ahead_asks import StepCount, adjusted_families, plain_families
 from tests.support.ahead_runner import AheadOnHost
 from tests.support.repetitive_world import Family, save_repetitive_model
 from tests.support.speculated import Run, differences, engine_of, run, single_threaded
@@ -66,3 +66,18 @@ async def test_text_is_the_same(cell: str, target: Path, families: list[Family],
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
     if cell == "in little memory":
         assert metrics.preemptions.total() > 0
+
+
+async def test_passes_whose_draws_wait_give_the_same(target: Path) -> None:
+    """Penalties, biases and schemas, with readers that leave in the middle."""
+    families = adjusted_families(24)
+    async with engine_of(target, *PLAIN) as engine:
+        expected = await run(engine, families, 1, cuts=False)
+    count = StepCount()
+    wrap = partial(count.watch, make_ahead=AheadOnHost)
+    async with engine_of(target, *PLAIN, wrap=wrap) as engine:
+        found = await run(engine, families, 4)
+    assert not differences(expected, found)
+    assert count.num_drawn_later > 30
+    reasons = {spoken.finish.reason for spoken in found.spoken.values()}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,13 +18,18 @@ import engine.startup.build
 from config import load_settings
 from engine import Engine, GenerationRequest, SamplingParams, build_engine
 from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
+from engine.plan.request import FinishReason
+from engine.plan.step_records import StepInputs
 from engine.startup.build_runner import RunnerSizes
+from engine.text.grammar_compiler import FollowableGrammar
 from tests.support.engines import Collected, collect
 from tests.support.recorded import Playback, TabledReference
+from tests.support.structures import SCHEMAS, compiled
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 
@@ -104,3 +111,56 @@ async def test_launched_ahead_or_not_the_text_is_the_same(
     for ours, theirs in zip(results, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.text == theirs.text
+
+
+def schema(name: str) -> FollowableGrammar:
+    return compiled("json_schema", json.dumps(SCHEMAS[name]))
+
+
+async def few_among_plain(engine: Engine) -> list[Collected]:
+    """Plain requests, and with them what steps hang on: schemas, penalties, words that may not be said."""
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 3, "ignore_eos": False, "grammar": schema("nested")},
+        {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "ignore_eos": False, "grammar": schema("array"), "logprobs": 0},
+        {"temperature": 0.9, "min_tokens": 5, "ignore_eos": False, "bad_words": ((7,), (8, 9))},
+        {"temperature": 0.0, "ignore_eos": False, "grammar": schema("boolean or null")},
+        {"temperature": 0.8, "top_k": 20, "logit_bias": ((5, 2.0),)},
+        {"temperature": 1.0, "presence_penalty": 1.0, "logprobs": 5, "allowed_token_ids": (*range(3, 90),)},
+    ]
+    streams = []
+    for seed, wish in enumerate(wishes * 2):
+        fields = {"max_tokens": 24 + seed, "seed": seed, "ignore_eos": True, **wish}
+        grammar = fields.pop("grammar", None)
+        request = GenerationRequest(
+            f"m-{seed}", prompt_of(seed, 5), SamplingParams(**fields), grammar=grammar
+        )
+        streams.append(engine.submit(request))
+    return await asyncio.gather(*(collect(stream) for stream in streams))
+
+
+async def test_what_is_drawn_later_is_what_is_drawn_at_once(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--speculative-method", "none", "--max-num-seqs", "8")
+    before = torch.get_num_threads()
+    async with engine_of(model_directory, *flags) as plain:
+        expected = await few_among_plain(plain)
+    drawn_later = Counter[bool]()
+
+    class Counting(CudaRunner):
+        def launch(self, inputs: StepInputs) -> Launched:
+            drawn_later[inputs.is_drawn_later] += 1
+            return super().launch(inputs)
+
+    monkeypatch.setattr(f"{__name__}.CudaRunner", Counting)
+    monkeypatch.setattr(engine.startup.build, "make_runner", make_ahead)
+    async with engine_of(model_directory, *flags) as ahead:
+        results = await few_among_plain(ahead)
+    torch.set_num_threads(before)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text)
+        assert (ours.finish.reason, ours.finish.error) == (theirs.finish.reason, None)
+    assert {ours.finish.reason for ours in results} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert drawn_later[True] > 30 and drawn_later[False] > 3

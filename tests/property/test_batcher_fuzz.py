@@ -32,6 +32,7 @@ EVENTS = {
     "trees": 100,
     "spent with drafts": 200,
     "steps ahead": 500,
+    "drawn later": 100,
     "failed rows": 100,
     "failed passes": 50,
     "out of memory": 50,

@@ -59,6 +59,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.recomputed: Counter[str] = Counter()  # how often because rows behind its tokens were spoiled
         self.flying: list[BatchDecision] = []  # in their order
         self.launched: dict[int, LaunchedStep] = {}  # by step: those that the device was given already
+        self.drawn: set[int] = set()  # the steps that were drawn later
         self.last_was_empty = False
         self.num_arrivals = 0
         self.stopped: set[str] = set()  # ended by a stop token
@@ -122,6 +123,7 @@ class BatcherMachine(RuleBasedStateMachine):
         tenant=st.sampled_from([None, "x", "y"]),
         salt=st.sampled_from([None, None, "salt"]),
         stops=st.booleans(),
+        penalty=st.sampled_from([0.0, 0.0, 1.0]),
     )
     def add(
         self,
@@ -131,9 +133,11 @@ class BatcherMachine(RuleBasedStateMachine):
         tenant: str | None,
         salt: str | None,
         stops: bool,
+        penalty: float,
     ) -> None:
         stop_token_ids = frozenset(range(0, VOCAB_SIZE, 4)) if stops else frozenset()
         how: dict[str, Any] = {"priority": priority, "cache_salt": salt, "stop_token_ids": stop_token_ids}
+        how["presence_penalty"] = penalty
         self.queue(prompt, max_tokens, tenant=tenant, **how)
 
     @rule(prompt=PROMPTS, max_tokens=st.lists(st.integers(1, 23), min_size=2, max_size=6))
@@ -247,6 +251,16 @@ class BatcherMachine(RuleBasedStateMachine):
         decision = self.flying[len(self.launched)]
         assert decision.inputs is not None
         self.launched[decision.step_id] = self.runner.launch(decision.inputs)
+        self.draw_oldest()
+
+    def draw_oldest(self) -> None:
+        """A step that is drawn later is drawn once it is launched and the one before it is committed."""
+        decision = self.flying[0] if self.flying else None
+        if decision is None or decision.inputs is None or not decision.inputs.is_drawn_later:
+            return
+        if decision.step_id in self.launched and decision.step_id not in self.drawn:
+            self.drawn.add(decision.step_id)
+            self.launched[decision.step_id].draw(self.batcher.sampling_ahead(decision))
 
     def note_writes(self, decision: BatchDecision, inputs: StepInputs) -> None:
         """No sequence may meet, in any block of its table, what another wrote and nobody found good."""
@@ -318,6 +332,7 @@ class BatcherMachine(RuleBasedStateMachine):
         for entry in samplers:
             if entry.num_drafts and entry.request_id in self.alive:
                 self.note_cut(self.alive[entry.request_id], entry.request_id in failed)
+        self.draw_oldest()
 
     def note_cut(self, request: Request, is_spoiled: bool) -> None:
         """Drafts were verified: what only they needed is given back; all, where rows behind them are bad."""

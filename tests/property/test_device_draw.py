@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from engine.compute.cuda.device_draw import (
     DrawColumns,
-    can_draw,
     column_shapes,
     column_words,
     draw_filtered,
     draw_plain,
     filtered_rows,
 )
+from engine.compute.cuda.step_draw import can_draw
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.step_records import NO_TOKEN, LogitAdjustment
+from engine.plan.step_records import NO_TOKEN
 from tests.support.examples import share_of
 from tests.support.sampling_reference import CPU, Row, inputs_of
 
@@ -109,6 +109,4 @@ def test_a_row_of_nothing_is_no_token() -> None:
 
 def test_what_is_left_to_the_sampler() -> None:
     assert can_draw(inputs_of([Row(), Row(temperature=0.0, top_k=-1)]))
-    assert not can_draw(inputs_of([Row(), Row(num_logprobs=0)]))
     assert not can_draw(inputs_of([Row(top_k=int(np.iinfo(np.int32).min))]))
-    assert not can_draw(inputs_of([Row(adjustment=LogitAdjustment(row=0, banned_token_ids=(3,)))]))

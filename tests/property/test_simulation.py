@@ -40,6 +40,7 @@ EVENTS = {
     "drafts dropped: late": 20,
     "drafts dropped: cancelled": 500,
     "steps ahead": 1000,
+    "drawn later": 100,
 }
 
 pytestmark = pytest.mark.parametrize("faulty", [False, True], ids=["healthy", "faulty"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
+from engine.plan.grammar import CompiledGrammar
 from engine.plan.step_records import StepInputs, StepResult
-from tests.support.repetitive_world import WORDS, Ask, Family, make_family
+from tests.support.repetitive_world import KINDS, WORDS, Ask, Family, make_family
+from tests.support.structures import SCHEMAS, compiled
 
 
 def plain_families(count: int) -> list[Family]:
@@ -24,16 +27,37 @@ def plain_families(count: int) -> list[Family]:
     return families
 
 
+def adjusted_families(count: int) -> list[Family]:
+    """Replies that are greedy or not, with all that logits are adjusted by; one in three follows a schema."""
+    draw = random.Random(4)
+    schema = compiled("json_schema", json.dumps(SCHEMAS["nested"]))
+    families = []
+    for number in range(count):
+        family = make_family(f"{number}", KINDS[number % 2 * 2], draw.choices(WORDS, k=6), draw)
+        families.append([_following(ask, schema) for ask in family] if number % 3 == 2 else family)
+    return families
+
+
+def _following(ask: Ask, schema: CompiledGrammar) -> Ask:
+    """The same of a reply that follows a schema, which leaves no room for the other limits."""
+    sampling = replace(ask.request.sampling, allowed_token_ids=None, bad_words=(), stop=(), min_tokens=0)
+    return replace(ask, request=replace(ask.request, sampling=sampling, grammar=schema))
+
+
 def _without_logprobs(ask: Ask) -> Ask:
     sampling = replace(ask.request.sampling, logprobs=None)
     return replace(ask, request=replace(ask.request, sampling=sampling))
 
 
 class StepCount:
-    """Watches an AheadRunner: `num_ahead` launches were of tokens that nobody had read."""
+    """Watches an AheadRunner: `num_ahead` launches were of tokens that nobody had read.
+
+    Of these, `num_drawn_later` were of passes alone.
+    """
 
     def __init__(self) -> None:
         self.num_ahead = 0
+        self.num_drawn_later = 0
 
     def watch(self, runner: StepRunner, make_ahead: Callable[[StepRunner], AheadRunner]) -> StepRunner:
         """The runner, made into one that is launched ahead, under watch."""
@@ -50,6 +74,7 @@ class _Watched:
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         self._count.num_ahead += inputs.previous_rows is not None
+        self._count.num_drawn_later += inputs.is_drawn_later
         return self._runner.launch(inputs)
 
 

@@ -197,6 +197,7 @@ class Draw(random.Random):
             stop_token_ids=frozenset(self.tokens(self.choice((0, 0, 20)))),
             min_tokens=self.choice((0, 0, 3)),
             prompt_logprobs=self.choice((None,) * 9 + (1,)),
+            presence_penalty=self.choice((0.0, 0.0, 0.0, 1.0)),
         )
         request.tenant = self.choice((None, "x", "y"))
         request.deadline = self.choice((None, self.uniform(100.0, 200.0)))
@@ -293,6 +294,7 @@ class Run:
             kv.block_size,
             before=faults.before,
             after=faults.after,
+            on_draw=faults.on_draw,
             row_errors=self._row_error,
             num_host_blocks=kv.host.num_blocks,
             is_late=scenario.is_late,
@@ -339,16 +341,19 @@ class Run:
         self.clock.advance(1.0)
         while self.to_come and (self._happens(rates.arrival) if self.alive else True):
             self._add(self.to_come.pop())
-        if self.alive and self._happens(rates.cancel):
-            request = self._anybody()
-            assert self.batcher.finish(request.request_id, FinishReason.ABORT) is request
-            self._expect_ended(request, FinishReason.ABORT)
+        self._cancel_somebody()
         if self.alive and self._happens(rates.change):
             priority, deadline = self.draw.randint(-2, 2), self.draw.uniform(100.0, 200.0)
             name = self._anybody().request_id
             assert self.batcher.reprioritize(name, priority=priority, deadline=deadline)
         if self._happens(rates.reset):
             self.batcher.kv.prefixes.reset()
+
+    def _cancel_somebody(self) -> None:
+        if self.alive and self._happens(self.scenario.rates.cancel):
+            request = self._anybody()
+            assert self.batcher.finish(request.request_id, FinishReason.ABORT) is request
+            self._expect_ended(request, FinishReason.ABORT)
 
     def _add(self, request: Request) -> None:
         self.right[request.request_id] = right_text(request)
@@ -535,6 +540,22 @@ class Run:
             if token.error is not None:
                 assert not any(block_id in kv.prefixes for block_id in held[token.request.request_id])
         kv.check_integrity()
+        self._draw_ahead()
+
+    def _draw_ahead(self) -> None:
+        """Have the step ahead drawn if that waited for the last one; who is in it may end just before."""
+        if not self.flying:
+            return
+        decision, step, _ = flight = self.flying[0]
+        if decision.inputs is None or not decision.inputs.is_drawn_later or isinstance(step, Exception):
+            return
+        self._cancel_somebody()
+        self.seen["drawn later"] += 1
+        try:
+            step.draw(self.batcher.sampling_ahead(decision))
+        except (RuntimeError, OutOfDeviceMemory) as error:
+            self._wait_in_vain(flight)
+            self.flying[0] = flight._replace(step=error)
 
     def _recover(self, decision: BatchDecision, error: Exception) -> None:
         """A pass failed, and what is behind it is dropped."""

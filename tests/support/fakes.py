@@ -7,7 +7,8 @@ the block tables, as the real one does: a wrong slot, table, copy or rewind give
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,7 +43,8 @@ def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
 class FakeRunner:
     """A StepRunner over a fake paged KV. `before` is called with each step's inputs and may raise or block.
 
-    `after` is called when all has been written, and may raise. `row_errors(step, row)` may name an error for
+    `after` is called when all has been written, and may raise; `on_draw` with the step as it is drawn, too.
+    `row_errors(step, row)` may name an error for
     a row. What a failed step or row wrote is POISON from then on, which nobody may read, not even behind a
     mask; a step that ran out of memory wrote good values, perhaps. `seconds(inputs)` is what a step is said
     to take, and to swap. `instant` skips the hashing, to time the host alone.
@@ -53,6 +55,7 @@ class FakeRunner:
     before: Callable[[StepInputs], None] | None = None
     row_errors: Callable[[int, int], str | None] | None = None
     after: Callable[[StepInputs], None] | None = None
+    on_draw: Callable[[StepInputs], None] | None = None
     seconds: Callable[[StepInputs], tuple[float, float]] | None = None
     instant: bool = False
     num_host_blocks: int = 0
@@ -71,19 +74,40 @@ class FakeRunner:
 
     def run(self, inputs: StepInputs) -> StepResult:
         """Write the step's tokens, then hash each sampled row's prefix."""
+        self.run_pass(inputs)
+        return self.run_draw(inputs)
+
+    def run_pass(self, inputs: StepInputs) -> None:
+        """The first half of `run`."""
+        self.num_steps += 1
+        self.thread_names.add(threading.current_thread().name)
+        if self.before is not None:
+            with self._noting_violations():
+                self.before(inputs)
+        if not self.instant:
+            with self._noting_violations():
+                self._pass(inputs)
+
+    def run_draw(self, inputs: StepInputs) -> StepResult:
+        """The second half, of the step that passed last."""
+        if self.instant:
+            return StepResult(SampledRows([5] * len(inputs.logits_rows)), 0.0, 0.0)
+        with self._noting_violations():
+            rows = self._sample(inputs)
+        forward_s, swap_s = self.seconds(inputs) if self.seconds else (0.0, 0.0)
+        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        return StepResult(rows, forward_s, 0.0, swap_s, num_swapped * self.block_size)
+
+    @contextmanager
+    def _noting_violations(self) -> Iterator[None]:
         try:
-            return self._run(inputs)
+            yield
         except AssertionError as violation:
             self.violations.append(str(violation))
             raise
 
-    def _run(self, inputs: StepInputs) -> StepResult:
-        self.num_steps += 1
-        self.thread_names.add(threading.current_thread().name)
-        if self.before is not None:
-            self.before(inputs)
-        if self.instant:
-            return StepResult(SampledRows([5] * len(inputs.logits_rows)), 0.0, 0.0)
+    def _pass(self, inputs: StepInputs) -> None:
+        """Move blocks and write the step's tokens."""
         self.max_tokens_seen = max(self.max_tokens_seen, len(inputs.token_ids))
         self._prepare(inputs)
         self.slots[inputs.slot_mapping] = inputs.token_ids
@@ -93,21 +117,23 @@ class FakeRunner:
             except RuntimeError:
                 self.slots[inputs.slot_mapping] = POISON
                 raise
-        rows = self._sample(inputs)
-        forward_s, swap_s = self.seconds(inputs) if self.seconds else (0.0, 0.0)
-        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
-        return StepResult(rows, forward_s, 0.0, swap_s, num_swapped * self.block_size)
 
     def _sample(self, inputs: StepInputs) -> SampledRows:
         drawn: list[int] = []
         errors: dict[int, str] = {}
         ends = np.cumsum(inputs.query_lens)
+        counted = {each.row: each.history for each in inputs.sampling.adjustments if each.history is not None}
+        if self.on_draw is not None:
+            self.on_draw(inputs)
         for row, token_row in enumerate(inputs.logits_rows):
             sequence = int(np.searchsorted(ends, token_row, side="right"))
             prefix = self._prefix(
                 inputs, sequence, int(token_row - ends[sequence] + inputs.query_lens[sequence])
             )
             assert len(prefix) == inputs.sampling.position[row], "a row's position is not its depth"
+            if row in counted:
+                seen = counted[row].token_ids.tolist()
+                assert sorted(seen) == sorted(set(prefix)), "penalties are not of the tokens before the row"
             seed = int(inputs.sampling.seed[row]) if inputs.sampling.temperature[row] else 0  # greedy
             drawn.append(next_token(prefix, seed))
             error = self.row_errors(self.num_steps, row) if self.row_errors else None

@@ -50,6 +50,7 @@ class Job:
     deadline_s: float | None
     reads: int | None  # deltas until the reader leaves; None reads all
     changes: tuple[tuple[float, str, int], ...]  # (seconds after the arrival, what, to which value)
+    presence_penalty: float = 0.0  # has steps drawn later, and changes no token of the fake model
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class Draw(random.Random):
             deadline_s=self.choice((None, None, self.uniform(0.001, 0.3))),
             reads=self.choice((None, None, None, None, self.randrange(4))),
             changes=tuple(sorted(changes)),
+            presence_penalty=self.choice((0.0, 0.0, 0.0, 1.0)),
         )
 
 
@@ -194,13 +196,17 @@ class Faults:
         number = self.draw.random()
         failing = number < 2 * self.rate and self.failed_in_a_row < 2
         self.failed_in_a_row = self.failed_in_a_row + 1 if failing else 0
-        self.when = self.draw.choice(("before", "after")) if failing else ""
+        self.when = self.draw.choice(("before", "after", "draw")) if failing else ""
         self.kind = RuntimeError if number < self.rate else OutOfDeviceMemory
         self._raise("before")
 
     def after(self, inputs: StepInputs) -> None:
         """Fail a step whose work has been done."""
         self._raise("after")
+
+    def on_draw(self, inputs: StepInputs) -> None:
+        """Fail a step as it is drawn."""
+        self._raise("draw")
 
     def _raise(self, when: str) -> None:
         if self.when == when:
@@ -280,7 +286,10 @@ class Run:
                 request_id=name,
                 prompt_token_ids=job.prompt,
                 sampling=SamplingParams(
-                    max_tokens=job.max_tokens, seed=100 * number + choice, stop_token_ids=job.stop_token_ids
+                    max_tokens=job.max_tokens,
+                    seed=100 * number + choice,
+                    stop_token_ids=job.stop_token_ids,
+                    presence_penalty=job.presence_penalty,
                 ),
                 priority=job.priority,
                 group=f"{number}",
@@ -400,6 +409,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         make_runner=scenario.make_runner,
     ) as harness:
         harness.runner.after = faults.after
+        harness.runner.on_draw = faults.on_draw
         harness.runner.seconds = scenario.seconds
         run = Run(scenario, harness, faulty, outcome)
         await run.play()
@@ -409,6 +419,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         outcome.seen.update({f"preempted by {how}": number for how, number in metrics.preemptions.items()})
         outcome.seen["blocks swapped in"] += harness.runner.num_swapped_in
         outcome.seen["steps ahead"] += getattr(harness.runner, "num_ahead", 0)
+        outcome.seen["drawn later"] += getattr(harness.runner, "num_drawn_later", 0)
         outcome.seen["cached"] += metrics.prompt_tokens_cached
         outcome.seen.update(_of_drafts(harness))
 

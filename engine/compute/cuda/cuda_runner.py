@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.compute.cuda.device_draw import (
-    DrawColumns,
-    PlainDraw,
-    can_draw,
-    column_words,
-    draw_filtered,
-    draw_plain,
-    filtered_rows,
-)
-from engine.compute.cuda.device_ints import DeviceInts
+from engine.compute.cuda.device_draw import DrawColumns, PlainDraw, column_words, draw_plain
+from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
-from engine.compute.cuda.graphs.launched import DrawnTokens, Launched, StepMarks
+from engine.compute.cuda.graphs.launched import Launched, PassMarks, QueuedDraw
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
+from engine.compute.cuda.step_draw import StepDraw, can_draw
 from engine.compute.runner.device import mark, out_of_memory_named
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.verified import Verified
-from engine.plan.step_records import Int32, Int64, SampledRows, StepInputs, StepResult
+from engine.compute.verification.verified import Verified, has_logprobs
+from engine.plan.step_records import (
+    Int64,
+    LogitAdjustment,
+    SampledRows,
+    SamplingInputs,
+    StepInputs,
+    StepResult,
+    TokenCounts,
+)
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
+# A row that asks for all that makes a draw take longer, to warm up with.
+_ALL_AT_ONCE = replace(
+    plain_sampling(np.ones(1)),
+    top_p=np.full(1, 0.5, np.float32),
+    num_logprobs=np.ones(1, np.int32),
+    adjustments=(
+        LogitAdjustment(
+            row=0,
+            logit_bias=((0, 1.0),),
+            allowed_token_ids=(0, 1),
+            banned_token_ids=(1,),
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            history=TokenCounts(np.zeros(1, np.int64), np.ones(1, np.int64)),
+        ),
+    ),
+)
 
 
 class CudaRunner:
     """An AheadRunner over the tensors and the parts of `runner`, which it has for itself.
 
-    A step's inputs go to the device in one copy and its tokens come back in one; of a step that asks for
-    more than drawing (adjusted logits, log-probabilities, drafts that are trees or judged by chance), the
-    launch waits for the device and does what ModelRunner does. Steps are of up to `max_rows` rows. Every
-    method runs on the one thread that made it; a launched step may be waited for on any.
+    A step's inputs go to the device in one copy and its tokens come back in one; adjusted logits and
+    log-probabilities take a few more. Of drafts that are trees, are judged by chance, or come with either
+    features or log-probabilities, the launch waits for the device and does what ModelRunner does. Steps are
+    of up to `max_rows` rows. Every method runs on the one thread that made it; a launched step may be waited
+    for on any.
     """
 
     def __init__(
@@ -58,6 +79,7 @@ class CudaRunner:
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
         self._tokens = tokens = TokenMemory(self._drawn, plain_draw)
+        self._draw = StepDraw(tokens)
         self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
         self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
 
@@ -74,11 +96,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _warm_up_draw(self) -> None:
-        """Have the draw compiled for logits as the model's mostly are, even if no recording does."""
-        loaded = self._runner.forward.loaded
+        """Have the draw compiled for logits as the model's mostly are, and as adjusted ones are.
+
+        What else a row may ask for is done once, so that its kernels are there.
+        """
+        loaded, places = self._runner.forward.loaded, np.zeros(1, np.int64)
         logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
-        words = self._send(column_words(plain_sampling(np.zeros(1)), np.zeros(1, np.int64), 1))
-        self._tokens.draw(logits, DrawColumns.of({name: words[name] for name in DrawColumns._fields}))
+        columns = DrawColumns.of(send(column_words(plain_sampling(np.zeros(1)), places, 1), self.kv.device))
+        under_way = DevicePass(logits, places, partial(self._tokens.draw, logits, columns))
+        self._draw.queue(under_way, _ALL_AT_ONCE)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See ModelRunner.run."""
@@ -96,19 +122,12 @@ class CudaRunner:
             begin = mark(device) if num_swapped else start
             with runner.scorer.watching(inputs.prompt_rows) as seen:
                 under_way = self._pass(inputs)
-            middle = mark(device)
-            drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
-            if self._can_wait(inputs, drafts):
-                drawn = self._draw(under_way, inputs)
-                verdict = partial(drawn.verdict, inputs, drafts)
-                features = self._features(under_way, inputs, Verified(SampledRows([])))
-            else:
-                verified = self._judge(under_way, inputs)
-                verdict = partial(_known, verified)
-                features = self._features(under_way, inputs, verified)
-            scores = runner.scorer.score(inputs.prompt_rows, seen)
-        marks = StepMarks(start, begin, middle, mark(device))
-        return Launched(marks, verdict, num_swapped * self.kv.block_bytes, features, scores)
+        marks = PassMarks(start, begin, mark(device))
+        draw = partial(self._queue_draw, _Pass(inputs, under_way, seen))
+        launched = Launched(marks, draw, num_swapped * self.kv.block_bytes)
+        if not inputs.is_drawn_later:
+            launched.draw(inputs.sampling)
+        return launched
 
     def _pass(self, inputs: StepInputs) -> DevicePass:
         """The pass, recorded or not, over tokens that the last launch has drawn."""
@@ -118,30 +137,35 @@ class CudaRunner:
             previous[rows >= 0] = self._places[rows[rows >= 0]]
         return self.graphs.start(inputs, previous) or self._eager.start(inputs, previous)
 
-    def _can_wait(self, inputs: StepInputs, drafts: DraftRows | None) -> bool:
-        """Whether the host need not know now what is drawn. Features are of rows that the verdict names."""
-        if drafts is not None and not (
-            self._judges_by_match and drafts.are_chains and not self._runner.for_drafts.keeps_features
-        ):
-            return False
-        return can_draw(inputs.sampling)
+    @torch.inference_mode()
+    def _queue_draw(self, step: _Pass, sampling: SamplingInputs) -> QueuedDraw:
+        """Queue all that comes behind the pass, or wait and do it where the host has to know."""
+        inputs, under_way, runner = step.inputs, step.under_way, self._runner
+        drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
+        begin = mark(self.kv.device)
+        with out_of_memory_named():
+            if self._can_wait(drafts, sampling):
+                drawn = self._draw.queue(under_way, sampling)
+                self._places = under_way.places
+                verdict = partial(drawn.verdict, sampling, drafts)
+                features = self._features(under_way, inputs, Verified(SampledRows([])))
+            else:
+                verified = self._judge(under_way, replace(inputs, sampling=sampling))
+                verdict = partial(_known, verified)
+                features = self._features(under_way, inputs, verified)
+            scores = runner.scorer.score(inputs.prompt_rows, step.seen)
+        return QueuedDraw(begin, mark(self.kv.device), verdict, features, scores)
 
-    def _draw(self, under_way: DevicePass, inputs: StepInputs) -> DrawnTokens:
-        """Queue the draw of every row, and the copy of what comes of it."""
-        places = under_way.places
-        if len(places):
-            under_way.draw()
-        for group in filtered_rows(inputs.sampling, under_way.logits.shape[1]):
-            words = self._send({**group.words, "places": places[group.rows].astype(np.int32)})
-            at = words["places"].long()
-            sent = {name: words[name] for name in group.words}
-            some = under_way.logits.index_select(0, at)  # [n, vocab]
-            self._drawn.index_copy_(0, at, draw_filtered(some, group.filters(sent), sent["keys"]))
-        self._places = places
-        count = int(places[-1]) + 1 if len(places) else 0
-        host = torch.empty(count, dtype=torch.int64, pin_memory=self.kv.device.type == "cuda")
-        host.copy_(self._drawn[:count], non_blocking=True)
-        return DrawnTokens(host, places)
+    def _can_wait(self, drafts: DraftRows | None, sampling: SamplingInputs) -> bool:
+        """Whether the host need not know now what is drawn.
+
+        Of drafts, features and log-probabilities are of rows that the verdict names.
+        """
+        if drafts is not None:
+            are_matched = self._judges_by_match and drafts.are_chains
+            if not are_matched or self._runner.for_drafts.keeps_features or has_logprobs(sampling):
+                return False
+        return can_draw(sampling)
 
     def _judge(self, under_way: DevicePass, inputs: StepInputs) -> Verified:
         """Wait for the logits and have the step decided; the next one finds its tokens here all the same."""
@@ -168,12 +192,15 @@ class CudaRunner:
 
     def _at(self, numbers: Int64) -> torch.Tensor:
         """The numbers on the device, int64 [n], sent without waiting."""
-        return self._send({"numbers": numbers.astype(np.int32)})["numbers"].long()
+        return send({"numbers": numbers}, self.kv.device)["numbers"]
 
-    def _send(self, arrays: dict[str, Int32]) -> DeviceInts:
-        ints = DeviceInts({name: array.shape for name, array in arrays.items()}, self.kv.device)
-        ints.put(arrays)
-        return ints
+
+class _Pass(NamedTuple):
+    """A pass that was queued, for its draw."""
+
+    inputs: StepInputs
+    under_way: DevicePass
+    seen: list[Any]  # of it, what prompts are scored by
 
 
 def _known(verified: Verified) -> Verified:

@@ -7,7 +7,7 @@ an equal score falls to the lower id, among filtered tokens to the likelier one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,14 +63,6 @@ class FilteredRows(NamedTuple):
         )
 
 
-def can_draw(inputs: SamplingInputs) -> bool:
-    """Whether all that these rows ask for is done here: no adjustments and no log-probabilities.
-
-    A top-k that no request can ask for is not done here either, but fails as the Sampler has it fail.
-    """
-    return not (inputs.adjustments or (inputs.num_logprobs >= 0).any() or (inputs.top_k < -1).any())
-
-
 def column_shapes(num_places: int) -> dict[str, tuple[int, int]]:
     """The words of DrawColumns for as many places."""
     return {name: (num_places, _WIDTHS[name]) for name in _PLAIN}
@@ -90,13 +82,21 @@ def column_words(inputs: SamplingInputs, places: Int64, num_places: int) -> dict
     return words
 
 
-def filtered_rows(inputs: SamplingInputs, vocab_size: int) -> Iterator[FilteredRows]:
-    """The sampled rows that have a top-k or a top-p that is on, in groups that fit into memory."""
-    has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
-    wanted = np.flatnonzero((inputs.temperature > 0) & (has_top_k | (inputs.top_p < 1)))
+def in_groups(rows: NDArray[np.intp], vocab_size: int) -> Iterator[NDArray[np.intp]]:
+    """The rows in order, as many at a time as fit into memory when they are worked on."""
     size = max(1, _GROUP_LOGITS // vocab_size)
-    for first in range(0, len(wanted), size):
-        rows = wanted[first : first + size]
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
+def filtered_rows(
+    inputs: SamplingInputs, vocab_size: int, left_out: Collection[int] = ()
+) -> Iterator[FilteredRows]:
+    """The sampled rows that have a top-k or a top-p that is on, in groups, without those `left_out`."""
+    has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
+    wanted = (inputs.temperature > 0) & (has_top_k | (inputs.top_p < 1))
+    wanted[list(left_out)] = False
+    for rows in in_groups(np.flatnonzero(wanted), vocab_size):
         top_k = np.where(has_top_k[rows], inputs.top_k[rows].astype(np.float64), np.inf)
         top_p = np.where(inputs.top_p[rows] < 1, inputs.top_p[rows].astype(np.float64), np.inf)
         words = {

@@ -6,10 +6,14 @@ import itertools
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.plan.step_records import Int32
 
+Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32] | NDArray[np.float64]
+_KINDS = {"i4": torch.int32, "i8": torch.int64, "f4": torch.float32, "f8": torch.float64}
 _ALIGNED = 32  # integers: each array begins where a vector load may
 
 
@@ -72,6 +76,14 @@ class DeviceInts:
                 target = numbers[start : start + math.prod(shape)].reshape(shape)
                 target[tuple(slice(size) for size in array.shape)] = array
         self._buffer[:size].copy_(staging, non_blocking=True)
+
+
+def send(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """New tensors of these numbers and shapes on `device`, in one asynchronous copy; see DeviceInts.put."""
+    words = {name: np.ascontiguousarray(array).view(np.int32) for name, array in arrays.items()}
+    ints = DeviceInts({name: array.shape for name, array in words.items()}, device)
+    ints.put(words)
+    return {name: ints[name].view(_KINDS[array.dtype.str[1:]]) for name, array in arrays.items()}
 
 
 def _spans(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -1,13 +1,13 @@
 """What a request does to its logits before temperature: bias, allowed and banned tokens, penalties.
 
 Each row's data is checked and laid out on the host by itself, so that bad data ends that row only; then each
-kind is applied to all rows at once.
+kind is applied to all rows at once, by operations that need no answer from the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from engine.plan.grammar import MaskOf, TokenMask
 from engine.plan.step_records import Float32, Int64, LogitAdjustment, TokenCounts
 
 Kind = Literal["bias", "allowed", "banned", "repetition", "output"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+Array = NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]
 # What eight tokens' bits of a mask add to their logits: many times faster than filling by condition.
 _VALUES_OF_BITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
@@ -25,66 +27,98 @@ _VALUES_OF_BITS = np.where(
 RowPlan = dict[Kind, tuple[Int64, Float32]]  # token ids and one number for each; absent = not asked for
 
 
+class Layout(NamedTuple):
+    """What `adjust` does to A rows, as arrays to be sent to their device, and whose data is bad.
+
+    Of each kind that any row asks for there are `<kind>_cells`, int64 indices into the flat [A * vocab], and
+    `<kind>_values`, float32, one for each. `allowed_rows` are the rows that have such cells. The grammars'
+    masks are `mask_rows` [M], `mask_words` [M, words], int32, and what a byte of these adds, `mask_values`.
+    """
+
+    arrays: dict[str, Array]
+    errors: dict[int, str]  # by row a one-line reason; it is left as it is
+
+
 def apply_adjustments(logits: torch.Tensor, adjustments: Sequence[LogitAdjustment]) -> dict[int, str]:
     """Change `logits` in place, row i by `adjustments[i]` (whose own `row` is not read).
 
     `logits` is contiguous float32 [A, vocab]. Returns a one-line reason for each index whose data is bad; its
     row is left as it was. Banned and not allowed is -inf, and stays so under bias and penalties.
     """
+    layout = lay_out(adjustments, logits.shape[1])
+    adjust(logits, {name: torch.from_numpy(array).to(logits.device) for name, array in layout.arrays.items()})
+    return layout.errors
+
+
+def lay_out(adjustments: Sequence[LogitAdjustment], vocab_size: int) -> Layout:
+    """The layout of as many rows; masks are worked out here, which may take long."""
     plans: dict[int, RowPlan] = {}
     masks: dict[int, TokenMask] = {}
     errors: dict[int, str] = {}
     for index, adjustment in enumerate(adjustments):
         try:
-            plan = _plan(adjustment, logits.shape[1])
+            plan = _plan(adjustment, vocab_size)
             if adjustment.allowed_mask is not None:
-                masks[index] = _mask(adjustment.allowed_mask, logits.shape[1])
+                masks[index] = _mask(adjustment.allowed_mask, vocab_size)
             plans[index] = plan
         except Exception as error:  # whatever is wrong with one row's data must not reach the others
             errors[index] = f"bad logit adjustment: {error}"
+    arrays: dict[str, Array] = {}
+    for kind in _KINDS:
+        arrays |= _cells(plans, kind, vocab_size)
+    if "allowed_cells" in arrays:
+        arrays["allowed_rows"] = np.array([i for i, plan in plans.items() if "allowed" in plan], np.int64)
+    if masks:
+        packed = np.stack(list(masks.values()))  # [M, ceil(vocab / 8)]
+        arrays["mask_rows"] = np.array(list(masks), np.int64)
+        arrays["mask_words"] = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
+        arrays["mask_values"] = _VALUES_OF_BITS
+    return Layout(arrays, errors)
+
+
+def adjust(logits: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
+    """Change `logits`, contiguous float32 [A, vocab], in place by a layout's arrays, which are beside them.
+
+    On CUDA nothing here waits for the device: every shape is known.
+    """
     flat = logits.view(-1)
-    if (cells := _cells(plans, "bias", logits)) is not None:
-        flat.index_put_((cells[0],), cells[1], accumulate=True)
-    if (cells := _cells(plans, "allowed", logits)) is not None:
-        rows = torch.tensor([i for i, plan in plans.items() if "allowed" in plan], device=logits.device)
-        kept = flat[cells[0]]
-        logits.index_fill_(0, rows, -torch.inf)
-        flat[cells[0]] = kept
-    _forbid(logits, masks)
-    if (cells := _cells(plans, "banned", logits)) is not None:
-        flat[cells[0]] = -torch.inf
-    if (cells := _cells(plans, "repetition", logits)) is not None:
-        value = flat[cells[0]]
-        flat[cells[0]] = torch.where(value > 0, value / cells[1], value * cells[1])
-    if (cells := _cells(plans, "output", logits)) is not None:
-        flat[cells[0]] -= cells[1]
-    return errors
+    if "bias_cells" in arrays:
+        flat.index_add_(0, arrays["bias_cells"], arrays["bias_values"])
+    if "allowed_cells" in arrays:
+        kept = flat.index_select(0, arrays["allowed_cells"])
+        logits.index_fill_(0, arrays["allowed_rows"], -torch.inf)
+        flat.index_copy_(0, arrays["allowed_cells"], kept)
+    if "mask_rows" in arrays:
+        _forbid(logits, arrays)
+    if "banned_cells" in arrays:
+        flat.index_fill_(0, arrays["banned_cells"], -torch.inf)
+    if "repetition_cells" in arrays:
+        penalty = arrays["repetition_values"]
+        value = flat.index_select(0, arrays["repetition_cells"])
+        value = torch.where(value > 0, value / penalty, value * penalty)
+        flat.index_copy_(0, arrays["repetition_cells"], value)
+    if "output_cells" in arrays:
+        flat.index_add_(0, arrays["output_cells"], arrays["output_values"], alpha=-1)
 
 
-def _forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask]) -> None:
+def _forbid(logits: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
     """Set to -inf what the masks of some rows do not allow."""
-    if not masks:
-        return
-    rows, packed = list(masks), np.stack(list(masks.values()))  # [rows, ceil(vocab / 8)]
-    values = torch.from_numpy(_VALUES_OF_BITS).to(logits.device)
-    places = torch.from_numpy(packed).to(logits.device).int()
-    forbidden = torch.nn.functional.embedding(places, values).flatten(1)[:, : logits.shape[1]]
+    rows, places = arrays["mask_rows"], arrays["mask_words"].view(torch.uint8).int()  # [M], [M, bytes]
+    forbidden = torch.nn.functional.embedding(places, arrays["mask_values"])  # [M, bytes, 8]
+    forbidden = forbidden.flatten(1)[:, : logits.shape[1]]  # [M, vocab]
     if len(rows) == len(logits):
         logits += forbidden
     else:
-        logits.index_add_(0, torch.tensor(rows, device=logits.device), forbidden)
+        logits.index_add_(0, rows, forbidden)
 
 
-def _cells(
-    plans: dict[int, RowPlan], kind: Kind, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Flat indices into `logits` and their numbers for one kind over all rows; None when no row asks."""
+def _cells(plans: Mapping[int, RowPlan], kind: Kind, vocab_size: int) -> dict[str, Array]:
+    """The cells and values of one kind over all rows; none when no row asks."""
     asked = [(index, *plan[kind]) for index, plan in plans.items() if kind in plan]
     if not asked:
-        return None
-    places = np.concatenate([index * logits.shape[1] + token_ids for index, token_ids, _ in asked])
-    numbers = np.concatenate([values for _, _, values in asked])
-    return torch.from_numpy(places).to(logits.device), torch.from_numpy(numbers).to(logits.device)
+        return {}
+    cells = np.concatenate([index * vocab_size + token_ids for index, token_ids, _ in asked])
+    return {f"{kind}_cells": cells, f"{kind}_values": np.concatenate([values for *_, values in asked])}
 
 
 def _plan(adjustment: LogitAdjustment, vocab_size: int) -> RowPlan:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -52,26 +55,49 @@ def raw_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int])
     `logits` is float32 [rows, vocab] without NaN; `num_top` beyond the vocabulary gives all of it. The rank
     is 1 + the number of strictly likelier tokens; equally likely ones are listed in id order.
     """
-    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)  # [rows, 1]
+    chosen = torch.tensor(token_ids, device=logits.device)  # [rows]
+    return score(logits, chosen, max(num_top), _top).records(token_ids, num_top)
+
+
+class RowScores(NamedTuple):
+    """What the records of some rows are made of."""
+
+    logprobs: torch.Tensor  # [rows] float32, of the chosen tokens
+    ranks: torch.Tensor  # [rows] int64
+    top_ids: torch.Tensor  # [rows, n] int64, likeliest first
+    top_logprobs: torch.Tensor  # [rows, n] float32
+
+    def records(self, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+        """The rows' records, of the tokens that were chosen; waits for the device where they are on one."""
+        logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in self)
+        top = [tuple(zip(*row, strict=True)) for row in zip(top_ids, top_logprobs, strict=True)]
+        columns = zip(token_ids, logprobs, ranks, top, num_top, strict=True)
+        return [TokenLogprobs(token, logprob, rank, row[:n]) for token, logprob, rank, row, n in columns]
+
+
+def score(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    num_top: int,
+    top: Callable[[torch.Tensor, int], torch.Tensor],
+) -> RowScores:
+    """The scores of the `chosen` [rows] tokens and of those that `top` finds, in the order of `raw_logprobs`.
+
+    `top` gives the ids, [rows, n], for an n of 1 to vocab.
+    """
+    column = chosen.unsqueeze(1)  # [rows, 1]
     log_probs = torch.log_softmax(logits, dim=1)  # [rows, vocab]
-    ranks = (logits > logits.gather(1, chosen)).sum(dim=1) + 1
-    top = _top(logits, log_probs, max(num_top))
-    columns = zip(
-        token_ids, log_probs.gather(1, chosen)[:, 0].tolist(), ranks.tolist(), top, num_top, strict=True
-    )
-    return [TokenLogprobs(token, logprob, rank, row[:n]) for token, logprob, rank, row, n in columns]
-
-
-def _top(logits: torch.Tensor, log_probs: torch.Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `num_top` likeliest tokens of each row with their log-probabilities, in order."""
+    ranks = (logits > logits.gather(1, column)).sum(dim=1) + 1
     num_top = min(num_top, logits.shape[1])
-    if num_top == 0:
-        return [()] * logits.shape[0]
+    top_ids = top(logits, num_top) if num_top else column[:, :0]
+    return RowScores(log_probs.gather(1, column).squeeze(1), ranks, top_ids, log_probs.gather(1, top_ids))
+
+
+def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
+    """The `num_top` likeliest tokens of each row, in order."""  # [rows, num_top]
     # topk leaves the order of ties open: take its border value, then everything from there up in id order.
     border = logits.topk(num_top, dim=1).values[:, -1:]
     token_ids, valid = compact(logits >= border)
     candidates = logits.gather(1, token_ids).masked_fill_(~valid, -torch.inf)  # [rows, width]
     order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
-    token_ids = token_ids.gather(1, order)  # [rows, num_top]
-    values = log_probs.gather(1, token_ids)
-    return [tuple(zip(*row, strict=True)) for row in zip(token_ids.tolist(), values.tolist(), strict=True)]
+    return token_ids.gather(1, order)

@@ -33,7 +33,7 @@ _MIN_ROW_LOGITS = 4096
 # Far above float32's rounding of a gap over a temperature, far below what costs time.
 _PRUNE_SLACK = 1e-3
 NOT_FINITE = "the logits hold NaN or infinity"
-_NOTHING_LEFT = "no token is left that all of the grammar, the allowed and the banned tokens permit"
+NOTHING_LEFT = "no token is left that all of the grammar, the allowed and the banned tokens permit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class _Step:
             if slot in bad:
                 self._fail(row, bad[slot])
             elif value == -np.inf:
-                self._fail(row, _NOTHING_LEFT)
+                self._fail(row, NOTHING_LEFT)
             elif not np.isfinite(value):
                 self._fail(row, NOT_FINITE)
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.compute.sampling.logprobs import logprob_records
+from engine.compute.sampling.sampler import NOT_FINITE
 from engine.compute.verification.draft_rows import DraftRows
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, SampledRows, SamplingInputs
 
@@ -100,7 +101,8 @@ def commit_rows(
 ) -> Verified:
     """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
 
-    Without `logits` no log-probabilities may be asked for, and every error means logits that are not finite.
+    Without `logits` no log-probabilities may be asked for; then an error's message says whether its row is
+    finite.
     """
     token_ids = draws.token_ids.copy()
     source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
@@ -124,6 +126,8 @@ def commit_rows(
     if logits is not None:
         logprobs = logprob_records(logits, sampling.num_logprobs, committed, source)
         spoiled = _not_finite(logits, spoiled)
+    else:
+        spoiled = tuple(row for row in spoiled if draws.errors[row] == NOT_FINITE)
     path = None if drafts.are_chains else draft.astype(np.int32)
     return Verified(
         SampledRows(committed, logprobs, errors or None, spoiled),

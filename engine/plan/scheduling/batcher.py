@@ -24,11 +24,17 @@ from engine.plan.scheduling.reply_steps import ReplySteps
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ReplyWork, ServiceRates
-from engine.plan.scheduling.step_inputs import NO_MOVES, BlockMoves, ScheduledItem, build_step_inputs
+from engine.plan.scheduling.step_inputs import (
+    NO_MOVES,
+    BlockMoves,
+    ScheduledItem,
+    build_step_inputs,
+    sampling_now,
+)
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows
+from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows, SamplingInputs
 
 _JUDGED_EVERY = 16  # steps, while it runs
 
@@ -58,8 +64,9 @@ class ContinuousBatcher:
 
     Protocol: `step`; if its decision is not empty, exactly one of `commit`, `abandon`, `isolate` and
     `preempt_for_memory` completes it before the next `step`. `step_ahead` may decide a second step meanwhile;
-    it completes after the first, in the same ways, and is dropped with the first if that fails. `add` and
-    `finish` may come at any time.
+    it completes after the first, in the same ways, and is dropped with the first if that fails. Between the
+    two, `sampling_ahead` says how the second is drawn, if that was to be later. `add` and `finish` may come
+    at any time.
 
     Progress: while there is work, of two successive steps at least one schedules something, because every
     request fits at least alone, and the oldest running request is never preempted.
@@ -257,6 +264,12 @@ class ContinuousBatcher:
             return None
         moves = self.running.block_moves_ahead(items)
         return self._decide(items, moves, TokenBudget(0, 0, num_decode_tokens=len(items)))
+
+    def sampling_ahead(self, decision: BatchDecision) -> SamplingInputs:
+        """What a step ahead that is drawn later draws by, once the step before it is committed."""
+        step = self._oldest(decision)
+        assert decision.inputs is not None, "it computes nothing"
+        return sampling_now(decision.inputs, step.items, self.running.sampling)
 
     def _decide(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,18 +60,31 @@ class SamplingTable:
         positions: Int64,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingInputs:
-        """The columns for these rows in this order; `paths` are the drafts before each, None if none."""
+        """All that these rows draw by, in this order; `paths` are the drafts before each, None if none."""
+        return self.adjusted(self.columns(rows, positions), rows, requests, paths)
+
+    def columns(self, rows: Int64, positions: Int64) -> SamplingInputs:
+        """The columns alone."""
+        columns = {name: column[rows] for name, column in self._columns.items()}
+        return SamplingInputs(position=positions, adjustments=(), **columns)
+
+    def adjusted(
+        self,
+        columns: SamplingInputs,
+        rows: Int64,
+        requests: Sequence[Request],
+        paths: Sequence[tuple[int, ...]] | None = None,
+    ) -> SamplingInputs:
+        """The `columns` of these rows with what their requests need beyond; a finished one needs nothing."""
         adjustments = []
         for index in np.flatnonzero(self._may_adjust[rows]).tolist():
             request, path = requests[index], paths[index] if paths else ()
+            if request.is_finished:
+                continue
             before = Before(request.token_ids, request.num_prompt_tokens, self._histories[rows[index]], path)
             mask = None if request.grammar is None else MaskOf(request.grammar, path)
             adjustments.append(adjustment_of(index, request.sampling, request.stop_token_ids, before, mask))
-        return SamplingInputs(
-            position=positions,
-            adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
-            **{name: column[rows] for name, column in self._columns.items()},
-        )
+        return replace(columns, adjustments=tuple(each for each in adjustments if each is not None))
 
 
 def as_int64(seed: int) -> int:

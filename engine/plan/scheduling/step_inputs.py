@@ -20,6 +20,7 @@ from engine.plan.step_records import (
     Int32,
     Int64,
     PromptRows,
+    SamplingInputs,
     ScheduledRequest,
     StateCopy,
     StepInputs,
@@ -88,6 +89,8 @@ def build_step_inputs(
     has_drafts = any(num_drafts)
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
     sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
+    is_ahead = max(previous) >= 0
+    is_drawn_later = is_ahead and any(request.draws_by_history for request in requests)
     return StepInputs(
         token_ids=_token_ids(items),
         positions=positions,
@@ -96,11 +99,13 @@ def build_step_inputs(
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
         logits_rows=tokens,
-        sampling=sampling.gather(
+        sampling=sampling.columns(rows[sequences], positions[tokens] + 1)
+        if is_drawn_later
+        else sampling.gather(
             rows[sequences],
             [requests[s] for s in sequences.tolist()],
             positions[tokens] + 1,
-            _paths(items) if has_drafts or max(previous) >= 0 else None,
+            _paths(items) if has_drafts or is_ahead else None,
         ),
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
@@ -115,8 +120,21 @@ def build_step_inputs(
         swap_in=moves.swapped.blocks_in,
         states_out=moves.swapped.states_out,
         states_in=moves.swapped.states_in,
-        previous_rows=_previous_rows(previous, ends) if max(previous) >= 0 else None,
+        previous_rows=_previous_rows(previous, ends) if is_ahead else None,
+        is_drawn_later=is_drawn_later,
     )
+
+
+def sampling_now(
+    inputs: StepInputs, items: Sequence[ScheduledItem], sampling: SamplingTable
+) -> SamplingInputs:
+    """What a step that is drawn later draws by, its tokens being known now; each item has one row.
+
+    Of a request that has ended since, the row is drawn all the same, by its columns alone.
+    """
+    assert inputs.is_drawn_later and inputs.state_slots is not None, "it was launched with its draw"
+    rows = inputs.state_slots.astype(np.int64)
+    return sampling.adjusted(inputs.sampling, rows, [item.request for item in items])
 
 
 def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> tuple[Int64, Int64]:

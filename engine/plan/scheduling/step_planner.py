@@ -162,10 +162,11 @@ class StepPlanner:
 
         None if the next step has to wait for the result: a fault is searched for, a request waits that could
         be admitted or that another gives way to, `step` has drafts or does not draw for all that run, drafts
-        are at hand or waited for, logits are to be processed or reported, or blocks are short. Requests whose
-        last token `step` draws are left out. For one that a stop token or string ends, a token is drawn in
-        vain, and the commit drops it. As async scheduling in vLLM and SGLang, but nothing is written into a
-        request before its token is read.
+        are at hand or waited for, or blocks are short. Requests whose last token `step` draws are left out.
+        For one that a stop token or string ends, a token is drawn in vain, and the commit drops it. Where a
+        request draws by its history, the pass needs no more than that row, but the draw is later: see
+        StepInputs. As async scheduling in vLLM and SGLang, but nothing is written into a request before its
+        token is read.
         """
         if self.search.is_active or self.next_in_queue() is not None or step.decision.num_draft_tokens:
             return None
@@ -177,7 +178,7 @@ class StepPlanner:
             return None
         going_on = [r for r in self._running if len(r.token_ids) + 1 < r.max_num_tokens]
         limit = min(self._config.max_decode_seqs, self._token_limit)
-        if not 0 < len(going_on) <= limit or not all(request.wants_only_draws for request in going_on):
+        if not 0 < len(going_on) <= limit:
             return None
         if self._decoder.expects_drafts(going_on) or not self._running.make_room_ahead(going_on):
             return None

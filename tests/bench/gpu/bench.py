@@ -28,6 +28,6 @@ class Bench:
         self.say(f"making the {shape.name}")
         return fused(make_model(shape.config(), self.sizes.dtype, self.device, max_model_len))
 
-    def tokenizer(self, shape: LlamaShape) -> Tokenizer:
-        """One whose vocabulary is as large as the shape's."""
-        return make_tokenizer(shape.vocab)
+    def tokenizer(self, shape: LlamaShape, *, spells: bool = False) -> Tokenizer:
+        """One whose vocabulary is as large as the shape's; see make_tokenizer."""
+        return make_tokenizer(shape.vocab, spells=spells)

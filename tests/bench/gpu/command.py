@@ -23,6 +23,7 @@ from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.curve import run_curve
 from tests.bench.gpu.decode import run_decode
 from tests.bench.gpu.drafts import run_drafts
+from tests.bench.gpu.guided import run_guided
 from tests.bench.gpu.idle import run_idle
 from tests.bench.gpu.peer import run_peer
 from tests.bench.gpu.prefill import run_prefill
@@ -41,12 +42,13 @@ class Part(NamedTuple):
     seconds: float
 
 
-# In eight minutes together.
+# In nine minutes together.
 PARTS: dict[str, Part] = {
     "decode": Part(run_decode, 70),
     "steps": Part(run_steps, 45),
     "prefill": Part(run_prefill, 35),
     "idle": Part(run_idle, 80),
+    "guided": Part(run_guided, 60),
     "transformers": Part(run_peer, 70),
     "drafts": Part(run_drafts, 110),
     "curve": Part(run_curve, 70),

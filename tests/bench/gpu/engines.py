@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -21,7 +21,7 @@ from engine.loop.engine_parts import EngineLimits, EngineParts, LaunchedStep, St
 from engine.loop.stream import RequestStream
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.speculation.speculative_decoder import DraftSource
-from engine.plan.step_records import StepInputs, StepResult
+from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
 from engine.startup.build import put_together
 from engine.startup.part_factories import PartFactories
 from engine.text.tokenizer import Tokenizer
@@ -100,6 +100,10 @@ class WatchedStep:
     step: LaunchedStep
     watch: StepWatch
 
+    def draw(self, sampling: SamplingInputs) -> None:
+        """See LaunchedStep."""
+        self.step.draw(sampling)
+
     def wait(self) -> StepResult:
         """See LaunchedStep."""
         return self.watch.note(self.step.wait())
@@ -172,13 +176,24 @@ def random_prompts(vocab_size: int, batch: int, num_tokens: int, seed: int) -> l
     return [rng.choices(range(2, vocab_size), k=num_tokens) for _ in range(batch)]
 
 
-def submit_all(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[RequestStream]:
-    """Ask for exactly `max_tokens` after each prompt, greedily, all at once."""
+Change = Callable[[GenerationRequest], GenerationRequest]
+
+
+def as_it_is(request: GenerationRequest) -> GenerationRequest:
+    """A Change that is none."""
+    return request
+
+
+def submit_all(
+    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, first: Change = as_it_is
+) -> list[RequestStream]:
+    """Ask for exactly `max_tokens` after each prompt, greedily, all at once; `first` changes the first."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [
-        engine.submit(GenerationRequest(f"{id(prompts)}-{number}", prompt, sampling))
+    requests = [
+        GenerationRequest(f"{id(prompts)}-{number}", prompt, sampling)
         for number, prompt in enumerate(prompts)
     ]
+    return [engine.submit(request) for request in (first(requests[0]), *requests[1:])]
 
 
 async def read(stream: RequestStream) -> tuple[list[float], list[int]]:
@@ -193,10 +208,12 @@ async def read(stream: RequestStream) -> tuple[list[float], list[int]]:
     return times, token_ids
 
 
-async def burst(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[StreamRecord]:
+async def burst(
+    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, first: Change = as_it_is
+) -> list[StreamRecord]:
     """Send all prompts at once and read them to their ends."""
     sent = perf_counter()
-    streams = submit_all(engine, prompts, max_tokens)
+    streams = submit_all(engine, prompts, max_tokens, first)
     found = await asyncio.gather(*(read(stream) for stream in streams))
     return [
         StreamRecord(sent, tuple(times), len(prompt), len(times))
@@ -217,7 +234,9 @@ class DecodeStep:
         return max(0.0, 100 * (1 - self.device_s / self.seconds))
 
 
-async def decode_step(made: MadeEngine, batch: int, context: int, steps: int) -> DecodeStep:
+async def decode_step(
+    made: MadeEngine, batch: int, context: int, steps: int, first: Change = as_it_is
+) -> DecodeStep:
     """The mean of `steps` steps of so many sequences, whose contexts are `context` in their middle."""
     prompt_tokens = max(2, context - SETTLE_STEPS - steps // 2)
     vocab_size = made.parts.info.vocab_size
@@ -225,7 +244,7 @@ async def decode_step(made: MadeEngine, batch: int, context: int, steps: int) ->
     # They need not start together: those that came first go on until the last have settled.
     num_starts = batch * prompt_tokens // made.parts.batcher.config.max_num_batched_tokens
     max_tokens = 2 * SETTLE_STEPS + steps + num_starts
-    records = await burst(made.engine, prompts, max_tokens)
+    records = await burst(made.engine, prompts, max_tokens, first)
     begin = max(record.event_times[SETTLE_STEPS - 1] for record in records)
     first_to_end = min(records, key=lambda record: record.event_times[-1])
     inside = [time for time in first_to_end.event_times if time >= begin][: steps + 1]

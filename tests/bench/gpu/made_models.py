@@ -121,10 +121,14 @@ def make_walk(loaded: LoadedModel, successors: torch.Tensor) -> None:
 # Text.
 
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Words that are numbers, one a token: the text of a reply costs what it would cost."""
-    words = [f"\u0120w{number}" for number in range(vocab_size - len(_SPECIAL))]
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *words))}
+def make_tokenizer(vocab_size: int, *, spells: bool = False) -> Tokenizer:
+    """Words that are numbers, one a token: the text of a reply costs what it would cost.
+
+    One that `spells` has every byte before them, so that it can say anything, as JSON.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if spells else []
+    words = [f"\u0120w{number}" for number in range(vocab_size - len(_SPECIAL) - len(letters))]
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *letters, *words))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -77,6 +77,7 @@ class Sizes:
     draft_batches: tuple[int, ...]
     draft_tokens: int
     idle_batches: tuple[int, ...]
+    guided_batch: int
     curve_batches: tuple[int, ...]
     curve_contexts: tuple[int, ...]
 
@@ -98,6 +99,7 @@ FULL = Sizes(
     draft_batches=(1, 4, 16, 64),
     draft_tokens=192,
     idle_batches=(8, 32, 128),
+    guided_batch=32,
     curve_batches=(1, 4, 16, 64, 256),
     curve_contexts=(128, 1024, 8192),
 )
@@ -120,6 +122,7 @@ SMALL = Sizes(
     draft_batches=(1, 2),
     draft_tokens=16,
     idle_batches=(2,),
+    guided_batch=2,
     curve_batches=(1, 2),
     curve_contexts=(32,),
 )

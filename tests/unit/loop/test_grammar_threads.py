@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.plan.grammar import TokenMask
-from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.step_records import StepInputs
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import collect, running_engine
@@ -60,7 +60,8 @@ def draw_by_masks(inputs: StepInputs) -> None:
 @pytest.mark.parametrize("engine", [running_engine, ahead_engine], ids=["serial", "ahead"])
 async def test_the_loop_only_asks_what_was_worked_out_on_the_target_thread(engine: Any) -> None:
     noted = Noted()
-    async with engine(before=draw_by_masks) as harness:
+    async with engine() as harness:
+        harness.runner.on_draw = draw_by_masks
         others = [harness.submit([seed, 9], max_tokens=6) for seed in range(3)]
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
         stream = harness.engine.submit(GenerationRequest("formed", PROMPT, sampling, grammar=noted))
@@ -75,3 +76,28 @@ async def test_the_loop_only_asks_what_was_worked_out_on_the_target_thread(engin
         for token_id in tokens
         for each in (("mask", "target", []), ("foresee", "target", [token_id]), ("accept", loop, [token_id]))
     ]
+
+
+class Ending(Noted):
+    """One that a reply has followed to its end after three tokens."""
+
+    def accept(self, token_id: int) -> bool:
+        super().accept(token_id)
+        return sum(what == "accept" for what, *_ in self.asked) == 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_grammar_that_has_ended_is_not_asked_for_the_row_that_runs_already(is_late: bool) -> None:
+    ending = Ending()
+    async with running_engine(make_runner=partial(AheadFakeRunner, is_late=is_late)) as harness:
+        harness.runner.on_draw = draw_by_masks
+        other = harness.submit([9, 9], max_tokens=8)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        stream = harness.engine.submit(GenerationRequest("formed", PROMPT, sampling, grammar=ending))
+        result = await collect(stream)
+        assert (await collect(other)).token_ids == expected_output([9, 9], 8)
+        assert isinstance(harness.runner, AheadFakeRunner)
+        assert harness.runner.num_drawn_later >= 3, "the last of them has its row in vain"
+    assert result.finish.reason is FinishReason.STOP
+    assert result.token_ids == expected_output(PROMPT, 3)
+    assert [what for what, *_ in ending.asked] == ["mask", "foresee", "accept"] * 3

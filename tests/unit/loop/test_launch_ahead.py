@@ -138,14 +138,100 @@ async def test_stopping_waits_for_both_steps_in_flight() -> None:
     assert launched == [number for kind, number in events(harness) if kind == "read"]
 
 
-# Who has to wait.
+# Whose draw has to wait.
 
 
-async def test_penalties_are_reckoned_from_every_token() -> None:
+def drawn_later(num_steps: int) -> list[tuple[str, int]]:
+    """Every pass launched before the step in front of it is read, its draw as soon as that is."""
+    order = [("launch", 0)]
+    for number in range(1, num_steps):
+        order += [("launch", number), ("read", number - 1), ("draw", number)]
+    return [*order, ("read", num_steps - 1)]
+
+
+@both
+async def test_penalties_are_reckoned_from_every_token_while_the_pass_runs(
+    engine: Callable[..., Any],
+) -> None:
+    """The runner itself looks whether they are."""
+    async with engine() as harness:
+        plain, penalized = (
+            harness.submit([seed, 3], max_tokens=12, repetition_penalty=penalty)
+            for seed, penalty in enumerate((1.0, 1.1))
+        )
+        results = await asyncio.gather(collect(plain), collect(penalized))
+        for seed, result in enumerate(results):
+            assert result.token_ids == expected_output([seed, 3], 12)
+        assert events(harness) == drawn_later(12)
+        assert not harness.runner.violations
+
+
+@both
+async def test_who_stops_before_the_draw_of_the_pass_that_has_it(engine: Callable[..., Any]) -> None:
+    output = expected_output(PROMPT, 9)
+    async with engine() as harness:
+        stopped = harness.submit(
+            PROMPT, max_tokens=9, presence_penalty=1.0, stop_token_ids=frozenset({output[4]})
+        )
+        other = harness.submit([9, 9], max_tokens=20, presence_penalty=1.0)
+        result, rest = await asyncio.gather(collect(stopped), collect(other))
+        assert result.token_ids == output[: output.index(output[4]) + 1]
+        assert result.finish.reason is FinishReason.STOP
+        assert rest.token_ids == expected_output([9, 9], 20)
+        assert not harness.runner.violations
+
+
+@both
+async def test_cancelling_before_and_after_the_draw(engine: Callable[..., Any]) -> None:
+    async with engine() as harness:
+        streams = [harness.submit([seed, 3], max_tokens=100, presence_penalty=1.0) for seed in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        for number, stream in enumerate(streams[:3]):
+            for _ in range(number):
+                await anext(stream)
+            assert harness.engine.cancel(stream.request_id)
+            assert (await collect(stream)).finish.reason is FinishReason.ABORT
+        known = expected_output([3, 3], 100)
+        rest = (await collect(streams[3])).token_ids
+        assert rest == known[len(known) - len(rest) :]
+        assert not harness.runner.violations
+
+
+@both
+@pytest.mark.parametrize("number", [3, 4])
+async def test_a_failing_draw_ends_as_a_failing_pass_does(engine: Callable[..., Any], number: int) -> None:
+    penalty = {"presence_penalty": 1.0}
+    async with engine() as harness:
+        harness.runner.on_draw = failing_at(number, error=RuntimeError("boom"))
+        result = await collect(harness.submit(PROMPT, max_tokens=10, **penalty))
+        assert isinstance(result.finish.error, RequestFailed)
+        assert result.token_ids == expected_output(PROMPT, number)
+        again = await collect(harness.submit(PROMPT, max_tokens=6, **penalty))
+        assert again.token_ids == expected_output(PROMPT, 6)
+        assert harness.engine.metrics.engine_errors == {"forward": 1}
+
+
+@both
+async def test_a_draw_without_memory_is_tried_again(engine: Callable[..., Any]) -> None:
+    async with engine() as harness:
+        harness.runner.on_draw = failing_at(4, error=OutOfDeviceMemory("no room"))
+        streams = [harness.submit([seed, 3], max_tokens=10, presence_penalty=1.0) for seed in range(3)]
+        results = await asyncio.gather(*(collect(stream) for stream in streams))
+        for seed, result in enumerate(results):
+            assert result.token_ids == expected_output([seed, 3], 10)
+        assert harness.engine.metrics.preemptions["recompute"] == 1
+
+
+async def test_stopping_reads_a_step_that_was_never_drawn() -> None:
     async with ahead_engine() as harness:
-        await collect(harness.submit(PROMPT, max_tokens=5, repetition_penalty=1.1))
-        order = [event for number in range(5) for event in (("launch", number), ("read", number))]
-        assert events(harness) == order
+        stream = harness.submit(PROMPT, max_tokens=100, presence_penalty=1.0)
+        await anext(stream)
+    launched = [number for kind, number in events(harness) if kind == "launch"]
+    assert launched == [number for kind, number in events(harness) if kind == "read"]
+    assert not harness.runner.violations
+
+
+# Who has to wait.
 
 
 async def test_steps_with_drafts_are_read_one_by_one_and_give_the_same() -> None:

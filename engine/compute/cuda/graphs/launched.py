@@ -4,51 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.compute.runner.device import Mark, out_of_memory_named, seconds_between, wait_for
-from engine.compute.sampling.sampler import NOT_FINITE
+from engine.compute.sampling.logprobs import RowScores
+from engine.compute.sampling.sampler import NOT_FINITE, NOTHING_LEFT
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, Verified, commit_rows
-from engine.plan.step_records import FeatureRows, Int64, SampledRows, StepInputs, StepResult, TokenLogprobs
+from engine.plan.step_records import (
+    NO_TOKEN,
+    FeatureRows,
+    Int64,
+    SampledRows,
+    SamplingInputs,
+    StepResult,
+    TokenLogprobs,
+)
+
+NOTHING_LEFT_HERE = -2  # as a token on the device; NO_TOKEN says there that the logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
-class StepMarks:
-    """When the device came by: before blocks were moved, before the pass, behind it, behind the drawing."""
+class PassMarks:
+    """When the device came by: before blocks were moved, before the pass, behind it."""
 
     start: Mark
     begin: Mark
-    middle: Mark
     end: Mark
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A LaunchedStep. `verdict` may be asked for once the device is past the last of the `marks`."""
+class QueuedDraw:
+    """The draw of a step; `verdict` may be asked for once the device is past `end`."""
 
-    marks: StepMarks
+    begin: Mark
+    end: Mark
     verdict: Callable[[], Verified]
-    swap_bytes: int = 0
     features: tuple[FeatureRows | None, ...] | None = None
     scores: tuple[TokenLogprobs | None, ...] = ()
 
+
+class Launched:
+    """A LaunchedStep: its pass is queued, and `queue_draw` queues its draw."""
+
+    def __init__(
+        self, marks: PassMarks, queue_draw: Callable[[SamplingInputs], QueuedDraw], swap_bytes: int = 0
+    ) -> None:
+        self._marks = marks
+        self._queue_draw: Callable[[SamplingInputs], QueuedDraw] | None = queue_draw
+        self._swap_bytes = swap_bytes
+        self._drawn: QueuedDraw | None = None
+
+    def draw(self, sampling: SamplingInputs) -> None:
+        """See LaunchedStep."""
+        queue_draw, self._queue_draw = self._queue_draw, None  # and what it holds of the pass
+        assert queue_draw is not None, "a step is drawn once"
+        self._drawn = queue_draw(sampling)
+
     def wait(self) -> StepResult:
         """See LaunchedStep; the thread sleeps until then."""
-        marks = self.marks
+        marks, drawn = self._marks, self._drawn
         with out_of_memory_named():
-            wait_for(marks.end)
+            wait_for(marks.end if drawn is None else drawn.end)
+        forward_s = seconds_between(marks.begin, marks.end)
+        if drawn is None:
+            return StepResult(SampledRows([]), forward_s, 0.0)
         return StepResult(
-            self.verdict().rows,
-            seconds_between(marks.begin, marks.middle),
-            seconds_between(marks.middle, marks.end),
-            seconds_between(marks.start, marks.begin) if self.swap_bytes else 0.0,
-            self.swap_bytes,
-            self.features,
-            self.scores,
+            drawn.verdict().rows,
+            forward_s,
+            seconds_between(drawn.begin, drawn.end),
+            seconds_between(marks.start, marks.begin) if self._swap_bytes else 0.0,
+            self._swap_bytes,
+            drawn.features,
+            drawn.scores,
         )
+
+
+class ScoredRows(NamedTuple):
+    """The log-probabilities of some rows of a step, and how many of the likeliest each asked for."""
+
+    rows: list[int]
+    num_top: list[int]
+    scores: RowScores  # on their way to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +97,27 @@ class DrawnTokens:
 
     host: torch.Tensor  # int64 [places], there once the device is past the copy
     places: Int64  # [R]
+    bad: dict[int, str]  # by row, what was wrong with its data
+    scored: tuple[ScoredRows, ...]
 
-    def verdict(self, inputs: StepInputs, drafts: DraftRows | None) -> Verified:
-        """What the step commits; drafts are judged by `match`."""
+    def verdict(self, sampling: SamplingInputs, drafts: DraftRows | None) -> Verified:
+        """What the step commits; drafts are chains judged by `match`, without log-probabilities."""
         token_ids = self.host.numpy()[self.places]
-        errors = dict.fromkeys(np.flatnonzero(token_ids < 0).tolist(), NOT_FINITE)
+        errors = dict(self.bad)
+        for row in np.flatnonzero(token_ids < 0).tolist():
+            is_finite = token_ids[row] == NOTHING_LEFT_HERE
+            errors[row] = NOTHING_LEFT if is_finite else NOT_FINITE
+        token_ids[list(errors)] = NO_TOKEN
         if drafts is None:
-            return Verified(SampledRows(token_ids.tolist(), row_errors=errors or None))
-        draws = Draws(token_ids, errors)
-        return commit_rows(None, inputs.sampling, drafts, draws, drafts.follow(token_ids))
+            return Verified(SampledRows(token_ids.tolist(), self._logprobs(token_ids), errors or None))
+        return commit_rows(None, sampling, drafts, Draws(token_ids, errors), drafts.follow(token_ids))
+
+    def _logprobs(self, token_ids: Int64) -> tuple[TokenLogprobs | None, ...] | None:
+        if not self.scored:
+            return None
+        records: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for rows, num_top, scores in self.scored:
+            found = scores.records(token_ids[rows].tolist(), num_top)
+            for row, record in zip(rows, found, strict=True):
+                records[row] = record if token_ids[row] >= 0 else None
+        return tuple(records)

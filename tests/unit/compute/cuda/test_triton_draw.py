@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from engine.compute.cuda.device_draw import DrawColumns, column_words, draw_plain
+from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.draw_choice import check_draw
-from tests.support.sampling_reference import CPU, Row, inputs_of
+from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
+from engine.compute.cuda.step_draw import StepDraw
+from engine.compute.sampling.sampler import NOTHING_LEFT, Sampler
+from engine.plan.step_records import NO_TOKEN
+from tests.support.sampling_reference import CPU, Row, adjusted, counted, inputs_of
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -58,3 +65,26 @@ def test_the_tokens_are_those_of_the_plain_draw(vocab_size: int, dtype: torch.dt
     expected = draw_plain(logits, columns)
     assert torch.equal(draw_plain_at_once(logits, columns), expected)
     assert (expected[4:6] == -1).all() and (expected >= 0).sum() == 22
+
+
+def test_adjusted_rows_are_drawn_as_by_many_operations() -> None:
+    """Those with nothing left among them, over float32 copies of what a pass gave."""
+    rows = [
+        adjusted(Row(temperature=0.8, min_p=0.05), banned_token_ids=tuple(range(0, 1500, 2))),
+        adjusted(Row(temperature=0.0), logit_bias=((1400, 50.0),)),
+        adjusted(Row(), allowed_token_ids=()),
+        Row(temperature=1.3),
+        adjusted(Row(top_p=0.7), presence_penalty=2.0, history=counted([3], [5, 9])),
+    ]
+    inputs = inputs_of(rows)
+    logits = (torch.randn(5, 1500, generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
+    found = []
+    for draw in (draw_plain, draw_plain_at_once):
+        memory = TokenMemory(torch.zeros(5, dtype=torch.int64), draw)
+        columns = DrawColumns.of(send(column_words(inputs, np.arange(5), 5), CPU))
+        under_way = DevicePass(logits, np.arange(5), partial(memory.draw, logits, columns))
+        found.append(StepDraw(memory).queue(under_way, inputs).verdict(inputs, None).rows)
+    expected = Sampler(1500, CPU).sample(logits, inputs)
+    expected.token_ids[2] = NO_TOKEN  # means nothing
+    assert found[0] == found[1] == expected
+    assert found[0].row_errors == {2: NOTHING_LEFT}

@@ -8,7 +8,7 @@ import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.step_records import BatchDecision, SampledRows
+from engine.plan.step_records import BatchDecision, LogitAdjustment, SampledRows
 from tests.support.factories import make_batcher, make_request, shape_of
 
 
@@ -166,42 +166,138 @@ def test_a_row_that_failed_ends_its_request_and_is_scrubbed_when_the_step_ahead_
     assert set(fifth.inputs.scrub_blocks) == {0, 2}, "nobody knows whether the dropped one did"
 
 
-# When the next step has to wait.
+# What is drawn once the tokens before it are known.
 
 
-def test_it_waits_for_tokens_that_decide_what_may_be_drawn() -> None:
-    for sampling in (
+@pytest.mark.parametrize(
+    "sampling",
+    [
         {"repetition_penalty": 1.2},
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"bad_words": ((1, 2),)},
+    ],
+)
+def test_a_request_that_draws_by_its_history_has_the_draw_wait_and_not_the_pass(sampling: Any) -> None:
+    batcher = make_batcher()
+    decoding(batcher, 3, **sampling)
+    first, second = two_steps(batcher)
+    assert first.inputs is not None and not first.inputs.is_drawn_later
+    assert second.inputs is not None and second.inputs.is_drawn_later
+    assert second.inputs.sampling.adjustments == ()
+    assert second.inputs.sampling.position.tolist() == [5]
+
+
+def test_the_later_draw_is_by_all_tokens_before_it() -> None:
+    batcher = make_batcher()
+    for name, start, penalty in (("a", 0, 0.5), ("b", 10, 0.0), ("c", 20, 0.25)):
+        prompt = range(start, start + 3)
+        batcher.add(make_request(name, prompt, frequency_penalty=penalty, arrival=start, seed=start))
+    batcher.commit(batcher.step(), SampledRows([7, 7, 7]))
+    first, second = two_steps(batcher)
+    batcher.commit(first, SampledRows([7, 8, 9]))
+    sampling = batcher.sampling_ahead(second)
+    assert second.inputs is not None
+    assert (sampling.seed.tolist(), sampling.position.tolist()) == ([0, 10, 20], [5, 5, 5])
+    assert [(each.row, each.frequency_penalty) for each in sampling.adjustments] == [(0, 0.5), (2, 0.25)]
+    assert [counted(each) for each in sampling.adjustments] == [
+        {0: 0, 1: 0, 2: 0, 7: 2},
+        {20: 0, 21: 0, 22: 0, 7: 1, 9: 1},
+    ]
+    third = batcher.step_ahead(second)
+    assert third is not None and third.inputs is not None and third.inputs.is_drawn_later
+    batcher.commit(second, SampledRows([1, 2, 3]))
+    assert [
+        counted(each)[token]
+        for each, token in zip(batcher.sampling_ahead(third).adjustments, (1, 3), strict=True)
+    ] == [1, 1]
+
+
+def counted(adjustment: LogitAdjustment) -> dict[int, int]:
+    """How often the output has each token that the sequence has."""
+    history = adjustment.history
+    assert history is not None
+    return dict(zip(history.token_ids.tolist(), history.in_output.tolist(), strict=True))
+
+
+def test_bad_words_and_a_minimum_are_as_the_tokens_are_when_it_is_drawn() -> None:
+    batcher = make_batcher()
+    decoding(batcher, 3, bad_words=((1, 2),), min_tokens=4, stop_token_ids=frozenset([5]))
+    first, second = two_steps(batcher)
+    batcher.commit(first, SampledRows([1]))
+    (adjustment,) = batcher.sampling_ahead(second).adjustments
+    assert adjustment.banned_token_ids == (5, 2), "two of four tokens, and the word's first"
+    third = batcher.step_ahead(second)
+    assert third is not None
+    batcher.commit(second, SampledRows([1]))
+    assert batcher.sampling_ahead(third).adjustments[0].banned_token_ids == (5, 2)
+    fourth = batcher.step_ahead(third)
+    assert fourth is not None
+    batcher.commit(third, SampledRows([3]))
+    assert batcher.sampling_ahead(fourth).adjustments == (), "four tokens, and another word"
+
+
+@pytest.mark.parametrize("how", ["stop", "abort", "error"])
+def test_who_has_ended_meanwhile_is_drawn_for_by_its_columns_alone(how: str) -> None:
+    batcher = make_batcher()
+    a, _ = decoding(batcher, 3, 3, presence_penalty=0.5, stop_token_ids=frozenset([2]))
+    first, second = two_steps(batcher)
+    errors = {0: "not finite"} if how == "error" else None
+    batcher.commit(first, SampledRows([2 if how == "stop" else 3, 4], row_errors=errors))
+    if how == "abort":
+        assert batcher.finish("a", FinishReason.ABORT) is a
+    sampling = batcher.sampling_ahead(second)
+    assert sampling.num_rows == 2
+    assert [adjustment.row for adjustment in sampling.adjustments] == [1]
+    committed = batcher.commit(second, SampledRows([8, 9]))
+    assert [(token.request.request_id, token.token_id) for token in committed] == [("b", 9)]
+    assert "a" not in batcher.kv
+
+
+def test_a_step_to_be_drawn_later_is_dropped_with_the_one_before_it() -> None:
+    batcher = make_batcher()
+    a, b = decoding(batcher, 3, 3, presence_penalty=0.5)
+    first, _ = two_steps(batcher)
+    assert batcher.abandon(first) == [a, b]
+    again = batcher.step()
+    assert again.inputs is not None and not again.inputs.is_drawn_later
+    assert [counted(each) for each in again.inputs.sampling.adjustments] == [
+        {0: 0, 1: 0, 2: 0, 7: 1},
+        {10: 0, 11: 0, 12: 0, 7: 1},
+    ]
+
+
+def test_what_hangs_on_no_token_is_drawn_with_its_pass() -> None:
+    for sampling, num_adjustments in (
+        ({"logit_bias": ((5, 1.0),)}, 1),
+        ({"allowed_token_ids": (5, 6)}, 1),
+        ({"logprobs": 0}, 0),
     ):
         batcher = make_batcher()
         decoding(batcher, 3, **sampling)
-        assert batcher.step_ahead(batcher.step()) is None, sampling
+        _, second = two_steps(batcher)
+        assert second.inputs is not None and not second.inputs.is_drawn_later
+        assert len(second.inputs.sampling.adjustments) == num_adjustments
+        assert second.inputs.sampling.num_logprobs.tolist() == [sampling.get("logprobs", -1)]
 
 
-def test_it_waits_where_logits_are_changed_or_told_of() -> None:
-    for sampling in ({"logit_bias": ((5, 1.0),)}, {"allowed_token_ids": (5, 6)}, {"logprobs": 0}):
-        batcher = make_batcher()
-        decoding(batcher, 3, **sampling)
-        assert batcher.step_ahead(batcher.step()) is None, sampling
-
-
-def test_it_waits_until_stop_tokens_may_be_drawn() -> None:
+def test_stop_tokens_are_banned_as_long_as_their_number_says() -> None:
     batcher = make_batcher()
     (a,) = decoding(batcher, 3, min_tokens=3, stop_token_ids=frozenset([2]))
-    found = []
-    for _ in range(2):
-        decision = batcher.step()
-        ahead = batcher.step_ahead(decision)
-        assert decision.inputs is not None
-        found.append((a.num_output_tokens, len(decision.inputs.sampling.adjustments), ahead is not None))
-        batcher.commit(decision, SampledRows([1]))
-    assert found == [(1, 1, False), (2, 1, True)], "the fourth token may be a stop token"
-    assert ahead is not None and ahead.inputs is not None
-    assert ahead.inputs.sampling.adjustments == ()
-    assert batcher.commit(ahead, SampledRows([2]))[0].finish_reason is FinishReason.STOP
+    first, second = two_steps(batcher)
+    assert first.inputs is not None and second.inputs is not None
+    assert not second.inputs.is_drawn_later, "how many there are is known before which"
+    assert [len(step.inputs.sampling.adjustments) for step in (first, second) if step.inputs] == [1, 1]
+    batcher.commit(first, SampledRows([1]))
+    third = batcher.step_ahead(second)
+    assert third is not None and third.inputs is not None
+    assert third.inputs.sampling.adjustments == (), "the fourth token may be a stop token"
+    batcher.commit(second, SampledRows([1]))
+    assert batcher.commit(third, SampledRows([2]))[0].finish_reason is FinishReason.STOP
+    assert a.output_token_ids == [7, 1, 1, 2]
+
+
+# When the next step has to wait.
 
 
 def test_it_waits_for_who_could_be_seated() -> None:
