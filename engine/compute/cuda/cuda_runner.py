@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from engine.compute.cuda.device_draw import (
+    TORCH_DRAWS,
+    DeviceDraws,
     DrawColumns,
-    PlainDraw,
     can_draw,
     column_words,
-    draw_filtered,
-    draw_plain,
     filtered_rows,
 )
 from engine.compute.cuda.device_ints import DeviceInts
@@ -26,7 +26,7 @@ from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified
-from engine.plan.step_records import Int32, Int64, SampledRows, StepInputs, StepResult
+from engine.plan.step_records import Int32, Int64, SampledRows, SamplingInputs, StepInputs, StepResult
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
 
@@ -46,7 +46,7 @@ class CudaRunner:
         max_rows: int,
         limits: GraphLimits,
         recorder: Recorder,
-        plain_draw: PlainDraw = draw_plain,
+        draws: DeviceDraws = TORCH_DRAWS,
     ) -> None:
         self._runner = runner
         self._recorder = recorder
@@ -57,7 +57,8 @@ class CudaRunner:
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
-        self._tokens = tokens = TokenMemory(self._drawn, plain_draw)
+        self._draw_filtered = draws.filtered
+        self._tokens = tokens = TokenMemory(self._drawn, draws.plain)
         self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
         self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
 
@@ -74,11 +75,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _warm_up_draw(self) -> None:
-        """Have the draw compiled for logits as the model's mostly are, even if no recording does."""
+        """Have both draws compiled for logits as the model's mostly are, even if no recording does."""
         loaded = self._runner.forward.loaded
         logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
-        words = self._send(column_words(plain_sampling(np.zeros(1)), np.zeros(1, np.int64), 1))
+        places = np.zeros(1, np.int64)
+        words = self._send(column_words(plain_sampling(np.zeros(1)), places, 1))
         self._tokens.draw(logits, DrawColumns.of({name: words[name] for name in DrawColumns._fields}))
+        filtered = replace(plain_sampling(np.ones(1)), top_k=np.ones(1, np.int32))
+        self._draw_filtered_rows(logits, places, filtered)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See ModelRunner.run."""
@@ -131,17 +135,23 @@ class CudaRunner:
         places = under_way.places
         if len(places):
             under_way.draw()
-        for group in filtered_rows(inputs.sampling, under_way.logits.shape[1]):
-            words = self._send({**group.words, "places": places[group.rows].astype(np.int32)})
-            at = words["places"].long()
-            sent = {name: words[name] for name in group.words}
-            some = under_way.logits.index_select(0, at)  # [n, vocab]
-            self._drawn.index_copy_(0, at, draw_filtered(some, group.filters(sent), sent["keys"]))
+        self._draw_filtered_rows(under_way.logits, places, inputs.sampling)
         self._places = places
         count = int(places[-1]) + 1 if len(places) else 0
         host = torch.empty(count, dtype=torch.int64, pin_memory=self.kv.device.type == "cuda")
         host.copy_(self._drawn[:count], non_blocking=True)
         return DrawnTokens(host, places)
+
+    def _draw_filtered_rows(self, logits: torch.Tensor, places: Int64, sampling: SamplingInputs) -> None:
+        """Queue the draw of those rows of `sampling`, at their `places`, that top-k or top-p filters."""
+        filtered = filtered_rows(sampling, logits.shape[1])
+        if filtered is None:
+            return
+        words = self._send({**filtered.words, "places": places[filtered.rows].astype(np.int32)})
+        at = words["places"].long()
+        sent = {name: words[name] for name in filtered.words}
+        drawn = self._draw_filtered(logits, at, filtered.filters(sent), sent["keys"])
+        self._drawn.index_copy_(0, at, drawn)
 
     def _judge(self, under_way: DevicePass, inputs: StepInputs) -> Verified:
         """Wait for the logits and have the step decided; the next one finds its tokens here all the same."""
