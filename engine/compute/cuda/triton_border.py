@@ -216,10 +216,11 @@ def digit_kernel(
             gap = token_gaps(logits, place, best, token, row_stride, vocab_size)
             key = gap.to(tl.int32, bitcast=True)
             is_inside = (token < vocab_size) & (key >= first) & ((key - first) >> bits.to(tl.int32) == 0)
-            digit = tl.where(is_inside, (key - first) >> shift, 0)
-            ones = tl.full((CHUNK,), 1, tl.int64)
-            tl.atomic_add(at + digit, ones, mask=is_inside & is_counted, sem="relaxed")
-            tl.atomic_add(at + BINS + digit, _masses(gap, heat), mask=is_inside, sem="relaxed")
+            if tl.max(is_inside.to(tl.int32), 0) != 0:  # in the later steps few chunks have any
+                digit = tl.where(is_inside, (key - first) >> shift, 0)
+                ones = tl.full((CHUNK,), 1, tl.int64)
+                tl.atomic_add(at + digit, ones, mask=is_inside & is_counted, sem="relaxed")
+                tl.atomic_add(at + BINS + digit, _masses(gap, heat), mask=is_inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["step", "chunks"])
