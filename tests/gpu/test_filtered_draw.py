@@ -17,8 +17,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from engine.compute.cuda.graphs.recorder import CudaRecorder  # noqa: E402
-from engine.compute.cuda.triton_border import Rows, find_borders  # noqa: E402
+from engine.compute.cuda.triton_border import Rows  # noqa: E402
 from engine.compute.cuda.triton_filter import draw_filtered_at_once  # noqa: E402
+from tests.support.kept_tokens import kept_tokens  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 NUM_ROWS, VOCAB = 128, 128_256
@@ -53,7 +54,7 @@ def logits_of(dtype: torch.dtype) -> torch.Tensor:
 def test_the_kept_tokens_are_those_of_the_pipeline(dtype: torch.dtype) -> None:
     logits, (filters, _) = logits_of(dtype), filters_and_keys()
     rows = Rows(logits, torch.arange(NUM_ROWS, device=CUDA), logits.amax(dim=1), filters)
-    kept = find_borders(rows).kept(rows)
+    kept = kept_tokens(rows)
     support = process_logits(logits.to(torch.float32, copy=True), filters)
     times = torch.zeros(kept.shape, dtype=torch.int32, device=CUDA)  # padding repeats id 0
     drawable = times.scatter_add_(1, support.token_ids, support.scaled.isfinite().int()) > 0

@@ -81,7 +81,7 @@ class CudaRunner:
         places = np.zeros(1, np.int64)
         words = self._send(column_words(plain_sampling(np.zeros(1)), places, 1))
         self._tokens.draw(logits, DrawColumns.of({name: words[name] for name in DrawColumns._fields}))
-        filtered = replace(plain_sampling(np.ones(1)), top_k=np.ones(1, np.int32))
+        filtered = replace(plain_sampling(places, temperature=1.0), top_k=np.ones(1, np.int32))
         self._draw_filtered_rows(logits, places, filtered)
 
     def run(self, inputs: StepInputs) -> StepResult:

@@ -18,8 +18,8 @@ from triton.language.extra import libdevice
 
 from engine.compute.sampling.processors import Filters
 
-# Triton's own exp is an approximation; libdevice's is the one that torch's kernels call. The interpreter has
-# none of libdevice, and numpy's in its place.
+# Triton's own exp is an approximation. libdevice's becomes the instructions that torch's kernel has, but for
+# subnormal numbers, whose masses are 0 anyway. The interpreter has numpy's in its place.
 _HAS_LIBDEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 # The survey's bins end at gaps of 2, 2.5, 3, 3.5, 4, 5, 6 … 24, and where all gaps end.
@@ -33,9 +33,9 @@ _DIGIT_BITS = tl.constexpr(11)
 BINS = tl.constexpr(2048)
 
 # The fields of a row's border, and the values of its STAGE: which weights are summed, or that it is found.
-FIELDS = tl.constexpr(8)
-_STAGE, _LOW, _BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_LEFT, _PASSED, _IS_CUT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+FIELDS = tl.constexpr(6)
+_STAGE, LOW, _BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LEFT, _PASSED, IS_CUT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 _COUNTING, _WEIGHING, _FOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _STEPS = 6  # 30 bits are three digits, once by counts and once by masses
@@ -105,8 +105,8 @@ def _begun(surveyed, row, top_k, top_p):
 def _narrowed(state, tallies, surveyed, row, temperature, top_p):
     """A row's state after one more digit was summed; see `_begun`. A border that is found stays."""
     at = state + row * FIELDS
-    stage, low, bits = tl.load(at + _STAGE), tl.load(at + _LOW), tl.load(at + _BITS)
-    left, passed, is_cut = tl.load(at + _LEFT), tl.load(at + _PASSED), tl.load(at + _IS_CUT)
+    stage, low, bits = tl.load(at + _STAGE), tl.load(at + LOW), tl.load(at + _BITS)
+    left, passed, is_cut = tl.load(at + LEFT), tl.load(at + _PASSED), tl.load(at + IS_CUT)
     if stage != _FOUND:
         digit = tl.arange(0, BINS)
         masses = tl.load(tallies + (row * 2 + 1) * BINS + digit)
@@ -141,11 +141,11 @@ def _narrowed(state, tallies, surveyed, row, temperature, top_p):
 def _keep_state(state, row, stage, low, bits, left, passed, is_cut):
     at = state + row * FIELDS
     tl.store(at + _STAGE, stage)
-    tl.store(at + _LOW, low)
+    tl.store(at + LOW, low)
     tl.store(at + _BITS, bits)
-    tl.store(at + _LEFT, left)
+    tl.store(at + LEFT, left)
     tl.store(at + _PASSED, passed)
-    tl.store(at + _IS_CUT, is_cut)
+    tl.store(at + IS_CUT, is_cut)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -269,9 +269,9 @@ def tie_kernel(
 
 @triton.jit
 def load_border(borders, row):
-    """(key, kept, is_cut) of a row: see Borders."""
+    """(LOW, LEFT, IS_CUT) of a row: see Borders."""
     at = borders + row * FIELDS
-    return tl.load(at + _LOW), tl.load(at + _LEFT), tl.load(at + _IS_CUT) != 0
+    return tl.load(at + LOW), tl.load(at + LEFT), tl.load(at + IS_CUT) != 0
 
 
 class Rows(NamedTuple):
@@ -291,30 +291,22 @@ class Rows(NamedTuple):
 
 
 class Borders(NamedTuple):
-    """Which tokens are kept: those of smaller keys, and the first `kept` by id of those that have the key.
+    """Which tokens are kept: those whose keys are below LOW, and of those whose keys are LOW the first by id.
 
-    `fields` holds the key, `kept`, and whether there are more than these; `ties` how many there are in each
-    part of such a row, in the parts of `Rows.parts(CHUNK)`.
+    LEFT of them, if IS_CUT, else all; `ties` says for a row that is cut how many lie in each of its parts,
+    those of `Rows.parts(CHUNK)`. min-p is not looked at.
     """
 
     fields: torch.Tensor  # int64 [n, FIELDS]
     ties: torch.Tensor  # int32 [n, parts]
 
-    def kept(self, rows: Rows) -> torch.Tensor:
-        """The kept tokens, bool [n, vocab], by plain operations: for tests. min-p is not in it."""
-        logits = rows.logits[rows.places].float()
-        keys = (logits - rows.best[rows.places].float().unsqueeze(1)).abs().view(torch.int32)
-        low, left = self.fields[:, _LOW.value, None], self.fields[:, _LEFT.value, None]
-        is_cut = self.fields[:, _IS_CUT.value, None] != 0
-        tied = keys == low
-        return (keys < low) | (tied & (~is_cut | (tied.cumsum(1) <= left)))
-
 
 def find_borders(rows: Rows) -> Borders:
     """The borders of all rows, of top-k and then top-p over its survivors; nothing waits for the device.
 
-    They are those of `process_logits` wherever torch's `exp` is libdevice's, as in its CUDA kernels: gaps,
-    masses and sums are then the same numbers. Rows whose greatest logit is not finite get any border.
+    What they keep is what `process_logits` keeps on the same device: gaps and sums are the same numbers, and
+    so are masses wherever torch's `exp` has libdevice's instructions, as on CUDA. Every shape is known
+    beforehand. Rows whose greatest logit is not finite get any border.
     """
     logits, filters, num_rows = rows.logits, rows.filters, len(rows.places)
     survey_sums, digit_sums = num_rows * 2 * EDGES.value, _STEPS * num_rows * 2 * BINS.value

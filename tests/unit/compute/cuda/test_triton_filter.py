@@ -23,8 +23,9 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from engine.compute.cuda import triton_border, triton_filter  # noqa: E402
-from engine.compute.cuda.triton_border import Rows, find_borders  # noqa: E402
+from engine.compute.cuda.triton_border import Rows  # noqa: E402
 from engine.compute.cuda.triton_filter import draw_filtered_at_once  # noqa: E402
+from tests.support.kept_tokens import kept_tokens  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -79,7 +80,7 @@ def assert_same(logits: torch.Tensor, rows: Sequence[Row]) -> None:
     """The same tokens are kept, and the same ones drawn."""
     lying, places, filters, keys = asked_of(logits, rows)
     given_rows = Rows(lying, places, lying.amax(dim=1), filters)
-    assert torch.equal(find_borders(given_rows).kept(given_rows), kept_by_sorting(logits, filters))
+    assert torch.equal(kept_tokens(given_rows), kept_by_sorting(logits, filters))
     expected = draw_filtered(lying, places, filters, keys)
     assert torch.equal(draw_filtered_at_once(lying, places, filters, keys), expected)
 
@@ -144,7 +145,7 @@ def test_of_equal_tokens_the_first_are_kept_and_no_more_than_needed() -> None:
     rows = [Row(top_k=3), Row(top_p=0.5), Row(top_k=8, top_p=0.25), Row(top_p=0.0), Row(top_p=0.51)]
     lying, places, filters, _ = asked_of(torch.full((len(rows), 16), 2.0), rows)
     given_rows = Rows(lying, places, lying.amax(dim=1), filters)
-    kept = find_borders(given_rows).kept(given_rows)
+    kept = kept_tokens(given_rows)
     assert [row.nonzero().flatten().tolist() for row in kept] == [
         list(range(count)) for count in (3, 8, 2, 1, 9)
     ]
