@@ -76,10 +76,10 @@ def _share_of(share, total):
 def _first_range(below, masses, needed):
     """The survey's bin in which the weights `below` its edges reach `needed`: (low, bits, left, passed)."""
     edge = tl.arange(0, EDGES)
-    bin = tl.sum((below < needed).to(tl.int64), 0)
-    is_before = edge == bin - 1
-    low = tl.where(bin == 0, 0, (bin + (_FIRST_EDGE - 1)) << _EDGE_BITS)
-    bits = tl.where((bin == 0) | (bin >= EDGES - 1), _OUTER_BITS, _EDGE_BITS).to(tl.int64)
+    reached = tl.sum((below < needed).to(tl.int64), 0)
+    is_before = edge == reached - 1
+    low = tl.where(reached == 0, 0, (reached + (_FIRST_EDGE - 1)) << _EDGE_BITS)
+    bits = tl.where((reached == 0) | (reached >= EDGES - 1), _OUTER_BITS, _EDGE_BITS).to(tl.int64)
     left = needed - tl.sum(tl.where(is_before, below, 0), 0)
     return low, bits, left, tl.sum(tl.where(is_before, masses, 0), 0)
 

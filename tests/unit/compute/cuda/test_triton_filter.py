@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,7 @@ def test_borders_are_found_among_gaps_of_every_size() -> None:
     assert_same(logits, [Row(top_k=1 + row, seed=row) for row in range(VOCAB - 1)])
     heats = [Row(temperature=10.0 ** (1.8 * row - 35), top_p=0.97, seed=row) for row in range(VOCAB - 1)]
     assert_same(logits, heats)
+    assert_same(logits, [replace(row, top_k=VOCAB - 4) for row in heats])  # far out, and from there far in
 
 
 def test_of_equal_tokens_the_first_are_kept_and_no_more_than_needed() -> None:
