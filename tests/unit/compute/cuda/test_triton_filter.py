@@ -125,10 +125,12 @@ def test_rows_in_parts_are_filtered_as_a_whole(
         Row(temperature=1e6, top_k=2999, seed=5),
         Row(temperature=0.1, top_p=0.3),
         Row(),  # keeps all
+        *(Row(top_k=1100, seed=seed) for seed in range(6)),  # of equal ones, over the end of a part
     ]
     logits = torch.randn(len(rows), 3001, generator=torch.Generator().manual_seed(1)) * 3
     logits[2] = logits[2].round()
     logits[3, ::2] = -torch.inf
+    logits[7:] = 1.0
     assert_same(logits.to(dtype), rows)
 
 
