@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from config import Settings
 from engine.compute.cuda.cuda_runner import CudaRunner
-from engine.compute.cuda.draw_choice import choose_draw
+from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.compute.loading.loader import LoadedModel
@@ -58,8 +58,8 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
     limits = GraphLimits(
         sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens, max_tokens=sizes.max_num_tokens
     )
-    recorder, draw = CudaRecorder(loaded.device), choose_draw(loaded.device)
-    return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draw)
+    recorder, draws = CudaRecorder(loaded.device), choose_draws(loaded.device)
+    return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draws)
 
 
 def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:

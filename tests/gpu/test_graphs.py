@@ -21,7 +21,7 @@ from engine.compute.cuda.device_draw import (
     draw_plain,
     filtered_rows,
 )
-from engine.compute.cuda.draw_choice import choose_draw
+from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -69,7 +69,7 @@ def make_plain(loaded: LoadedModel) -> ModelRunner:
 
 
 def make_ahead(loaded: LoadedModel) -> CudaRunner:
-    runner = CudaRunner(make_plain(loaded), 512, LIMITS, CudaRecorder(CUDA), choose_draw(CUDA))
+    runner = CudaRunner(make_plain(loaded), 512, LIMITS, CudaRecorder(CUDA), choose_draws(CUDA))
     runner.warm_up()
     return runner
 
@@ -239,7 +239,7 @@ def test_steps_that_swap_blocks_are_launched_without_waiting() -> None:
     """Numbers of blocks and their contents go through pinned memory, both ways."""
     loaded = load("llama")
     plain = ModelRunner(loaded, NUM_SEQS * BLOCKS_EACH, BLOCK_SIZE, Sampler(loaded.vocab_size, CUDA), 8)
-    ahead = CudaRunner(plain, 512, LIMITS, CudaRecorder(CUDA), choose_draw(CUDA))
+    ahead = CudaRunner(plain, 512, LIMITS, CudaRecorder(CUDA), choose_draws(CUDA))
     ahead.warm_up()
     for tensor in ahead.kv.tensors:
         tensor.normal_()
@@ -336,22 +336,15 @@ def test_draws_over_a_real_vocabulary_are_the_samplers_and_wait_for_nothing() ->
     expected = Sampler(128_256, CUDA).sample(logits, inputs).token_ids
     words = column_words(inputs, np.arange(40), 40)
     columns = DrawColumns.of({name: torch.from_numpy(word).to(CUDA) for name, word in words.items()})
-    groups = [
-        (
-            group,
-            torch.from_numpy(group.rows).to(CUDA),
-            {name: torch.from_numpy(word).to(CUDA) for name, word in group.words.items()},
-        )
-        for group in filtered_rows(inputs, 128_256)
-    ]
-    draw = choose_draw(CUDA)
-    assert draw is not draw_plain
-    draw(logits, columns)  # compiles
+    filtered = filtered_rows(inputs, 128_256)
+    assert filtered is not None
+    sent = {name: torch.from_numpy(word).to(CUDA) for name, word in filtered.words.items()}
+    at = torch.from_numpy(filtered.rows).to(CUDA)
+    asked = (logits, at, filtered.filters(sent), sent["keys"])
+    draws = choose_draws(CUDA)
+    assert draws.plain is not draw_plain and draws.filtered is not draw_filtered
+    draws.plain(logits, columns), draws.filtered(*asked)  # compiles
     with waiting_refused():
-        drawn = draw(logits, columns)
-        slow = draw_plain(logits, columns)
-        for group, at, sent in groups:
-            some = draw_filtered(logits.index_select(0, at), group.filters(sent), sent["keys"])
-            drawn.index_copy_(0, at, some)
-            slow.index_copy_(0, at, some)
+        drawn = draws.plain(logits, columns).index_copy_(0, at, draws.filtered(*asked))
+        slow = draw_plain(logits, columns).index_copy_(0, at, draw_filtered(*asked))
     assert drawn.tolist() == slow.tolist() == expected

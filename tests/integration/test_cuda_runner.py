@@ -13,10 +13,12 @@ import torch
 
 from config import PlannedFault
 from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.device_draw import TORCH_DRAWS, draw_filtered
 from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.sampling.processors import Filters
 from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
 from engine.faults.fault_counter import FaultCounter
@@ -447,6 +449,22 @@ def test_warming_up_leaves_the_kv_alone() -> None:
     assert runner.graphs.shapes
     for tensor, was in zip(runner.kv.tensors, before, strict=True):
         assert torch.equal(tensor, was)
+
+
+def test_the_draws_it_is_given_are_warmed_up_and_draw_all_filtered_rows_at_once() -> None:
+    drawn: list[int] = []
+
+    def draw(
+        logits: torch.Tensor, places: torch.Tensor, filters: Filters, keys: torch.Tensor
+    ) -> torch.Tensor:
+        drawn.append(len(places))
+        return draw_filtered(logits, places, filters, keys)
+
+    runner = CudaRunner(make_plain(), 64, LIMITS, Playback(), TORCH_DRAWS._replace(filtered=draw))
+    runner.warm_up()
+    assert drawn == [1, 1], "of logits as they are and of adjusted ones"
+    runner.run(with_sampling(decode(range(5), 9, 1.0), top_k=np.array([0, 3, 0, 1, 2], np.int32)))
+    assert drawn == [1, 1, 3]
 
 
 def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,10 +52,11 @@ def drawn(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     columns = DrawColumns.of({name: torch.from_numpy(column) for name, column in words.items()})
     before = by_place.clone()
     token_ids = draw_plain(by_place, columns)
-    for group in filtered_rows(inputs, logits.shape[1]):
-        sent = {name: torch.from_numpy(column) for name, column in group.words.items()}
-        at = torch.from_numpy(places[group.rows])
-        token_ids[at] = draw_filtered(by_place[at], group.filters(sent), sent["keys"])
+    filtered = filtered_rows(inputs, logits.shape[1])
+    if filtered is not None:
+        sent = {name: torch.from_numpy(column) for name, column in filtered.words.items()}
+        at = torch.from_numpy(places[filtered.rows])
+        token_ids[at] = draw_filtered(by_place, at, filtered.filters(sent), sent["keys"])
     assert torch.equal(by_place.nan_to_num(7), before.nan_to_num(7)), "the logits are left as they are"
     assert (token_ids[::2] == NO_TOKEN).all()
     return token_ids[places].tolist()
@@ -91,6 +92,13 @@ def test_the_tokens_are_the_samplers_over_a_real_vocabulary(dtype: torch.dtype) 
     ]
     logits = torch.randn(48, 20_011, generator=torch.Generator().manual_seed(0)) * 2
     logits = logits.to(dtype)
+    assert drawn(logits, rows) == sampled(logits, rows)
+
+
+def test_rows_that_do_not_fit_into_memory_at_once_are_the_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.compute.cuda.device_draw._GROUP_LOGITS", 3 * VOCAB)
+    logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows = [Row(top_k=row, top_p=0.8, seed=row) for row in range(11)]
     assert drawn(logits, rows) == sampled(logits, rows)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.compute.cuda.device_draw
-from engine.compute.cuda.device_draw import DrawColumns, column_words, draw_plain
+from engine.compute.cuda.device_draw import DrawColumns, column_words, draw_filtered, draw_plain
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
 from engine.compute.cuda.step_draw import StepDraw, likeliest
@@ -81,7 +81,7 @@ def drawn(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int] | Non
     spread[at] = logits
     step = under_way(spread, rows, at, memory)
     with never_waiting():
-        tokens = StepDraw(memory).queue(step, inputs_of(rows))
+        tokens = StepDraw(memory, draw_filtered).queue(step, inputs_of(rows))
     return tokens.verdict(inputs_of(rows), None).rows
 
 
@@ -201,7 +201,7 @@ def test_the_tokens_lie_where_the_next_step_looks_for_them() -> None:
     logits = torch.linspace(-1, 1, VOCAB).repeat(4, 1)
     rows = [Row(temperature=0.0), adjusted(Row(temperature=0.0), banned_token_ids=(VOCAB - 1,))]
     places = np.array([1, 3])
-    StepDraw(memory).queue(under_way(logits, rows, places, memory), inputs_of(rows))
+    StepDraw(memory, draw_filtered).queue(under_way(logits, rows, places, memory), inputs_of(rows))
     assert memory.tokens[[1, 3]].tolist() == [VOCAB - 1, VOCAB - 2]
     assert memory.tokens[4:].tolist() == [77] * 4
 
@@ -209,6 +209,6 @@ def test_the_tokens_lie_where_the_next_step_looks_for_them() -> None:
 def test_a_step_without_rows_draws_nothing() -> None:
     memory = TokenMemory(torch.zeros(4, dtype=torch.int64), draw_plain)
     step = DevicePass(torch.zeros(0, VOCAB), np.zeros(0, np.int64), lambda: None)
-    tokens = StepDraw(memory).queue(step, inputs_of([]))
+    tokens = StepDraw(memory, draw_filtered).queue(step, inputs_of([]))
     rows = tokens.verdict(inputs_of([]), None).rows
     assert replace(rows, logprobs=None) == SampledRows([])

@@ -21,7 +21,9 @@ from triton.compiler import ASTSource
 
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel
 from engine.compute.cuda.row_products import row_product_kernel
+from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
+from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
 from engine.compute.cuda.triton_work import Workforce
@@ -29,7 +31,8 @@ from engine.compute.cuda.triton_work import Workforce
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
-INTEGERS = ("stride", "words", "window", "size", "outputs")
+INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts")
+ALIGNED = ("query_", "key_", "value_", "row_stride", "vocab_size")
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -85,7 +88,7 @@ def compile_kernel(
     hints = {
         (place,): aligned
         for place, (name, kind) in enumerate(types.items())
-        if kind.startswith("*") or (name.startswith(("query_", "key_", "value_")) and kind == "i32")
+        if kind.startswith("*") or (name.startswith(ALIGNED) and kind == "i32")
     }
     source = ASTSource(kernel, types, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -112,6 +115,13 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         for width, gated in ((4096, True), (14336, False))
     ),
 ]
+FILTER: list[tuple[Any, dict[str, Any]]] = [
+    (survey_kernel, {"CHUNK": 256}),
+    (digit_kernel, {"CHUNK": 1024}),
+    (tie_kernel, {"CHUNK": 1024}),
+    (kept_score_kernel, {"CHUNK": 1024, "MOST_PARTS": 512}),
+    (pick_kernel, {"NONE": -1, "MOST": 512}),
+]
 _ROWS = (
     *("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"),
     *("row", "bias", "product", "given", "added", "weight", "total", "normed", "gate_up", "gated"),
@@ -122,11 +132,13 @@ _ROWS = (
 def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("log_min_p", "scores"):
+    if name in ("log_min_p", "top_k", "top_p", "scores"):
         return "*fp64"
+    if name in ("places", "surveyed", "states", "tallies", "borders", "drawn"):
+        return "*i64"
     if name in _ROWS:
         return f"*{dtype}"
-    if name in ("partial_sums", "partial_weights", "temperature"):
+    if name in ("partial_sums", "partial_weights", "temperature", "gaps"):
         return "*fp32"
     if name in ("scale", "cap", "eps"):
         return "fp32"
@@ -180,7 +192,7 @@ def main() -> int:
         store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}
         print(capability, "store:", *compile_kernel(store_kernel, "bf16", store, capability))
         print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
-        for kernel, constants in LAYERS:
+        for kernel, constants in (*FILTER, *LAYERS):
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
     return 1 if bad else 0
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.compute.cuda.device_draw import DrawColumns, PlainDraw, column_words, draw_plain
+from engine.compute.cuda.device_draw import TORCH_DRAWS, DeviceDraws, DrawColumns, column_words
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
 from engine.compute.cuda.graphs.launched import Launched, PassMarks, QueuedDraw
@@ -32,10 +32,10 @@ from engine.plan.step_records import (
 )
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
-# A row that asks for all that makes a draw take longer, to warm up with.
+# A row that is filtered, and one that asks for all that makes a draw take longer: to warm up with.
+_FILTERED = replace(plain_sampling(np.ones(1), temperature=1.0), top_p=np.full(1, 0.5, np.float32))
 _ALL_AT_ONCE = replace(
-    plain_sampling(np.ones(1)),
-    top_p=np.full(1, 0.5, np.float32),
+    _FILTERED,
     num_logprobs=np.ones(1, np.int32),
     adjustments=(
         LogitAdjustment(
@@ -67,7 +67,7 @@ class CudaRunner:
         max_rows: int,
         limits: GraphLimits,
         recorder: Recorder,
-        plain_draw: PlainDraw = draw_plain,
+        draws: DeviceDraws = TORCH_DRAWS,
     ) -> None:
         self._runner = runner
         self._recorder = recorder
@@ -78,8 +78,8 @@ class CudaRunner:
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
-        self._tokens = tokens = TokenMemory(self._drawn, plain_draw)
-        self._draw = StepDraw(tokens)
+        self._tokens = tokens = TokenMemory(self._drawn, draws.plain)
+        self._draw = StepDraw(tokens, draws.filtered)
         self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
         self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
 
@@ -104,7 +104,8 @@ class CudaRunner:
         logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
         columns = DrawColumns.of(send(column_words(plain_sampling(np.zeros(1)), places, 1), self.kv.device))
         under_way = DevicePass(logits, places, partial(self._tokens.draw, logits, columns))
-        self._draw.queue(under_way, _ALL_AT_ONCE)
+        for sampling in (_FILTERED, _ALL_AT_ONCE):
+            self._draw.queue(under_way, sampling)
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See ModelRunner.run."""

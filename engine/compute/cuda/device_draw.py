@@ -18,7 +18,7 @@ from engine.compute.sampling.noise import gumbel_of, noise_bits, row_keys
 from engine.compute.sampling.processors import Filters, masses, whole_rows
 from engine.plan.step_records import NO_TOKEN, Int32, Int64, SamplingInputs
 
-# Filtered rows are sorted in groups of about this many logits: some 50 bytes of temporaries for each.
+# Rows are drawn in groups of about this many logits: a sort has some 50 bytes of temporaries for each.
 _GROUP_LOGITS = 2**22
 _WIDTHS = {"temperature": 1, "log_min_p": 2, "keys": 2, "top_k": 2, "top_p": 2}  # in words of 32 bits
 _PLAIN = ("temperature", "log_min_p", "keys")
@@ -42,6 +42,17 @@ class DrawColumns(NamedTuple):
 
 
 PlainDraw: TypeAlias = Callable[[torch.Tensor, DrawColumns], torch.Tensor]
+FilteredDraw: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Filters, torch.Tensor], torch.Tensor]
+
+
+class DeviceDraws(NamedTuple):
+    """Who draws the rows of a step: those drawn whole or greedily, and those that top-k or top-p filters.
+
+    See `draw_plain` and `draw_filtered`, whose tokens any others give too.
+    """
+
+    plain: PlainDraw
+    filtered: FilteredDraw
 
 
 class FilteredRows(NamedTuple):
@@ -82,31 +93,26 @@ def column_words(inputs: SamplingInputs, places: Int64, num_places: int) -> dict
     return words
 
 
-def in_groups(rows: NDArray[np.intp], vocab_size: int) -> Iterator[NDArray[np.intp]]:
-    """The rows in order, as many at a time as fit into memory when they are worked on."""
-    size = max(1, _GROUP_LOGITS // vocab_size)
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
-
-
 def filtered_rows(
     inputs: SamplingInputs, vocab_size: int, left_out: Collection[int] = ()
-) -> Iterator[FilteredRows]:
-    """The sampled rows that have a top-k or a top-p that is on, in groups, without those `left_out`."""
+) -> FilteredRows | None:
+    """The sampled rows that have a top-k or a top-p that is on, without those `left_out`; None for none."""
     has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
     wanted = (inputs.temperature > 0) & (has_top_k | (inputs.top_p < 1))
     wanted[list(left_out)] = False
-    for rows in in_groups(np.flatnonzero(wanted), vocab_size):
-        top_k = np.where(has_top_k[rows], inputs.top_k[rows].astype(np.float64), np.inf)
-        top_p = np.where(inputs.top_p[rows] < 1, inputs.top_p[rows].astype(np.float64), np.inf)
-        words = {
-            "temperature": _words(inputs.temperature[rows]),
-            "log_min_p": _words(_log(inputs.min_p[rows])),
-            "keys": row_keys(inputs.seed[rows], inputs.position[rows]).numpy(),
-            "top_k": _words(top_k),
-            "top_p": _words(top_p),
-        }
-        yield FilteredRows(rows, words)
+    rows = np.flatnonzero(wanted)
+    if not len(rows):
+        return None
+    top_k = np.where(has_top_k[rows], inputs.top_k[rows].astype(np.float64), np.inf)
+    top_p = np.where(inputs.top_p[rows] < 1, inputs.top_p[rows].astype(np.float64), np.inf)
+    words = {
+        "temperature": _words(inputs.temperature[rows]),
+        "log_min_p": _words(_log(inputs.min_p[rows])),
+        "keys": row_keys(inputs.seed[rows], inputs.position[rows]).numpy(),
+        "top_k": _words(top_k),
+        "top_p": _words(top_p),
+    }
+    return FilteredRows(rows, words)
 
 
 def draw_plain(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
@@ -114,8 +120,7 @@ def draw_plain(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
 
     `logits` is [n, vocab] in any float type and is left as it is.
     """
-    size = max(1, _GROUP_LOGITS // logits.shape[1])
-    groups = (slice(first, first + size) for first in range(0, len(logits), size))
+    groups = in_groups(len(logits), logits.shape[1])
     return torch.cat(
         [_draw_whole(logits[group], DrawColumns(*(column[group] for column in columns))) for group in groups]
     )
@@ -132,11 +137,29 @@ def _draw_whole(logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
     return drawn.masked_fill_(~best.values.isfinite(), NO_TOKEN)
 
 
-def draw_filtered(logits: torch.Tensor, filters: Filters, keys: torch.Tensor) -> torch.Tensor:
-    """A token for each row, int64 [n], from what `process_logits` would keep; NO_TOKEN if not finite.
+def draw_filtered(
+    logits: torch.Tensor, places: torch.Tensor, filters: Filters, keys: torch.Tensor
+) -> torch.Tensor:
+    """A token for each of the rows at `places`, int64 [n], from what `process_logits` would keep.
 
-    `logits` is [n, vocab] in any float type and is left as it is; every temperature is above 0. A sort
-    stands for the histograms: it needs no answer from the device either.
+    NO_TOKEN where the row is not finite. `logits` is [places, vocab] in any float type and is left as it is;
+    `places` is int64 [n], `keys` int32 [n, 2], and every temperature is above 0.
+    """
+    return torch.cat(
+        [
+            _draw_sorted(logits.index_select(0, places[group]), filters.of_group(group), keys[group])
+            for group in in_groups(len(places), logits.shape[1])
+        ]
+    )
+
+
+TORCH_DRAWS = DeviceDraws(draw_plain, draw_filtered)
+
+
+def _draw_sorted(logits: torch.Tensor, filters: Filters, keys: torch.Tensor) -> torch.Tensor:
+    """`draw_filtered` of all rows of `logits` [n, vocab], which fit into memory at once.
+
+    A sort stands for the histograms: it needs no answer from the device either.
     """
     best = logits.amax(dim=1, keepdim=True)  # [n, 1]; NaN wins
     gaps = logits.float() - best.float()
@@ -152,6 +175,12 @@ def draw_filtered(logits: torch.Tensor, filters: Filters, keys: torch.Tensor) ->
     scores = scaled.masked_fill_(~kept, -torch.inf).double() + gumbel_of(noise_bits(keys, token_ids))
     drawn = token_ids.gather(1, scores.argmax(dim=1, keepdim=True))
     return drawn.masked_fill_(~best.isfinite(), NO_TOKEN).squeeze(1)
+
+
+def in_groups(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Rows that fit into memory together, at least one."""
+    size = max(1, _GROUP_LOGITS // vocab_size)
+    return (slice(first, first + size) for first in range(0, num_rows, size))
 
 
 def _log(min_p: NDArray[np.float32]) -> NDArray[np.float64]:

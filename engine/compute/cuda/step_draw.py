@@ -5,7 +5,7 @@ Nothing here waits for the device. What is known on the host alone, as bad data,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from engine.compute.cuda.device_draw import (
     DrawColumns,
+    FilteredDraw,
     column_words,
-    draw_filtered,
     filtered_rows,
     in_groups,
 )
@@ -39,8 +39,9 @@ def can_draw(sampling: SamplingInputs) -> bool:
 class StepDraw:
     """Draws into a TokenMemory what `Sampler.sample` would draw, row r at its place in the pass."""
 
-    def __init__(self, memory: TokenMemory) -> None:
+    def __init__(self, memory: TokenMemory, draw_filtered: FilteredDraw) -> None:
         self._memory = memory
+        self._filtered_draw = draw_filtered
 
     def queue(self, under_way: DevicePass, sampling: SamplingInputs) -> DrawnTokens:
         """Queue the draw of every row, and the copies of what comes of it.
@@ -53,9 +54,9 @@ class StepDraw:
         adjusted = {adjustment.row: adjustment for adjustment in sampling.adjustments}
         self._draw_filtered(logits, sampling, places, tokens, adjusted)
         errors: dict[int, str] = {}
-        for rows in in_groups(np.array(list(adjusted), np.intp), logits.shape[1]):
-            changes = [adjusted[row] for row in rows.tolist()]
-            errors |= self._draw_adjusted(under_way, sampling, rows, changes)
+        changed = np.array(list(adjusted), np.intp)
+        for group in in_groups(len(changed), logits.shape[1]):
+            errors |= self._draw_adjusted(under_way, sampling, changed[group], adjusted)
         scores = tuple(self._score(under_way, sampling))
         count = int(places[-1]) + 1 if len(places) else 0
         return DrawnTokens(to_host(tokens[:count]), places, errors, scores)
@@ -69,19 +70,21 @@ class StepDraw:
         left_out: Collection[int] = (),
     ) -> None:
         """Draw the rows that top-k or top-p filters from `logits` at their places, to those of `tokens`."""
-        for group in filtered_rows(sampling, logits.shape[1], left_out):
-            words: dict[str, Array] = {**group.words, "places": places[group.rows]}
-            sent = send(words, logits.device)
-            at = sent["places"]
-            some = logits.index_select(0, at)  # [n, vocab]
-            tokens.index_copy_(0, at, draw_filtered(some, group.filters(sent), sent["keys"]))
+        filtered = filtered_rows(sampling, logits.shape[1], left_out)
+        if filtered is None:
+            return
+        words: dict[str, Array] = {**filtered.words, "places": places[filtered.rows]}
+        sent = send(words, logits.device)
+        at = sent["places"]
+        drawn = self._filtered_draw(logits, at, filtered.filters(sent), sent["keys"])
+        tokens.index_copy_(0, at, drawn)
 
     def _draw_adjusted(
         self,
         under_way: DevicePass,
         sampling: SamplingInputs,
         rows: NDArray[np.intp],
-        adjustments: list[LogitAdjustment],
+        adjustments: Mapping[int, LogitAdjustment],
     ) -> dict[int, str]:
         """Draw some rows anew, from logits that are changed first; what is wrong with the data of which row.
 
@@ -89,7 +92,7 @@ class StepDraw:
         """
         memory, count = self._memory, len(rows)
         own = select_rows(replace(sampling, adjustments=()), rows)
-        layout = lay_out(adjustments, under_way.logits.shape[1])
+        layout = lay_out([adjustments[row] for row in rows.tolist()], under_way.logits.shape[1])
         numbers = np.arange(count)
         words: dict[str, Array] = {**layout.arrays, **column_words(own, numbers, count)}
         sent = send({**words, "places": under_way.places[rows]}, under_way.logits.device)
@@ -104,7 +107,9 @@ class StepDraw:
 
     def _score(self, under_way: DevicePass, sampling: SamplingInputs) -> Iterator[ScoredRows]:
         """Queue what is told of the drawn tokens and of the likeliest, by the logits as they are."""
-        for rows in in_groups(np.flatnonzero(sampling.num_logprobs >= 0), under_way.logits.shape[1]):
+        asking = np.flatnonzero(sampling.num_logprobs >= 0)
+        for group in in_groups(len(asking), under_way.logits.shape[1]):
+            rows = asking[group]
             at = send({"places": under_way.places[rows]}, under_way.logits.device)["places"]
             logits = under_way.logits.index_select(0, at).float()  # [n, vocab]
             chosen = self._memory.tokens.index_select(0, at).clamp_(min=0)

@@ -24,7 +24,7 @@ def _mixed(bits):
 
 
 @triton.jit
-def _gumbel(token, low, high):
+def gumbel_noise(token, low, high):
     """The noise of `gumbel_of(noise_bits(...))`, float64, for tokens under the two words of a row's key."""
     bits = _mixed(token.to(tl.uint32) ^ low)
     bits = _mixed(bits + high)
@@ -61,7 +61,7 @@ def score_kernel(
         low = tl.load(noise_keys + row * 2).to(tl.uint32, bitcast=True)
         high = tl.load(noise_keys + row * 2 + 1).to(tl.uint32, bitcast=True)
         kept = is_token & (scaled >= tl.load(log_min_p + row))
-        score = tl.where(kept, scaled + _gumbel(token, low, high), float("-inf"))
+        score = tl.where(kept, scaled + gumbel_noise(token, low, high), float("-inf"))
         highest = tl.max(score, 0)
         first = tl.min(tl.where(score == highest, token, vocab_size), 0)
         place = row * tl.num_programs(1) + chunk

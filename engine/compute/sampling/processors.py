@@ -59,6 +59,12 @@ class Filters:
         )
         return cls(temperature, count, share, log_share, any_top_k, any_top_p_alone)
 
+    def of_group(self, group: slice) -> Filters:
+        """Those of some of the rows: views, and the flags of all."""
+        columns = (self.temperature, self.top_k, self.top_p, self.log_min_p)
+        temperature, top_k, top_p, log_min_p = (column[group] for column in columns)
+        return Filters(temperature, top_k, top_p, log_min_p, self.any_top_k, self.any_top_p_alone)
+
 
 @dataclass(frozen=True, slots=True)
 class Support:

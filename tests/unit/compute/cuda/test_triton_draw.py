@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute.cuda.device_draw import DrawColumns, column_words, draw_plain
+from engine.compute.cuda.device_draw import TORCH_DRAWS, DeviceDraws, DrawColumns, column_words, draw_plain
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.draw_choice import check_draw
 from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
@@ -22,6 +22,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from engine.compute.cuda.triton_draw import draw_plain_at_once  # noqa: E402
+from engine.compute.cuda.triton_filter import draw_filtered_at_once  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -79,11 +80,11 @@ def test_adjusted_rows_are_drawn_as_by_many_operations() -> None:
     inputs = inputs_of(rows)
     logits = (torch.randn(5, 1500, generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
     found = []
-    for draw in (draw_plain, draw_plain_at_once):
-        memory = TokenMemory(torch.zeros(5, dtype=torch.int64), draw)
+    for draws in (TORCH_DRAWS, DeviceDraws(draw_plain_at_once, draw_filtered_at_once)):
+        memory = TokenMemory(torch.zeros(5, dtype=torch.int64), draws.plain)
         columns = DrawColumns.of(send(column_words(inputs, np.arange(5), 5), CPU))
         under_way = DevicePass(logits, np.arange(5), partial(memory.draw, logits, columns))
-        found.append(StepDraw(memory).queue(under_way, inputs).verdict(inputs, None).rows)
+        found.append(StepDraw(memory, draws.filtered).queue(under_way, inputs).verdict(inputs, None).rows)
     expected = Sampler(1500, CPU).sample(logits, inputs)
     expected.token_ids[2] = NO_TOKEN  # means nothing
     assert found[0] == found[1] == expected
