@@ -18,6 +18,7 @@ from config.errors import SettingsError
 from config.reply_parsers import ReasoningParser, ToolCallParser
 from config.speculative_config import DraftTuning, is_json_object, read_speculative_config
 from config.value_types import (
+    Device,
     Directory,
     DirectoryOrNone,
     FileOrNone,
@@ -39,7 +40,6 @@ from config.value_types import (
 )
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
-Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
 CpuKernels = Annotated[
     Literal["auto", "amx", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)
@@ -120,7 +120,7 @@ class ModelSettings(Section):
         (), description="name(s) in the API; repeatable; none = MODEL, less ./ before it and .gguf behind"
     )
     dtype: Dtype = Field("auto", description="number format of weights and K/V")
-    device: Device = Field("auto", description="where the model runs")
+    device: Device = Field("auto", description="where the model runs; cuda:N = that one of several GPUs")
     max_model_len: WholeOrAuto = Field(
         None, ge=1, description="most tokens of prompt and output together; auto = the model's own"
     )

@@ -33,6 +33,7 @@ from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
 from engine.compute.native.quantization import foresee_weights
 from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.runner.device import gpu_has_bfloat16
 from engine.compute.runner.kept_kv import with_kept_kv
 from engine.errors import StartRefused
 from engine.startup.build import (
@@ -110,7 +111,7 @@ def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
     if device.type == "cuda":
         facts.name = torch.cuda.get_device_name(device)
         facts.capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        facts.features = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
+        facts.features = {"bfloat16": gpu_has_bfloat16(device)}
         facts.free_bytes, facts.memory_bytes = torch.cuda.mem_get_info(device)
     else:
         facts.thread_counts = worthwhile_threads()
