@@ -1,6 +1,7 @@
-"""How many K/V blocks the settings ask for."""
+"""How much memory K/V gets, and how many blocks, snapshots and swapped requests it holds."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,37 +9,63 @@ import pytest
 import torch
 
 from config import load_settings
+from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.recurrent.slot_states import LayerState
+from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
-from engine.startup.build import (
-    HostRoom,
-    count_host_room,
-    count_kv_blocks,
-    count_snapshots,
-    seat_states_bytes,
-    use_compute_threads,
-)
+from engine.startup.build_runner import recorded_bytes
+from engine.startup.kv_room import HostRoom, KvRoom, find_kv_memory, foresee_kv_room, measure_kv_room
+from engine.startup.step_sizes import ModelNeeds, StepSizes
+from tests.support.packed import load_tiny
 
-BLOCK_BYTES = 4096
-
-
+BLOCK_BYTES = 4096  # 16 tokens of one layer with a head of 32 numbers, in 32 bits
 STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
+SIZES = StepSizes(64, 2048, 16)
+GIB = 1 << 30
 
 
-def model_on(device: str, states: tuple[LayerState, ...] = ()) -> Any:
+@dataclass
+class FakeGauge:
+    """A device of 80 GiB, 60 of them free, whose steps take what `peaks` say, one after the other."""
+
+    peaks: list[int] = field(default_factory=list)
+    free: int = 60 * GIB
+    total: int = 80 * GIB
+
+    def free_and_total(self) -> tuple[int, int]:
+        return self.free, self.total
+
+    def peak(self, work: Callable[[], None]) -> int:
+        work()
+        return self.peaks.pop(0)
+
+
+def model_on(device: str, states: tuple[LayerState, ...] = (), has_layers: bool = True) -> Any:
     return SimpleNamespace(
-        device=SimpleNamespace(type=device), max_model_len=64, states=states, dtype=torch.float32
+        device=torch.device(device),
+        max_model_len=64,
+        vocab_size=1000,
+        states=states,
+        keeps_state=bool(states),
+        layers=(LayerKv(1, 32, 32),) if has_layers else (),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
     )
 
 
-def count(
-    device: str, *flags: str, block_bytes: int = BLOCK_BYTES, states: tuple[LayerState, ...] = ()
-) -> int:
-    return count_kv_blocks(load_settings(flags, {}), model_on(device, states), block_bytes)
+def room_for(model: Any, *flags: str) -> KvRoom:
+    settings = load_settings(flags, {})
+    sizes = replace(SIZES, max_num_seqs=settings.scheduler.max_num_seqs or SIZES.max_num_seqs)
+    gauge = FakeGauge() if model.device.type == "cuda" else None
+    return KvRoom(settings, model, sizes, find_kv_memory(settings, model, sizes, gauge, 0))
+
+
+def count(device: str, *flags: str, has_layers: bool = True, states: tuple[LayerState, ...] = ()) -> int:
+    return room_for(model_on(device, states, has_layers), *flags).count_blocks()
 
 
 def snapshots(*flags: str, states: tuple[LayerState, ...] = (STATE,)) -> int:
-    return count_snapshots(load_settings(flags, {}), model_on("cpu", states), BLOCK_BYTES)
+    return room_for(model_on("cpu", states), *flags).count_snapshots()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -71,8 +98,7 @@ def test_seats_keep_the_rows_of_drafts_or_of_a_last_token_before_which_forks_beg
     flags: tuple[str, ...], num_kept: int
 ) -> None:
     state = LayerState(layer_idx=0, row_width=8, conv_width=3, shape=(256,))
-    settings = load_settings((*flags, "--max-num-seqs", "2"), {})
-    seats_bytes = seat_states_bytes(settings, model_on("cpu", (state,)))
+    seats_bytes = room_for(model_on("cpu", (state,)), *flags, "--max-num-seqs", "2").seats_bytes
     assert seats_bytes == 2 * (8 * (3 + num_kept) * 4 + 1024)
 
 
@@ -85,14 +111,13 @@ def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs
 
 
 def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
-    assert count("cpu", block_bytes=0, states=(STATE,)) == 64 * 4
-    assert count("cpu", "--num-kv-blocks", "9", block_bytes=0, states=(STATE,)) == 9
+    assert count("cpu", has_layers=False, states=(STATE,)) == 64 * 4
+    assert count("cpu", "--num-kv-blocks", "9", has_layers=False, states=(STATE,)) == 9
 
 
-def host_room(*flags: str, block_bytes: int = BLOCK_BYTES, keeps_state: bool = True) -> HostRoom:
-    model = model_on("cpu", (STATE,) if keeps_state else ())
-    model.keeps_state = keeps_state
-    return count_host_room(load_settings(("--preemption", "swap", *flags), {}), model, block_bytes)
+def host_room(*flags: str, has_layers: bool = True, keeps_state: bool = True) -> HostRoom:
+    model = model_on("cpu", (STATE,) if keeps_state else (), has_layers)
+    return room_for(model, "--preemption", "swap", *flags).count_host_room()
 
 
 def test_states_get_half_of_the_swap_space_and_blocks_the_rest() -> None:
@@ -103,21 +128,72 @@ def test_states_get_half_of_the_swap_space_and_blocks_the_rest() -> None:
 
 
 def test_a_model_that_attends_nowhere_swaps_states_alone() -> None:
-    room = host_room("--swap-space", "8KiB", block_bytes=0)
+    room = host_room("--swap-space", "8KiB", has_layers=False)
     assert room == HostRoom(8 * 4, 8, 8192, 1024), "and blocks for each, which take nothing"
-    assert host_room("--swap-space", "0", block_bytes=0) == HostRoom(state_bytes=1024)
+    assert host_room("--swap-space", "0", has_layers=False) == HostRoom(state_bytes=1024)
 
 
 def test_nothing_is_kept_on_the_host_where_nothing_is_swapped() -> None:
     assert host_room("--preemption", "recompute") == HostRoom()
 
 
-def test_compute_threads_take_what_is_too_small_for_zero() -> None:
-    """All of them, those that torch begins for a large tensor, too."""
+def on_gpu(*flags: str, work: int = 0, weights: int = 0) -> int:
+    settings = load_settings(flags, {})
+    return find_kv_memory(settings, model_on("cuda"), SIZES, FakeGauge(), work, weights).num_bytes
 
-    def smallest() -> float:
-        use_compute_threads()
-        return float((torch.full((1 << 22,), 2e-38) * 0.1).max())
 
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(smallest).result() == 0.0
+def test_a_gpu_gives_k_v_its_share_less_what_is_there_and_what_steps_take() -> None:
+    recorded = recorded_bytes(load_settings((), {}), model_on("cuda"), SIZES)
+    assert recorded > 0
+    left = 72 * GIB - 20 * GIB - recorded
+    assert on_gpu() == left
+    assert on_gpu(work=3 * GIB) == left - 3 * GIB
+    assert on_gpu(work=3 * GIB, weights=16 * GIB) == left - 19 * GIB
+    assert on_gpu("--gpu-memory-utilization", "0.5") == 20 * GIB - recorded
+    assert on_gpu(work=100 * GIB) == 0, "not less than nothing"
+    assert on_gpu("--kv-cache-memory", "1MiB", work=3 * GIB) == 1 << 20, "what is given is given"
+
+
+def test_what_is_recorded_follows_the_seats() -> None:
+    few, many = (
+        recorded_bytes(load_settings((), {}), model_on("cuda"), replace(SIZES, max_num_seqs=seats))
+        for seats in (32, 256)
+    )
+    assert few < many
+
+
+def test_the_larger_of_the_two_measured_steps_counts() -> None:
+    loaded = load_tiny("llama")
+    settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    for peaks in ([5 * GIB, 2 * GIB], [1 * GIB, 5 * GIB]):
+        gauge = FakeGauge(peaks)
+        room = measure_kv_room(settings, loaded, sampler, gauge)
+        assert room.memory == (72 * GIB - 20 * GIB - 5 * GIB, "--gpu-memory-utilization 0.9")
+        assert gauge.peaks == []
+
+
+def test_nothing_is_measured_where_the_memory_is_given() -> None:
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    settings = load_settings(("--kv-cache-memory", "1MiB"), {})
+    assert measure_kv_room(settings, loaded, sampler, FakeGauge()).memory.num_bytes == 1 << 20
+    assert measure_kv_room(load_settings((), {}), loaded, sampler, None).memory.num_bytes == GIB
+
+
+def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() -> None:
+    loaded, settings = load_tiny("llama"), load_settings((), {})
+    needs = ModelNeeds.of(settings, loaded)
+    before, after = (
+        foresee_kv_room(settings, loaded, FakeGauge(), is_loaded=is_loaded) for is_loaded in (False, True)
+    )
+    assert after.memory.num_bytes == 72 * GIB - 20 * GIB - needs.work(after.sizes)
+    assert before.memory.num_bytes == after.memory.num_bytes - needs.weights
+
+
+def test_sizes_that_drafters_were_made_by_stay() -> None:
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sizes = StepSizes(3, 32, 8)
+    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0, 0]), sizes)
+    assert room.sizes is sizes
