@@ -132,7 +132,7 @@ def put_together(
         keeps_features=any(source.drafter.reads_features for source in sources),
         feature_layers=feature_layers(sources),
     )
-    with refused_where_memory_ends(settings):
+    with refused_where_memory_ends(settings, on_gpu=loaded.device.type == "cuda"):
         runner = make_runner(loaded, sampler, sizes, for_drafts)
         runner.warm_up()
     info = EngineInfo(
@@ -194,18 +194,20 @@ def following_cores(runner: StepRunner, loaded: LoadedModel) -> StepRunner:
 
 
 @contextmanager
-def refused_where_memory_ends(settings: Settings) -> Iterator[None]:
-    """Have memory that the system does not give refuse the start. Raises StartRefused."""
+def refused_where_memory_ends(settings: Settings, *, on_gpu: bool = False) -> Iterator[None]:
+    """Have memory that the system or the GPU does not give refuse the start. Raises StartRefused."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        cache = settings.cache
+        cache, place = settings.cache, "GPU" if on_gpu else "system"
         given = f"--kv-cache-memory {format_size(cache.kv_cache_memory)}"
+        if on_gpu and "kv_cache_memory" not in cache.model_fields_set:
+            given = f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
         if cache.num_kv_blocks is not None:
             given = f"--num-kv-blocks {cache.num_kv_blocks}"
-        raise StartRefused(f"{given}: the system does not give as much memory. Lower it.") from error
+        raise StartRefused(f"{given}: the {place} does not give as much memory. Lower it.") from error
 
 
 def profile_limits(info: EngineInfo) -> ProfileLimits:
