@@ -174,13 +174,28 @@ def measure_kv_room(
 ) -> KvRoom:
     """The room once all weights are there, with work space as measured; on the thread that runs the model.
 
-    `sizes` are those foreseen, None where nothing was made by them. Raises StartRefused.
+    `sizes` are those foreseen, None where nothing was made by them. Of a step that finds no memory the tokens
+    are halved as far as nobody has asked for so many. Raises StartRefused.
     """
     if sizes is None:
         sizes = foresee_kv_room(settings, loaded, gauge).sizes
     work_bytes = 0
     if gauge is not None and "kv_cache_memory" not in settings.cache.model_fields_set:
-        largest = LargestStep(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.kv_block_size)
-        work_bytes = measure_largest_step(loaded, sampler, largest, gauge)
+        sizes, work_bytes = _measure(loaded, sampler, gauge, sizes)
         log.info("the largest step works in %s", rough_size(work_bytes))
     return KvRoom(settings, loaded, sizes, find_kv_memory(settings, loaded, sizes, gauge, work_bytes))
+
+
+def _measure(
+    loaded: LoadedModel, sampler: Sampler, gauge: MemoryGauge, sizes: StepSizes
+) -> tuple[StepSizes, int]:
+    """What the largest step takes, and the sizes that it has after all. Raises StartRefused."""
+    largest = LargestStep(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.kv_block_size)
+    try:
+        return sizes, measure_largest_step(loaded, sampler, largest, gauge)
+    except StartRefused:
+        fewer = sizes.with_fewer_tokens()
+        if fewer is None:
+            raise
+    log.warning("a step of %d tokens finds no memory: trying fewer", sizes.max_num_batched_tokens)
+    return _measure(loaded, sampler, gauge, fewer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from config import CPU_BLOCK_SIZE, CPU_SEATS, CPU_TOKENS, Settings
@@ -45,6 +45,15 @@ class StepSizes:
     max_num_batched_tokens: int
     kv_block_size: int
     origins: Mapping[str, str] = field(default_factory=dict)
+
+    def with_fewer_tokens(self) -> StepSizes | None:
+        """The same with half the tokens; None where these were given, or are as few as a GPU's step has."""
+        name, num_tokens = "max_num_batched_tokens", self.max_num_batched_tokens // 2
+        if self.origins.get(name) == "given" or num_tokens < _GPU_TOKENS[0]:
+            return None
+        reason = f"derived: {self.max_num_batched_tokens} find no memory to be computed in"
+        origins = {**self.origins, name: reason}
+        return replace(self, max_num_batched_tokens=num_tokens, origins=origins)
 
 
 @dataclass(frozen=True, slots=True)

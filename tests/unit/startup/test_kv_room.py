@@ -173,6 +173,33 @@ def test_the_larger_of_the_two_measured_steps_counts() -> None:
         assert gauge.peaks == []
 
 
+@dataclass
+class ScarceGauge(FakeGauge):
+    """Has no memory for the first steps, as many as `num_failures`."""
+
+    num_failures: int = 0
+
+    def peak(self, work: Callable[[], None]) -> int:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().peak(work)
+
+
+def test_steps_that_find_no_memory_get_smaller_as_far_as_nobody_asked_for_them() -> None:
+    loaded, settings = load_tiny("llama"), load_settings(("--max-num-seqs", "4"), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB, GIB], num_failures=2))
+    assert room.sizes.max_num_batched_tokens == 2048
+    expected = "derived: 4096 find no memory to be computed in"
+    assert room.sizes.origins["max_num_batched_tokens"] == expected
+    with pytest.raises(StartRefused, match=r"--max-num-batched-tokens 2048 or --max-num-seqs 4 "):
+        measure_kv_room(settings, loaded, sampler, ScarceGauge(num_failures=3))
+    given = load_settings(("--max-num-batched-tokens", "8192"), {})
+    with pytest.raises(StartRefused, match=r"--max-num-batched-tokens 8192 or "):
+        measure_kv_room(given, loaded, sampler, ScarceGauge(num_failures=1))
+
+
 def test_nothing_is_measured_where_the_memory_is_given() -> None:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)
