@@ -18,6 +18,7 @@ from config.errors import SettingsError
 from config.reply_parsers import ReasoningParser, ToolCallParser
 from config.speculative_config import DraftTuning, is_json_object, read_speculative_config
 from config.value_types import (
+    Device,
     Directory,
     DirectoryOrNone,
     FileOrNone,
@@ -38,8 +39,10 @@ from config.value_types import (
     lower_case,
 )
 
+# What auto is on a CPU: sequences at once, tokens of a step, tokens of a K/V block.
+CPU_SEATS, CPU_TOKENS, CPU_BLOCK_SIZE = 64, 2048, 16
+
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(lower_case)]
-Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lower_case)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lower_case)]
 CpuKernels = Annotated[
     Literal["auto", "amx", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)
@@ -85,9 +88,9 @@ class Section(BaseModel):
 
 
 def _refuse_above(section: Section, name: str, limit_name: str) -> None:
-    """Raise when a part is larger than the whole; None is the whole."""
+    """Raise when a part is larger than the whole; None is the whole, or a whole that the device decides."""
     value, limit = getattr(section, name), getattr(section, limit_name)
-    if value is not None and value > limit:
+    if value is not None and limit is not None and value > limit:
         raise PydanticCustomError(
             "above_limit",
             "at most {limit_flag} ({limit})",
@@ -120,7 +123,7 @@ class ModelSettings(Section):
         (), description="name(s) in the API; repeatable; none = MODEL, less ./ before it and .gguf behind"
     )
     dtype: Dtype = Field("auto", description="number format of weights and K/V")
-    device: Device = Field("auto", description="where the model runs")
+    device: Device = Field("auto", description="where the model runs; cuda:N = that one of several GPUs")
     max_model_len: WholeOrAuto = Field(
         None, ge=1, description="most tokens of prompt and output together; auto = the model's own"
     )
@@ -165,7 +168,9 @@ class ModelSettings(Section):
 class CacheSettings(Section):
     """The paged K/V cache."""
 
-    kv_block_size: Whole = Field(16, ge=1, le=1024, description="tokens in one K/V block")
+    kv_block_size: WholeOrAuto = Field(
+        None, ge=1, le=1024, description="tokens in one K/V block; auto = 16, or 64 on a GPU"
+    )
     num_kv_blocks: WholeOrAuto = Field(
         None, ge=1, description="K/V blocks, whatever they take; auto = what the memory holds"
     )
@@ -204,8 +209,18 @@ class CacheSettings(Section):
 class SchedulerSettings(Section):
     """Who runs in a step and how much of it."""
 
-    max_num_seqs: Whole = Field(64, ge=1, le=2**16, description="most sequences running at once")
-    max_num_batched_tokens: Whole = Field(2048, ge=1, le=2**20, description="most tokens in one step")
+    max_num_seqs: WholeOrAuto = Field(
+        None,
+        ge=1,
+        le=2**16,
+        description="most sequences running at once; auto = 64 on a CPU, 32 to 256 as a GPU's memory holds",
+    )
+    max_num_batched_tokens: WholeOrAuto = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="most tokens in one step; auto = 2048 on a CPU, up to 8192 by a GPU's memory",
+    )
     max_prefill_tokens: WholeOrAuto = Field(
         None,
         ge=1,

@@ -80,6 +80,11 @@ class Setting:
         return get_args(annotation) if get_origin(annotation) is Literal else ()
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """What to offer a person: its choices, or the usual ones where it accepts others, too."""
+        return self.choices or self.shape.words
+
+    @property
     def allowed(self) -> str:
         """What it accepts, in words that end an error line."""
         if self.choices:

@@ -17,6 +17,7 @@ class Shape:
     """How a kind of value is shown: `metavar` in the help, `allowed` in an error line.
 
     `numeric` values get the field's bounds appended, `auto` ones accept the word auto (None in the record).
+    `words` are the usual values where there are others, too.
     """
 
     metavar: str
@@ -25,6 +26,7 @@ class Shape:
     auto: bool = False
     size: bool = False
     secret: bool = False
+    words: tuple[str, ...] = ()
 
 
 def refuse_bool(value: object) -> object:
@@ -67,6 +69,14 @@ def refuse_unsendable(secret: SecretStr) -> SecretStr:
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError("cannot be sent in a header")
     return secret
+
+
+def read_device(text: str) -> str:
+    """auto, cpu, cuda or cuda:N with N as people count devices, from 0. Raises ValueError."""
+    word = text.strip().lower()
+    if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?", word):
+        raise ValueError("no device")
+    return word
 
 
 def read_host_name(text: str) -> str:
@@ -127,6 +137,11 @@ Size = Annotated[
 Text = Annotated[str, Field(min_length=1), Shape("NAME", "a name that is not empty")]
 TextOrNone = Annotated[str | None, Field(min_length=1), Shape("NAME", "a name that is not empty")]
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Shape("NAME", "names that are not empty")]
+Device = Annotated[
+    str,
+    AfterValidator(read_device),
+    Shape("WORD", "auto, cpu, cuda or cuda:N, N a GPU's number", words=("auto", "cpu", "cuda", "cuda:0")),
+]
 FileOrNone = Annotated[
     FilePath | None, BeforeValidator(at_home), Shape("FILE", "the path of a file that exists")
 ]

@@ -75,7 +75,7 @@ def _number_of_engines(options: RayOptions) -> Mapping[str, Any]:
     """A number, or limits and the policy between them."""
     if not options.scales:
         return {"num_replicas": options.replicas}
-    target = max(1.0, LOAD_SHARE * options.settings.scheduler.max_num_seqs)
+    target = max(1.0, LOAD_SHARE * options.seats)
     scaling = AutoscalingConfig(
         min_replicas=options.replicas,
         max_replicas=options.max_replicas,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 
-from config import PlannedFault, Settings, SettingsError, load_fault_plan, load_settings
+from config import CPU_SEATS, PlannedFault, Settings, SettingsError, load_fault_plan, load_settings
 
 SPARE_CALLS = 64  # beside requests: scrapes, health, cancels
 _SERVES_OWN = ("host", "port")
@@ -35,9 +35,14 @@ class RayOptions:
         return self.max_replicas > self.replicas
 
     @property
+    def seats(self) -> int:
+        """What an engine runs at once: `max-num-seqs`; without it a CPU's, which a GPU's may be more than."""
+        return self.settings.scheduler.max_num_seqs or CPU_SEATS
+
+    @property
     def max_ongoing_requests(self) -> int:
         """More than an engine takes, so that it is the engine that refuses, with its own Retry-After."""
-        most = self.settings.scheduler.max_num_seqs + self.settings.server.max_queued_requests
+        most = self.seats + self.settings.server.max_queued_requests
         return most + SPARE_CALLS
 
     @property
@@ -48,7 +53,7 @@ class RayOptions:
     @property
     def spill_requests(self) -> int:
         """How many requests more than the emptiest engine one may hold and still be preferred."""
-        return max(1, self.settings.scheduler.max_num_seqs // 4)
+        return max(1, self.seats // 4)
 
 
 def read_options(args: Mapping[str, object], environ: Mapping[str, str] | None = None) -> RayOptions:

@@ -52,6 +52,9 @@ class EngineInfo:
     scratch_bytes: int = 0  # the most that compiled kernels work in
     kv_dtype: str = ""  # what keys and values are kept in
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # by format, most first
+    max_num_seqs: int = 0  # seats
+    max_num_batched_tokens: int = 0  # of one step
+    size_origins: Mapping[str, str] = field(default_factory=dict)  # of seats, tokens, blocks: where from
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 
 from config import Settings
 from config.units import format_size
-from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.cuda.layer_choice import with_fast_layers
+from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_source import resolve_model
@@ -24,9 +24,9 @@ from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.scratch import scratch_bytes
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
-from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
 from engine.compute.runner.compute_threads import choose_threads
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
+from engine.compute.runner.memory_gauge import gauge_of
 from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.step_profile import ProfileLimits, StepProfile, profile_steps
 from engine.compute.runner.thread_follower import ThreadFollower
@@ -38,24 +38,22 @@ from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.policy import FairnessWeights, make_policy
 from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.startup.build_runner import RunnerSizes, make_runner, recorded_bytes
+from engine.startup.build_runner import RunnerSizes, make_runner
 from engine.startup.build_speculation import (
     draft_methods,
     feature_layers,
-    foreseen_draft_tokens,
     load_sources,
     make_decoder,
     max_draft_tokens,
     use_kernels,
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
+from engine.startup.kv_room import HostRoom, foresee_kv_room, measure_kv_room
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
+from engine.startup.step_sizes import StepSizes
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
-
-_SNAPSHOT_SHARE = 8  # one part in so many of the memory for K/V: a state weighs what many blocks do
-_MOST_SNAPSHOTS = 1024
 
 
 def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
@@ -66,20 +64,22 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
     loaded = with_kept_kv(load_model(directory, settings.model), settings.cache)
     loaded = take_weights(loaded, settings.model, settings.home)
-    block_bytes = bytes_per_block(loaded.layers, settings.cache.kv_block_size, loaded.kv_dtype)
-    kv_bytes = count_kv_blocks(settings, loaded, block_bytes) * block_bytes
-    sources = load_sources(settings, loaded, directory, kv_bytes)
+    room = foresee_kv_room(settings, loaded, gauge_of(loaded.device))
+    block_size = room.sizes.kv_block_size
+    of_target = TargetRoom(room.sizes.max_num_seqs, block_size, room.count_blocks() * room.block_bytes)
+    sources = load_sources(settings, loaded, directory, of_target)
 
     def reload() -> LoadedModel:
         return with_kept_kv(load_model(directory, settings.model), settings.cache)
 
-    loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, settings.cache.kv_block_size)
-    loaded = with_fast_layers(loaded, settings.model, settings.cache.kv_block_size, reload)
+    loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, block_size)
+    loaded = with_fast_layers(loaded, settings.model, block_size, reload)
     check_kept_kv(loaded)
     use_kernels(sources, loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
-    parts = put_together(settings, loaded, tokenizer, sources, factories, directory)
+    files = FromFiles(directory, room.sizes)
+    parts = put_together(settings, loaded, tokenizer, sources, factories, files)
     info = replace(
         parts.info,
         compute_threads=threads,
@@ -89,36 +89,42 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     return replace(parts, info=info)
 
 
+class FromFiles(NamedTuple):
+    """What is known of a model that was loaded: where its files are, and the sizes its drafters have."""
+
+    directory: Path
+    sizes: StepSizes
+
+
 def put_together(
     settings: Settings,
     loaded: LoadedModel,
     tokenizer: Tokenizer,
     sources: tuple[DraftSource, ...] = (),
     factories: PartFactories = PLAIN_FACTORIES,
-    directory: Path | None = None,
+    files: FromFiles | None = None,
 ) -> EngineParts:
     """Everything around a model that is in memory, as are the models that draft for it, ready for requests.
 
-    `directory` has the model's files; without them no K/V is kept on disk, where it is told by them. On the
-    thread that will run it. Raises StartRefused where the K/V does not fit.
+    Without `files` no K/V is kept on disk, where it is told by them. On the thread that will run it. Raises
+    StartRefused where the K/V does not fit.
     """
-    block_size = settings.cache.kv_block_size
-    block_bytes = bytes_per_block(loaded.layers, block_size, loaded.kv_dtype)
-    num_blocks = count_kv_blocks(settings, loaded, block_bytes)  # of what the draft model has left
-    host = count_host_room(settings, loaded, block_bytes)
     row_draw = find_row_draw(loaded, settings.model, settings.home)
     sampler = factories.sampler(loaded.vocab_size, loaded.device, row_draw)
+    # Of what the draft model has left.
+    room = measure_kv_room(settings, loaded, sampler, gauge_of(loaded.device), files and files.sizes)
+    num_blocks, step, host = room.count_blocks(), room.sizes, room.count_host_room()
     sources = tuple(
         replace(source, drafter=factories.drafter(source.drafter, loaded.vocab_size)) for source in sources
     )
     sizes = RunnerSizes(
         num_blocks,
-        block_size,
+        step.kv_block_size,
         host.num_blocks,
-        settings.scheduler.max_num_seqs,
-        settings.scheduler.max_num_batched_tokens,
+        step.max_num_seqs,
+        step.max_num_batched_tokens,
         max_draft_tokens(sources),
-        count_snapshots(settings, loaded, block_bytes),
+        room.count_snapshots(),
         host.num_states,
     )
     for_drafts = ForDrafts(
@@ -126,7 +132,7 @@ def put_together(
         keeps_features=any(source.drafter.reads_features for source in sources),
         feature_layers=feature_layers(sources),
     )
-    with refused_where_memory_ends(settings):
+    with refused_where_memory_ends(settings, on_gpu=loaded.device.type == "cuda"):
         runner = make_runner(loaded, sampler, sizes, for_drafts)
         runner.warm_up()
     info = EngineInfo(
@@ -135,29 +141,32 @@ def put_together(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         num_kv_blocks=num_blocks,
-        kv_block_size=block_size,
-        kv_bytes=num_blocks * block_bytes,
+        kv_block_size=step.kv_block_size,
+        kv_bytes=num_blocks * room.block_bytes,
         has_chat_template=tokenizer.has_chat_template,
         draft_methods=draft_methods(sources),
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=host.num_blocks,
         host_state_bytes=host.state_bytes,
         num_state_snapshots=sizes.num_snapshots,
-        scratch_bytes=scratch_bytes(loaded, settings.scheduler.max_num_batched_tokens),
+        scratch_bytes=scratch_bytes(loaded, step.max_num_batched_tokens),
         kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes_by_format(loaded.model),
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
+        size_origins=step.origins,
     )
     with refused_where_memory_ends(settings):
-        kv = make_kv_manager(settings, info, host, loaded.rewindable)
+        kv = make_kv_manager(info, host, loaded.rewindable)
     decoder = make_decoder(settings, sources, loaded.vocab_size, kv)
     batcher = make_batcher(settings, info, kv, decoder, factories.batcher)
     if not loaded.keeps_state:
-        seed_costs(batcher, profile_steps(runner.run, profile_limits(info, settings)))
+        seed_costs(batcher, profile_steps(runner.run, profile_limits(info)))
     prefix_store = None
-    if directory is not None and settings.cache.prefix_cache_dir is not None:
+    if files is not None and settings.cache.prefix_cache_dir is not None:
         from engine.startup.build_disk_cache import open_disk_cache  # which alone needs xxhash
 
-        prefix_store = open_disk_cache(settings, loaded, directory, runner.kv, batcher)
+        prefix_store = open_disk_cache(settings, loaded, files.directory, runner.kv, batcher)
     runner_as_used = factories.runner(following_cores(runner, loaded), loaded)
     reply_format = tokenizer.reply_format(
         reasoning=settings.server.reasoning_parser, tools=settings.server.tool_call_parser
@@ -185,27 +194,29 @@ def following_cores(runner: StepRunner, loaded: LoadedModel) -> StepRunner:
 
 
 @contextmanager
-def refused_where_memory_ends(settings: Settings) -> Iterator[None]:
-    """Have memory that the system does not give refuse the start. Raises StartRefused."""
+def refused_where_memory_ends(settings: Settings, *, on_gpu: bool = False) -> Iterator[None]:
+    """Have memory that the system or the GPU does not give refuse the start. Raises StartRefused."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        cache = settings.cache
+        cache, place = settings.cache, "GPU" if on_gpu else "system"
         given = f"--kv-cache-memory {format_size(cache.kv_cache_memory)}"
+        if on_gpu and "kv_cache_memory" not in cache.model_fields_set:
+            given = f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
         if cache.num_kv_blocks is not None:
             given = f"--num-kv-blocks {cache.num_kv_blocks}"
-        raise StartRefused(f"{given}: the system does not give as much memory. Lower it.") from error
+        raise StartRefused(f"{given}: the {place} does not give as much memory. Lower it.") from error
 
 
-def profile_limits(info: EngineInfo, settings: Settings) -> ProfileLimits:
+def profile_limits(info: EngineInfo) -> ProfileLimits:
     """What the steps that are measured may use."""
     return ProfileLimits(
         num_blocks=info.num_kv_blocks,
         block_size=info.kv_block_size,
         max_model_len=info.max_model_len,
-        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_seqs=info.max_num_seqs,
         max_draft_tokens=info.max_draft_tokens,
     )
 
@@ -245,110 +256,17 @@ def read_chat_template(settings: Settings) -> str | None:
         raise StartRefused(f"--chat-template {path}: cannot be read ({error}).") from error
 
 
-def count_kv_blocks(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
-    """How many K/V blocks fit the memory given; at least one sequence of max_model_len, or StartRefused.
-
-    What a recurrent model keeps for each seat, and its snapshots, come out of the same memory. One that
-    attends nowhere needs none for its blocks, which then only count tokens.
-    """
-    cache = settings.cache
-    needed = -(-loaded.max_model_len // cache.kv_block_size)
-    num_seats = settings.scheduler.max_num_seqs
-    seats_bytes = seat_states_bytes(settings, loaded)
-    memory, source = kv_memory(settings, loaded)
-    left = memory - seats_bytes
-    if seats_bytes and left < needed * block_bytes:
-        raise StartRefused(
-            f"The recurrent states of max-num-seqs {num_seats} take {seats_bytes} bytes and one sequence's "
-            f"K/V {needed * block_bytes} bytes; {source} gives {memory}. "
-            "Raise it, or lower --max-num-seqs."
-        )
-    if cache.num_kv_blocks is not None:
-        num_blocks, source = cache.num_kv_blocks, f"--num-kv-blocks {cache.num_kv_blocks}"
-    elif block_bytes == 0:
-        return needed * num_seats
-    else:
-        snapshots = count_snapshots(settings, loaded, block_bytes)
-        num_blocks = (left - state_bytes(loaded.states, loaded.dtype, snapshots)) // block_bytes
-    if num_blocks < needed:
-        raise StartRefused(
-            f"The KV cache is too small for one sequence of max-model-len {loaded.max_model_len}: that needs "
-            f"{needed} blocks of {cache.kv_block_size} tokens ({needed * block_bytes} bytes), {source} gives "
-            f"{max(0, num_blocks)}. Raise it, or lower --max-model-len."
-        )
-    return num_blocks
-
-
-def count_snapshots(settings: Settings, loaded: LoadedModel, block_bytes: int) -> int:
-    """How many states of a recurrent model are kept for prompts that begin alike; 0 without a prefix cache.
-
-    They get a share of the memory behind the seats, but nothing that one sequence of max_model_len needs.
-    """
-    cache = settings.cache
-    each = state_bytes(loaded.states, loaded.dtype)
-    if not each or not cache.prefix_caching:
-        return 0
-    left = kv_memory(settings, loaded)[0] - seat_states_bytes(settings, loaded)
-    spare = left - -(-loaded.max_model_len // cache.kv_block_size) * block_bytes
-    return min(_MOST_SNAPSHOTS, max(0, min(left // _SNAPSHOT_SHARE, spare)) // each)
-
-
-def seat_states_bytes(settings: Settings, loaded: LoadedModel) -> int:
-    """What a recurrent model keeps for every seat, with the rows of as many drafts as there may be."""
-    num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
-    return state_bytes(loaded.states, loaded.dtype, settings.scheduler.max_num_seqs, num_kept)
-
-
-def kv_memory(settings: Settings, loaded: LoadedModel) -> tuple[int, str]:
-    """The bytes for K/V and states, and the setting that says so."""
-    cache = settings.cache
-    if loaded.device.type == "cuda" and "kv_cache_memory" not in cache.model_fields_set:
-        free, total = torch.cuda.mem_get_info(loaded.device)
-        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - recorded_bytes(settings, loaded)
-        return memory, f"--gpu-memory-utilization {cache.gpu_memory_utilization}"
-    return cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}"
-
-
-class HostRoom(NamedTuple):
-    """What --swap-space holds of preempted requests: K/V blocks, and states where a model has them."""
-
-    num_blocks: int = 0
-    num_states: int = 0
-    num_bytes: int = 0
-    state_bytes: int = 0  # of one
-
-
-def count_host_room(settings: Settings, loaded: LoadedModel, block_bytes: int) -> HostRoom:
-    """None when nothing is ever swapped. States get half of it at most, or all if there is nothing else."""
-    space = settings.cache.swap_space
-    if settings.scheduler.preemption == "recompute":
-        return HostRoom()
-    if not loaded.keeps_state:
-        num_blocks = space // block_bytes
-        return HostRoom(num_blocks, num_bytes=num_blocks * block_bytes)
-    each = seat_states_bytes(settings, loaded) // settings.scheduler.max_num_seqs
-    if not block_bytes:
-        num_states = space // each
-        needed = -(-loaded.max_model_len // settings.cache.kv_block_size)
-        return HostRoom(num_states * needed, num_states, num_states * each, each)
-    num_states = space // 2 // each
-    num_blocks = (space - num_states * each) // block_bytes
-    return HostRoom(num_blocks, num_states, num_states * each + num_blocks * block_bytes, each)
-
-
 def step_limit_s(settings: Settings) -> float:
     """How long a step should take while streams wait: the rest of the gap is for a pass of embeddings."""
     return GAP_LIMIT_S if settings.model.embedding_model is None else GAP_LIMIT_S - LEAST_TURN_S
 
 
-def make_kv_manager(
-    settings: Settings, info: EngineInfo, host: HostRoom, rewindable: Rewindable
-) -> PagedKvManager:
+def make_kv_manager(info: EngineInfo, host: HostRoom, rewindable: Rewindable) -> PagedKvManager:
     """Who accounts for the K/V."""
     kv = PagedKvManager(
         num_blocks=info.num_kv_blocks,
         block_size=info.kv_block_size,
-        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_seqs=info.max_num_seqs,
         max_blocks_per_seq=-(-info.max_model_len // info.kv_block_size),
         num_host_blocks=host.num_blocks,
         rewindable=rewindable,
@@ -372,10 +290,10 @@ def make_batcher(
     """
     scheduler = settings.scheduler
     config = BatchConfig(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_prefill_tokens=scheduler.max_prefill_tokens or scheduler.max_num_batched_tokens,
-        max_decode_seqs=scheduler.max_decode_seqs or scheduler.max_num_seqs,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_prefill_tokens=scheduler.max_prefill_tokens or info.max_num_batched_tokens,
+        max_decode_seqs=scheduler.max_decode_seqs or info.max_num_seqs,
         max_model_len=info.max_model_len,
         prefix_caching=settings.cache.prefix_caching and (not kv.keeps_state or kv.snapshots.num_slots > 0),
         preemption=scheduler.preemption,

@@ -16,6 +16,7 @@ from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.startup.build_speculation import foreseen_draft_tokens
+from engine.startup.step_sizes import StepSizes
 
 Runner: TypeAlias = ModelRunner | CudaRunner | RecurrentRunner
 
@@ -62,16 +63,11 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
     return CudaRunner(runner, sizes.max_num_tokens, limits, recorder, draws)
 
 
-def recorded_bytes(settings: Settings, loaded: LoadedModel) -> int:
+def recorded_bytes(settings: Settings, loaded: LoadedModel, sizes: StepSizes) -> int:
     """About what the runner takes of the device's memory beside the K/V, before it is known what drafts."""
     if loaded.device.type != "cuda" or loaded.keeps_state:
         return 0
     num_drafts = foreseen_draft_tokens(settings)
-    max_blocks = -(-loaded.max_model_len // settings.cache.kv_block_size)
-    limits = GraphLimits(
-        settings.scheduler.max_num_seqs,
-        max_blocks,
-        num_drafts,
-        max_tokens=settings.scheduler.max_num_batched_tokens,
-    )
+    max_blocks = -(-loaded.max_model_len // sizes.kv_block_size)
+    limits = GraphLimits(sizes.max_num_seqs, max_blocks, num_drafts, max_tokens=sizes.max_num_batched_tokens)
     return graph_bytes(loaded, limits)

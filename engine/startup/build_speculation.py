@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
-from engine.compute.drafters.draft_loader import load_draft_model
+from engine.compute.drafters.draft_loader import TargetRoom, load_draft_model
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_loader import (
     MOST_DRAFTS,
@@ -39,11 +39,11 @@ _HEADS_KV_SHARE = 0.1
 
 
 def load_sources(
-    settings: Settings, target: LoadedModel, directory: Path, kv_bytes: int
+    settings: Settings, target: LoadedModel, directory: Path, room: TargetRoom
 ) -> tuple[DraftSource, ...]:
     """Make and load what `--speculative-method` asks for, the most trusted first. Raises StartRefused.
 
-    `directory` is the target's, `kv_bytes` the memory of its K/V, of which a draft model's takes a share.
+    `directory` and `room` are the target's; drafters' own K/V takes a share of as much beside it.
     """
     speculation = settings.speculation
     method, asked = speculation.speculative_method, speculation.num_speculative_tokens
@@ -54,7 +54,7 @@ def load_sources(
     sources = model_free_sources(speculation)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         sources.append(
-            DraftSource(load_draft_model(settings, target, directory, kv_bytes), asked or MODEL_TOKENS)
+            DraftSource(load_draft_model(settings, target, directory, room), asked or MODEL_TOKENS)
         )
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         if target.keeps_state:
@@ -64,14 +64,16 @@ def load_sources(
         medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
-        room = EagleRoom(settings.scheduler.max_num_seqs, int(kv_bytes * _HEADS_KV_SHARE))
-        eagle = load_eagle_drafter(heads, target, room, speculation.draft_verification)
+        eagle = load_eagle_drafter(heads, target, _eagle_room(room), speculation.draft_verification)
         sources.append(_reading(eagle, asked))
     elif method in ("auto", "mtp") and (layout := find_module(speculation, target, directory)) is not None:
-        room = EagleRoom(settings.scheduler.max_num_seqs, int(kv_bytes * _HEADS_KV_SHARE))
-        mtp = load_mtp_drafter(directory, target, layout, room, speculation.draft_verification)
+        mtp = load_mtp_drafter(directory, target, layout, _eagle_room(room), speculation.draft_verification)
         sources.append(_reading(mtp, asked))
     return tuple(sources)
+
+
+def _eagle_room(room: TargetRoom) -> EagleRoom:
+    return EagleRoom(room.max_num_seqs, int(room.kv_bytes * _HEADS_KV_SHARE))
 
 
 def _reading(drafter: EagleDrafter, asked: int | None) -> DraftSource:

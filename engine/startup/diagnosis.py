@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -77,7 +77,10 @@ class ModelFacts:
 
 @dataclass(slots=True)
 class CacheFacts:
-    """Room for keys and values, as the flag `source` says. `num_full_seqs` of max_model_len fit at once."""
+    """Room for keys and values, as the flag `source` says. `num_full_seqs` of max_model_len fit at once.
+
+    `size_origins` says where seats, tokens of a step and tokens of a block come from, as StepSizes does.
+    """
 
     num_kv_blocks: int
     kv_block_size: int
@@ -90,6 +93,8 @@ class CacheFacts:
     host_bytes: int
     num_snapshots: int = 0
     snapshot_bytes: int = 0
+    max_num_batched_tokens: int = 0
+    size_origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

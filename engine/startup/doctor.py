@@ -33,18 +33,11 @@ from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
 from engine.compute.native.quantization import foresee_weights
 from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.runner.device import gpu_has_bfloat16
 from engine.compute.runner.kept_kv import with_kept_kv
+from engine.compute.runner.memory_gauge import gauge_of
 from engine.errors import StartRefused
-from engine.startup.build import (
-    count_host_room,
-    count_kv_blocks,
-    count_snapshots,
-    kv_memory,
-    read_chat_template,
-    seat_states_bytes,
-    use_compute_threads,
-    worthwhile_threads,
-)
+from engine.startup.build import read_chat_template, use_compute_threads, worthwhile_threads
 from engine.startup.build_embeddings import examine_embeddings
 from engine.startup.build_speculation import (
     draft_methods,
@@ -54,6 +47,7 @@ from engine.startup.build_speculation import (
 )
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
+from engine.startup.kv_room import KvRoom, foresee_kv_room
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -110,7 +104,7 @@ def _describe_device(device: torch.device, asked: str) -> DeviceFacts:
     if device.type == "cuda":
         facts.name = torch.cuda.get_device_name(device)
         facts.capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        facts.features = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
+        facts.features = {"bfloat16": gpu_has_bfloat16(device)}
         facts.free_bytes, facts.memory_bytes = torch.cuda.mem_get_info(device)
     else:
         facts.thread_counts = worthwhile_threads()
@@ -152,11 +146,18 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
             found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
         _describe_stored(model, source, architecture)
-        model.compiled = found.attempt(lambda: _foresee_kernels(model, settings, outline, source.as_it_is))
+        gauge = gauge_of(outline.device)
+        room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, is_loaded=False))
+        if room is None:
+            return
+        num_tokens = room.sizes.max_num_batched_tokens
+        model.compiled = found.attempt(
+            lambda: _foresee_kernels(model, settings, outline, num_tokens, source.as_it_is)
+        )
         if settings.model.quantization != "none" and model.compiled is not None:
             model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
         _warn_of_slow_dtype(found, settings, outline)
-        _examine_cache(found, settings, outline)
+        _examine_cache(found, settings, room)
         _examine_drafts(found, settings, outline, source)
 
 
@@ -202,14 +203,15 @@ def _describe_stored(model: ModelFacts, source: FoundModel, architecture: Archit
         model.dtype_why = f"to compute in; the weights stay in {', '.join(formats)}"
 
 
-def _foresee_kernels(model: ModelFacts, settings: Settings, outline: LoadedModel, has_stored: bool) -> str:
+def _foresee_kernels(
+    model: ModelFacts, settings: Settings, outline: LoadedModel, num_tokens: int, has_stored: bool
+) -> str:
     """What they are used for; notes the memory they work in. Raises StartRefused as loading would."""
     if settings.model.compile == "off":
         return "not used: --compile off"
     formats = has_stored or settings.model.quantization == "int4"
     try:
         used_for = foresee(outline, settings.home, settings.model.cpu_kernels, formats=formats)
-        num_tokens = settings.scheduler.max_num_batched_tokens
         model.scratch_bytes = foresee_scratch(outline, max(worthwhile_threads()), num_tokens)
         return used_for
     except NativeUnavailable as reason:
@@ -229,40 +231,29 @@ def _warn_of_slow_dtype(found: Diagnosis, settings: Settings, outline: LoadedMod
         )
 
 
-def _examine_cache(found: Diagnosis, settings: Settings, outline: LoadedModel) -> None:
+def _examine_cache(found: Diagnosis, settings: Settings, room: KvRoom) -> None:
     """Sizes as `load_parts` makes them, and its refusals."""
-    settings = _after_weights(settings, outline)
-    block_size = settings.cache.kv_block_size
-    block_bytes = bytes_per_block(outline.layers, block_size, outline.kv_dtype)
-    num_blocks = found.attempt(lambda: count_kv_blocks(settings, outline, block_bytes))
+    num_blocks = found.attempt(room.count_blocks)
     if num_blocks is None:
         return
-    host = count_host_room(settings, outline, block_bytes)
-    num_snapshots = count_snapshots(settings, outline, block_bytes)
+    outline, sizes, host = room.loaded, room.sizes, room.count_host_room()
+    num_snapshots = room.count_snapshots()
     given = settings.cache.num_kv_blocks
-    seats = settings.scheduler.max_num_seqs
-    needed = -(-outline.max_model_len // block_size)
     found.cache = CacheFacts(
         num_kv_blocks=num_blocks,
-        kv_block_size=block_size,
-        kv_bytes=num_blocks * block_bytes,
-        source=kv_memory(settings, outline)[1].split()[0] if given is None else "--num-kv-blocks",
-        num_full_seqs=num_blocks // needed,
-        max_num_seqs=seats,
+        kv_block_size=sizes.kv_block_size,
+        kv_bytes=num_blocks * room.block_bytes,
+        source=room.memory.source.split()[0] if given is None else "--num-kv-blocks",
+        num_full_seqs=num_blocks // room.longest,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        size_origins=sizes.origins,
         num_snapshots=num_snapshots,
         snapshot_bytes=state_bytes(outline.states, outline.dtype, num_snapshots),
-        seats_bytes=seat_states_bytes(settings, outline),
+        seats_bytes=room.seats_bytes,
         num_host_blocks=host.num_blocks,
         host_bytes=host.num_bytes,
     )
-
-
-def _after_weights(settings: Settings, outline: LoadedModel) -> Settings:
-    """The settings with a GPU's free memory as it will be once the weights are in it."""
-    if outline.device.type != "cuda" or "kv_cache_memory" in settings.cache.model_fields_set:
-        return settings
-    left = max(0, kv_memory(settings, outline)[0] - weight_bytes(outline.model))
-    return settings.model_copy(update={"cache": settings.cache.model_copy(update={"kv_cache_memory": left})})
 
 
 def _examine_drafts(found: Diagnosis, settings: Settings, outline: LoadedModel, source: FoundModel) -> None:
@@ -331,9 +322,9 @@ def _look_at_draft_model(
         return
     facts.model_bytes = weight_bytes(outline.model)
     if found.cache is not None:
-        block_size = settings.cache.kv_block_size
+        block_size = found.cache.kv_block_size
         share = int(found.cache.kv_bytes * KV_SHARE)
-        num_blocks = count_draft_blocks(outline, block_size, settings.scheduler.max_num_seqs, share)
+        num_blocks = count_draft_blocks(outline, block_size, found.cache.max_num_seqs, share)
         facts.model_kv_bytes = num_blocks * bytes_per_block(outline.layers, block_size, outline.dtype)
 
 

@@ -93,11 +93,11 @@ def serve_help() -> str:
 def _line(setting: Setting) -> str:
     flag = f"--[no-]{setting.word}" if setting.is_switch else f"--{setting.word} {_metavar(setting)}"
     text = setting.field.description or ""
-    if setting.choices:
-        text += f": {'|'.join(setting.choices)}"
+    if setting.words:
+        text += f": {'|'.join(setting.words)}"
     default = setting.spell(setting.field.default)
     return f"  {flag:<{_COLUMN - 4}}  {text}{f' (default: {default})' if default else ''}\n"
 
 
 def _metavar(setting: Setting) -> str:
-    return "WORD" if setting.choices else setting.shape.metavar
+    return "WORD" if setting.words else setting.shape.metavar

@@ -124,6 +124,9 @@ class Daemon:
                 "max_model_len": info.max_model_len,
                 "kv_blocks": f"{info.num_kv_blocks}x{info.kv_block_size}",
                 "kv_mib": info.kv_bytes >> 20,
+                "max_num_seqs": info.max_num_seqs,
+                "max_num_batched_tokens": info.max_num_batched_tokens,
+                "size_origins": dict(info.size_origins),
                 "rows": lambda: start_rows(name, url, info, seconds),
             },
         )

@@ -118,7 +118,7 @@ class TrainCommand:
             )
         for setting in _MODEL_SETTINGS:
             text = f"{setting.field.description}, as for serve"
-            metavar = "WORD" if setting.choices else setting.shape.metavar
+            metavar = "WORD" if setting.words else setting.shape.metavar
             add(f"--{setting.word}", dest=setting.name, metavar=metavar, help=text)
         return parser
 

@@ -192,7 +192,7 @@ class MetricsPage:
             page.add(family.name, cast(Kind, family.type), family.documentation, samples)
 
     def _cache_config(self) -> dict[str, str]:
-        info, settings = self._context.info, self._context.settings
+        info = self._context.info
         if info is None:
             return {}
         facts = {
@@ -202,11 +202,11 @@ class MetricsPage:
             "num_host_blocks": info.num_host_blocks,
             "kv_bytes": info.kv_bytes,
             "max_model_len": info.max_model_len,
-            "max_num_seqs": settings.scheduler.max_num_seqs,
+            "max_num_seqs": info.max_num_seqs,
             "dtype": info.dtype,
             "cache_dtype": info.kv_dtype,
             "device": info.device,
-            "prefix_caching": str(settings.cache.prefix_caching).lower(),
+            "prefix_caching": str(self._context.settings.cache.prefix_caching).lower(),
         }
         return {name: str(fact) for name, fact in facts.items()}
 

@@ -36,6 +36,23 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, out
 
 
+class EmptyGpu:
+    """A gauge of 24 GiB that are free."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        return 24 << 30, 24 << 30
+
+
+def test_sizes_that_a_gpu_makes_are_said_with_the_reason(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.startup.doctor.gauge_of", lambda device: EmptyGpu())
+    _, out = doctor(capsys, model, "--port", "0", "--compile", "off", "--max-num-seqs", "4")
+    text = " ".join(out.split())
+    assert "up to 4 shorter ones (--max-num-seqs)" in text
+    assert "up to 8,192 tokens (--max-num-batched-tokens, derived: 24.00 GiB of GPU memory" in text
+
+
 def test_a_start_that_would_work_is_code_0(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = doctor(capsys, model, *SMALL, "--compile", "off")
     assert code == 0
@@ -43,6 +60,7 @@ def test_a_start_that_would_work_is_code_0(model: str, capsys: pytest.CaptureFix
     assert "source a directory" in lines
     assert any(re.fullmatch(r"class LlamaForCausalLM, .* parameters", line) for line in lines)
     assert any(re.fullmatch(r"K/V 1 MiB by --kv-cache-memory: .*", line) for line in lines)
+    assert "a step up to 2,048 tokens (--max-num-batched-tokens)" in lines
     assert "address 127.0.0.1, any free port" in lines
     assert "compiled not used: --compile off" in lines
     assert lines[-1] == "serve would start, as far as can be told without loading the model."

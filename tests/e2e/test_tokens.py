@@ -131,6 +131,9 @@ async def test_the_server_tells_about_itself(real_url: str, url: str) -> None:
     assert info["state"] == "ready"
     assert info["served_model_names"] == [MODEL, "org/alias"]
     assert (info["model"]["max_model_len"], info["model"]["dtype"]) == (256, "float32")
+    assert (info["model"]["max_num_seqs"], info["model"]["max_num_batched_tokens"]) == (64, 2048)
+    origins = info["model"]["size_origins"]
+    assert origins["max_num_seqs"] == origins["max_num_batched_tokens"] == "default"
     assert set(info["settings"]) == {"cache", "model", "scheduler", "speculation"}
     assert info["speculation"] == {
         **{"on": False, "why_off": "No drafter is loaded: --speculative-method is none."},

@@ -64,7 +64,7 @@ def matrix(scale: int) -> dict[str, Noise]:
         found[f"window {window}"] = replace(plain, layer=LayerKv(2, 16, 16, window))
     for chunk in (1, 7, 64, 5000):
         found[f"chunks of {chunk}"] = replace(plain, layer=LayerKv(2, 16, 16, chunk=chunk))
-    for block_size in (1, 5, 8, 32, 1024):
+    for block_size in (1, 5, 8, 32, 64, 1024):
         found[f"blocks of {block_size}"] = replace(plain, block_size=block_size)
     for group, heads in ((1, 2), (2, 2), (4, 2), (5, 1), (8, 1), (9, 1), (20, 1)):
         layer = LayerKv(heads, 16, 16)

@@ -128,6 +128,8 @@ def make_parts(
         has_chat_template=True,
         draft_methods=tuple(drafter.method for drafter in drafters),
         max_draft_tokens=shape.max_draft_tokens if drafters else 0,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
     )
     decoder = make_decoder(shape, drafters) if drafters else None
     batcher = ContinuousBatcher(config, kv, make_policy(shape.policy, 30.0), clock, decoder)

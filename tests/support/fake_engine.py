@@ -159,6 +159,8 @@ class FakeEngine:
             default_sampling=self.default_sampling,
             kv_dtype="float32",
             weight_bytes={"Q4_K": 3 << 20, "F32": 1 << 20},
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
         )
 
     @property

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 import torch
@@ -32,8 +33,16 @@ log = logging.getLogger("slipstream.speculation")
 KV_SHARE = 0.25
 
 
+class TargetRoom(NamedTuple):
+    """What the target serves from: its seats, how its K/V is cut, and the bytes of it all."""
+
+    max_num_seqs: int
+    block_size: int
+    kv_bytes: int
+
+
 def load_draft_model(
-    settings: Settings, target: LoadedModel, target_directory: Path, target_kv_bytes: int
+    settings: Settings, target: LoadedModel, target_directory: Path, room: TargetRoom
 ) -> DraftModelDrafter:
     """The drafter around `--draft-model`; on the thread that will draft. Raises StartRefused, one line.
 
@@ -43,7 +52,7 @@ def load_draft_model(
     name = settings.speculation.draft_model
     assert name is not None, "no draft model is asked for"
     with named_as_draft(name):
-        return _load_drafter(name, settings, target, target_directory, target_kv_bytes)
+        return _load_drafter(name, settings, target, target_directory, room)
 
 
 @contextmanager
@@ -56,20 +65,18 @@ def named_as_draft(name: str) -> Iterator[None]:
 
 
 def _load_drafter(
-    name: str, settings: Settings, target: LoadedModel, target_directory: Path, target_kv_bytes: int
+    name: str, settings: Settings, target: LoadedModel, target_directory: Path, room: TargetRoom
 ) -> DraftModelDrafter:
     source = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
     directory = resolve_model(source, settings.home)
     check_vocabulary(target_directory, directory)
     loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
-    block_size = settings.cache.kv_block_size
+    memory_bytes = int(room.kv_bytes * KV_SHARE)
     sizes = DraftSizes(
         vocab_size=target.vocab_size,
-        num_blocks=count_draft_blocks(
-            loaded, block_size, settings.scheduler.max_num_seqs, int(target_kv_bytes * KV_SHARE)
-        ),
-        block_size=block_size,
-        max_num_seqs=settings.scheduler.max_num_seqs,
+        num_blocks=count_draft_blocks(loaded, room.block_size, room.max_num_seqs, memory_bytes),
+        block_size=room.block_size,
+        max_num_seqs=room.max_num_seqs,
     )
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
@@ -82,7 +89,7 @@ def _load_drafter(
         settings.model,
         settings.home,
         lambda: _load(directory, source, target.max_model_len),
-        block_size,
+        room.block_size,
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))

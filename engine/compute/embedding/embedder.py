@@ -26,6 +26,7 @@ from engine.compute.loading.model_files import check_model_files, count_tensors,
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.support import check_num_layers
 from engine.compute.meta_device import on_meta_device
+from engine.compute.runner.device import make_current
 from engine.errors import StartRefused, UnsupportedModel
 
 _LEAST_TOKENS = 4  # special tokens around one of its own
@@ -69,6 +70,7 @@ def load_embedder(directory: Path, settings: ModelSettings) -> Embedder:
     if folder.is_classifier:
         _check_labels(folder, config)
     device = choose_device(settings.device)
+    make_current(device)
     dtype = choose_dtype(settings.dtype, stored_dtype(folder.directory, config), device)
     model = _load_weights(folder, config, dtype).to(device)
     max_tokens = max_text_tokens(folder, config)

@@ -46,6 +46,7 @@ from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
 from engine.compute.recurrent.state_kernel import StateKernel
+from engine.compute.runner.device import gpu_has_bfloat16, make_current
 from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import Rewindable
 
@@ -113,13 +114,14 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     """Load the safetensors model in `directory` as `settings` ask.
 
     No code from the directory runs. Raises StartRefused with one line, UnsupportedModel when the architecture
-    would not be served exactly.
+    would not be served exactly. The device becomes the calling thread's current one.
     """
     check_model_files(directory)
     architecture = read_architecture(directory)
     config = architecture.text_config
     check_num_layers(config, count_tensors(directory))
     device = choose_device(settings.device)
+    make_current(device)
     on_kernels = may_use_kernels(architecture.model_class, device, settings)
     dtype = choose_dtype(settings.dtype, stored_dtype(directory, config), device, on_kernels=on_kernels)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
@@ -161,12 +163,22 @@ def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Prob
 
 
 def choose_device(asked: str) -> torch.device:
-    """The device to run on; `auto` is the GPU if there is one. Raises StartRefused."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise StartRefused("--device cuda: no CUDA device is available; use auto or cpu.")
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(asked, torch.cuda.current_device()) if asked == "cuda" else torch.device(asked)
+    """The device to run on, a GPU with its number; `auto` is the current GPU if there is one.
+
+    Raises StartRefused for a GPU that is not there.
+    """
+    kind, _, number = asked.partition(":")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartRefused(f"--device {asked}: no CUDA device is available; use auto or cpu.")
+    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
+    if index >= count:
+        there = (
+            f"{count} CUDA devices, cuda:0 to cuda:{count - 1}" if count > 1 else "one CUDA device, cuda:0"
+        )
+        raise StartRefused(f"--device {asked}: there is no such device; this process sees {there}.")
+    return torch.device("cuda", index)
 
 
 def choose_dtype(
@@ -181,11 +193,7 @@ def choose_dtype(
         return _DTYPES[asked]
     if stored is torch.float32 or on_kernels or (device.type == "cuda" and stored is torch.float16):
         return stored
-    native = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if device.type == "cuda"
-        else _cpu_has_bfloat16()
-    )
+    native = gpu_has_bfloat16(device) if device.type == "cuda" else _cpu_has_bfloat16()
     fallback = torch.float16 if device.type == "cuda" else torch.float32
     chosen = torch.bfloat16 if native else fallback
     if chosen is not stored:

@@ -13,13 +13,28 @@ from engine.errors import OutOfDeviceMemory
 Mark = float | torch.cuda.Event
 
 
+def make_current(device: torch.device) -> None:
+    """Have the calling thread's work go to `device` where none is named: kernels, streams, graphs.
+
+    Each thread begins with GPU 0. One that enters a stream need not call this: its device is current inside.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def gpu_has_bfloat16(device: torch.device) -> bool:
+    """Whether a GPU computes bfloat16 itself, rather than by way of other numbers."""
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def mark(device: torch.device) -> Mark:
     """Now, on the clock of the device."""
     if device.type != "cuda":
         return time.perf_counter()
     # Blocking, so that who waits for it sleeps: other threads have work for the core.
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

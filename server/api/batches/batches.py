@@ -27,7 +27,7 @@ class Batches:
         """The parts that the settings ask for; lines are requests to `app`."""
         settings, engine = context.settings, context.engine
         state = BatchState(settings.server.state_dir or settings.home / "state")
-        seats = Seats(engine, context.live, settings.scheduler.max_num_seqs)
+        seats = Seats(context)
         caller = LineCaller(app, engine.now)
         runner = BatchRunner(state, seats, caller, context.http.batch_lines, settings.server.max_body_bytes)
         context.live.on_change = runner.wake

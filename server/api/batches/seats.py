@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine import Engine
-from server.api.live_replies import LiveReplies
+from config import CPU_SEATS
+from server.http.context import ServerContext
 
 MOST_AT_ONCE = 64
 _RESERVE = 8  # of so many seats one stays free, so that who comes need not wait for a line to leave
@@ -20,9 +20,13 @@ _MEMORY = 0.99  # of an answer's weight is left one answer later
 class Seats:
     """Reads the engine's measured step times. Loop thread only."""
 
-    engine: Engine
-    live: LiveReplies
-    max_num_seqs: int
+    context: ServerContext
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The engine's seats; before it is loaded, and of vectors alone, what was asked for or a CPU's."""
+        info, asked = self.context.info, self.context.settings.scheduler.max_num_seqs
+        return info.max_num_seqs if info is not None else asked or CPU_SEATS
 
     def most(self, *, is_urgent: bool = False) -> int:
         """Lines that may run now.
@@ -30,16 +34,17 @@ class Seats:
         Beside requests that people wait for they are as many as add next to nothing to a step; with a window
         about to be missed, `is_urgent`, as many as there are seats.
         """
-        others = self.live.num_interactive
-        free = min(MOST_AT_ONCE, self.max_num_seqs - max(1, self.max_num_seqs // _RESERVE)) - others
-        if self.max_num_seqs == 1:
+        others = self.context.live.num_interactive
+        seats = self.max_num_seqs
+        free = min(MOST_AT_ONCE, seats - max(1, seats // _RESERVE)) - others
+        if seats == 1:
             free = 1 - others
         if not others or is_urgent or free <= 0:
             return max(0, free)
         return self._unnoticed(others, free)
 
     def _unnoticed(self, others: int, free: int) -> int:
-        seconds = self.engine.decode_steps_s(others + free)
+        seconds = self.context.engine.decode_steps_s(others + free)
         if seconds is None:
             return 1
         return bisect_right(seconds, _MOST_SLOWDOWN * seconds[others - 1]) - others

@@ -85,7 +85,7 @@ def _of_setting(setting: Setting) -> Sequence[Flag]:
     text = setting.field.description or ""
     if setting.is_switch:
         return (Flag(setting.flag, text), Flag(f"--no-{setting.word}", f"not: {text}"))
-    return (Flag(setting.flag, text, True, setting.shape.metavar in _PATHS, setting.choices),)
+    return (Flag(setting.flag, text, True, setting.shape.metavar in _PATHS, setting.words),)
 
 
 def _of_parser(parser: argparse.ArgumentParser) -> tuple[Flag, ...]:

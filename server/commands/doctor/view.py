@@ -137,6 +137,12 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"
 
 
+def _origin(cache: CacheFacts, name: str) -> str:
+    """Why a size is what it is, where the device made it."""
+    origin = cache.size_origins.get(name, "")
+    return f", {origin}" if origin.startswith("derived") else ""
+
+
 def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Row]:
     yield "weights", rough_size(model.weight_bytes or 0)
     if model.scratch_bytes:
@@ -156,8 +162,11 @@ def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Ro
     yield (
         "room for",
         f"{cache.num_full_seqs} {full} of the full context at once; up to {cache.max_num_seqs} "
-        "shorter ones (--max-num-seqs)",
+        f"shorter ones (--max-num-seqs{_origin(cache, 'max_num_seqs')})",
     )
+    if cache.max_num_batched_tokens:
+        origin = _origin(cache, "max_num_batched_tokens")
+        yield "a step", f"up to {cache.max_num_batched_tokens:,} tokens (--max-num-batched-tokens{origin})"
     if cache.num_host_blocks:
         yield "swap", f"{rough_size(cache.host_bytes)} of host memory for preempted requests, taken as needed"
     else:

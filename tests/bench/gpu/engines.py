@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from config import Settings, load_settings
+from config import CPU_SEATS, Settings, load_settings
 from engine import freeze_heap
 from engine.compute.loading.loader import LoadedModel
 from engine.loop.engine import Engine
@@ -160,7 +160,9 @@ async def made_engine(
         made.append(put_together(settings, loaded, tokenizer, sources, PartFactories(runner=watched)))
         return made[0]
 
-    limits = EngineLimits(max_queued_requests=settings.scheduler.max_num_seqs, max_queued_tokens=10**9)
+    limits = EngineLimits(
+        max_queued_requests=settings.scheduler.max_num_seqs or CPU_SEATS, max_queued_tokens=10**9
+    )
     engine = Engine(load, limits)
     await engine.start()
     freeze_heap()  # as the server does

@@ -24,7 +24,7 @@ CONTRACT = {
         "embedding-model": "",
     },
     "cache": {
-        "kv-block-size": "16",
+        "kv-block-size": "auto",
         "num-kv-blocks": "auto",
         "kv-cache-memory": "1GiB",
         "gpu-memory-utilization": "0.9",
@@ -36,8 +36,8 @@ CONTRACT = {
         "share-prefix-cache": "off",
     },
     "scheduler": {
-        "max-num-seqs": "64",
-        "max-num-batched-tokens": "2048",
+        "max-num-seqs": "auto",
+        "max-num-batched-tokens": "auto",
         "max-prefill-tokens": "auto",
         "max-decode-seqs": "auto",
         "scheduling-policy": "priority",
@@ -145,6 +145,10 @@ def test_a_part_of_a_step_is_not_larger_than_the_step() -> None:
         SchedulerSettings(max_num_batched_tokens=4, max_prefill_tokens=5)
 
 
+def test_a_step_that_the_device_sizes_is_compared_when_it_is_known() -> None:
+    assert SchedulerSettings(max_decode_seqs=9, max_prefill_tokens=5).max_num_seqs is None
+
+
 def test_a_budget_smaller_than_the_sequences_is_allowed() -> None:
     assert SchedulerSettings(max_num_seqs=64, max_num_batched_tokens=2).max_num_batched_tokens == 2
 
@@ -226,7 +230,8 @@ def test_errors_do_not_echo_the_input() -> None:
         ("cache", "gpu_memory_utilization", float("nan")),
         ("model", "max_model_len", "none"),
         ("model", "dtype", "float8"),
-        ("model", "device", "cuda:0"),
+        ("model", "device", "cuda:x"),
+        ("model", "device", 0),
         ("model", "chat_template", "no/such/file"),
         ("model", "chat_template", "nul\0"),
         ("model", "chat_template", "."),
@@ -263,6 +268,10 @@ def test_bad_values_are_refused(section: str, name: str, value: object) -> None:
         ("model", "max_model_len", "Auto", None),
         ("model", "max_model_len", "512", 512),
         ("model", "dtype", "BFloat16", "bfloat16"),
+        ("model", "device", "CUDA:1", "cuda:1"),
+        ("model", "device", "cuda", "cuda"),
+        ("scheduler", "max_num_seqs", "auto", None),
+        ("cache", "kv_block_size", "AUTO", None),
         ("log", "log_level", "INFO", "info"),
         ("cache", "gpu_memory_utilization", 1, 1.0),
         ("speculation", "speculative_config", '{"method": "ngram"}', '{"method": "ngram"}'),

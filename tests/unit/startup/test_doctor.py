@@ -74,6 +74,14 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path, tmp_path: Path) ->
     assert (found.model.max_model_len, found.model.vocab_size) == (info.max_model_len, info.vocab_size)
     assert (found.cache.num_kv_blocks, found.cache.kv_bytes) == (info.num_kv_blocks, info.kv_bytes)
     assert found.cache.num_full_seqs == info.num_kv_blocks // (MAX_POSITIONS // 16)
+    assert (found.cache.max_num_seqs, found.cache.max_num_batched_tokens) == (8, 2048)
+    assert (info.max_num_seqs, info.max_num_batched_tokens, info.kv_block_size) == (8, 2048, 16)
+    assert found.cache.size_origins == info.size_origins
+    assert info.size_origins == {
+        "max_num_seqs": "given",
+        "max_num_batched_tokens": "default",
+        "kv_block_size": "default",
+    }
     assert found.model.has_chat_template is info.has_chat_template is True
     assert found.model.default_sampling == info.default_sampling == {"top_p": 0.9}
     assert found.drafts is not None and found.drafts.methods == info.draft_methods

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import load_settings
 from engine.errors import StartRefused
@@ -72,3 +73,18 @@ def test_memory_that_the_system_refuses_is_one_line(error: Exception) -> None:
         raise error
     with pytest.raises(RuntimeError, match="other"), refused_where_memory_ends(settings):
         raise RuntimeError("other")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ((), "--gpu-memory-utilization 0.9"),
+        (("--kv-cache-memory", "1GiB"), "--kv-cache-memory 1GiB"),
+        (("--num-kv-blocks", "9"), "--num-kv-blocks 9"),
+    ],
+)
+def test_memory_that_a_gpu_refuses_is_named_by_what_asked_for_it(flags: tuple[str, ...], named: str) -> None:
+    settings = load_settings(flags, {})
+    line = f"^{named}: the GPU does not give as much memory"
+    with pytest.raises(StartRefused, match=line), refused_where_memory_ends(settings, on_gpu=True):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

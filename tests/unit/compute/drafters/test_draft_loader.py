@@ -14,12 +14,19 @@ from transformers import MambaConfig, MambaForCausalLM
 from config import ModelSettings, Settings
 from config.schema import SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
-from engine.compute.drafters.draft_loader import check_vocabulary, count_draft_blocks, load_draft_model
+from engine.compute.drafters.draft_loader import (
+    TargetRoom,
+    check_vocabulary,
+    count_draft_blocks,
+    load_draft_model,
+)
 from engine.errors import StartRefused
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest
 from tests.support.packed import load_tiny
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model, tiny_tokenizer
+
+ROOM = TargetRoom(max_num_seqs=64, block_size=16, kv_bytes=2**24)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def settings_for(draft: Path, **model: Any) -> Settings:
 
 
 def test_a_directory_becomes_a_drafter(target: Path) -> None:
-    drafter = load_draft_model(settings_for(target), load_tiny("llama"), target, 2**24)
+    drafter = load_draft_model(settings_for(target), load_tiny("llama"), target, ROOM)
     request = DraftRequest("a", 3, SamplingParams(max_tokens=9, temperature=0.0))
     (draft,) = drafter.draft([DraftJob(request, 0, 0, (5, 6, 7), 3, 1)]).drafts
     assert len(draft.token_ids) == 1
@@ -46,7 +53,7 @@ def test_a_directory_becomes_a_drafter(target: Path) -> None:
 def test_the_targets_longer_or_shorter_context_is_no_obstacle(target: Path) -> None:
     for max_model_len in (64, 4 * MAX_POSITIONS):
         loaded = replace(load_tiny("llama"), max_model_len=max_model_len)
-        load_draft_model(settings_for(target, max_model_len=max_model_len), loaded, target, 2**24)
+        load_draft_model(settings_for(target, max_model_len=max_model_len), loaded, target, ROOM)
 
 
 def changed_tokenizer(directory: Path, change: Any) -> Path:
@@ -90,7 +97,7 @@ def test_a_recurrent_draft_model_is_refused(target: Path, tmp_path: Path) -> Non
     MambaForCausalLM(config).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(StartRefused, match="MambaForCausalLM cannot"):
-        load_draft_model(settings_for(tmp_path), load_tiny("llama"), target, 2**24)
+        load_draft_model(settings_for(tmp_path), load_tiny("llama"), target, ROOM)
 
 
 def test_kv_is_what_all_sequences_may_need_or_what_the_memory_holds_but_never_less_than_one() -> None:

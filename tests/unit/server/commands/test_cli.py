@@ -178,7 +178,7 @@ def test_config_show_origins_says_where_each_value_came_from(
     assert "port = 9 # flag --port" in lines
     assert 'host = "0.0.0.0" # env SLIPSTREAM_HOST' in lines
     assert "# api-key: 1 set, not shown # env SLIPSTREAM_API_KEY" in lines
-    assert "# max-num-seqs = 64 # default" in lines
+    assert "# max-queued-requests = 256 # default" in lines
     assert "s3cret" not in out
     assert sum(" # " in line for line in lines) == len(SETTINGS)
 

@@ -1,0 +1,164 @@
+"""StepSizes: the seats, the tokens of a step and of a K/V block, as given or as the device allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from config import CPU_BLOCK_SIZE, CPU_SEATS, CPU_TOKENS, Settings
+from config.units import rough_size
+from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.loading.outline import weight_bytes
+from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
+from engine.errors import StartRefused
+from engine.startup.build_speculation import foreseen_draft_tokens
+
+_GPU_BLOCK: Final = 64
+_GPU_SEATS: Final = (32, 48, 64, 96, 128, 192, 256)
+_GPU_TOKENS: Final = (2048, 4096, 8192)
+_WORK_SHARE: Final = 32  # one part in so many of a GPU's memory is what a step's tokens may be computed in
+_SENSIBLE_LEN: Final = 1024  # tokens of a sequence, prompt and output together
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a start runs with. `origins` says of each setting that made one where its value comes from.
+
+    A setting that is given always wins. What is not given is on a CPU what its documentation says. On a GPU:
+
+    - K/V blocks have 64 tokens. Tables are a quarter as long as with 16, and kernels read longer runs of
+      memory; what is left empty of a last block, 32 tokens on average, is little beside a GPU's K/V.
+    - A step has up to 8,192 tokens, halved until what they are computed in, by the model's widths, is no more
+      than a thirty-second of the device's memory. Fewer than 2,048 would leave the device idle between steps,
+      more than 8,192 make no prompt faster. Running streams do not wait for it: the scheduler gives prompts
+      less of the budget beside them.
+    - Seats are as many sequences of 1,024 tokens, or of the model's context if that is less, as the memory
+      behind weights and work space holds K/V and states of, from 32 to 256, in sizes that steps are recorded
+      for. More would be preempted before they end; beyond 256 a step grows as much as its sequences do.
+
+    By the whole of the device's memory, not by what is free: the same flags make the same sizes each start.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_block_size: int
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def with_fewer_tokens(self) -> StepSizes | None:
+        """The same with half the tokens; None where these were given, or are as few as a GPU's step has."""
+        name, num_tokens = "max_num_batched_tokens", self.max_num_batched_tokens // 2
+        if self.origins.get(name) == "given" or num_tokens < _GPU_TOKENS[0]:
+            return None
+        reason = f"derived: {self.max_num_batched_tokens} find no memory to be computed in"
+        origins = {**self.origins, name: reason}
+        return replace(self, max_num_batched_tokens=num_tokens, origins=origins)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model takes of a device's memory, in bytes."""
+
+    weights: int
+    kv_of_token: int  # in all layers
+    state_of_seq: int  # of a recurrent model, with the rows of drafts; else 0
+    work_of_token: int  # what a step computes it in, by the widths of the model
+    logits_of_row: int  # as the model gives them and as numbers of 32 bits, twice, to draw from
+    max_model_len: int
+
+    @classmethod
+    def of(cls, settings: Settings, loaded: LoadedModel) -> ModelNeeds:
+        """Those of a model or its outline."""
+        num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
+        width = loaded.dtype.itemsize
+        return cls(
+            weights=weight_bytes(loaded.model),
+            kv_of_token=bytes_per_block(loaded.layers, 1, loaded.kv_dtype),
+            state_of_seq=state_bytes(loaded.states, loaded.dtype, 1, num_kept),
+            work_of_token=_numbers_of_token(loaded) * width,
+            logits_of_row=loaded.vocab_size * (width + 8),
+            max_model_len=loaded.max_model_len,
+        )
+
+    def work(self, sizes: StepSizes) -> int:
+        """About what the largest step takes beside weights, K/V and states, before it can be measured."""
+        return sizes.max_num_batched_tokens * self.work_of_token + sizes.max_num_seqs * self.logits_of_row
+
+
+def step_sizes(settings: Settings, needs: ModelNeeds, gpu_bytes: int | None) -> StepSizes:
+    """The sizes for a device with `gpu_bytes` of memory; None is a CPU.
+
+    Raises StartRefused where a part of a step that was given is larger than what was derived.
+    """
+    sizes = _on_cpu(settings) if gpu_bytes is None else _on_gpu(settings, needs, gpu_bytes)
+    scheduler = settings.scheduler
+    _refuse_above("--max-prefill-tokens", scheduler.max_prefill_tokens, sizes, "max_num_batched_tokens")
+    _refuse_above("--max-decode-seqs", scheduler.max_decode_seqs, sizes, "max_num_seqs")
+    return sizes
+
+
+def _on_cpu(settings: Settings) -> StepSizes:
+    return _with_given(settings, StepSizes(CPU_SEATS, CPU_TOKENS, CPU_BLOCK_SIZE), {})
+
+
+def _on_gpu(settings: Settings, needs: ModelNeeds, gpu_bytes: int) -> StepSizes:
+    limit = gpu_bytes // _WORK_SHARE
+    fitting = (count for count in reversed(_GPU_TOKENS) if count * needs.work_of_token <= limit)
+    num_tokens = settings.scheduler.max_num_batched_tokens or next(fitting, _GPU_TOKENS[0])
+    block_size = settings.cache.kv_block_size or _GPU_BLOCK
+    length = min(_SENSIBLE_LEN, needs.max_model_len)
+    room = _kv_bytes(settings, needs, gpu_bytes - num_tokens * needs.work_of_token, block_size)
+    held = max(0, room) // max(1, length * needs.kv_of_token + needs.state_of_seq)
+    seats = max((count for count in _GPU_SEATS if count <= held), default=_GPU_SEATS[0])
+    whole = f"derived: {rough_size(gpu_bytes)} of GPU memory"
+    reasons = {
+        "max_num_seqs": f"{whole}, K/V for {held:,} sequences of {length:,} tokens",
+        "max_num_batched_tokens": f"{whole}, {rough_size(num_tokens * needs.work_of_token)} to compute in",
+        "kv_block_size": "derived: a GPU",
+    }
+    return _with_given(settings, StepSizes(seats, num_tokens, block_size), reasons)
+
+
+def _kv_bytes(settings: Settings, needs: ModelNeeds, gpu_bytes: int, block_size: int) -> int:
+    """About what K/V and states get of a GPU with `gpu_bytes` beside work space; below 0 if nothing is."""
+    cache = settings.cache
+    if cache.num_kv_blocks is not None and needs.kv_of_token:
+        return cache.num_kv_blocks * block_size * needs.kv_of_token
+    if "kv_cache_memory" in cache.model_fields_set:
+        return cache.kv_cache_memory
+    return int(gpu_bytes * cache.gpu_memory_utilization) - needs.weights
+
+
+def _with_given(settings: Settings, derived: StepSizes, reasons: Mapping[str, str]) -> StepSizes:
+    given = {
+        "max_num_seqs": settings.scheduler.max_num_seqs,
+        "max_num_batched_tokens": settings.scheduler.max_num_batched_tokens,
+        "kv_block_size": settings.cache.kv_block_size,
+    }
+    return StepSizes(
+        max_num_seqs=given["max_num_seqs"] or derived.max_num_seqs,
+        max_num_batched_tokens=given["max_num_batched_tokens"] or derived.max_num_batched_tokens,
+        kv_block_size=given["kv_block_size"] or derived.kv_block_size,
+        origins={
+            name: reasons.get(name, "default") if value is None else "given" for name, value in given.items()
+        },
+    )
+
+
+def _refuse_above(flag: str, value: int | None, sizes: StepSizes, name: str) -> None:
+    limit = getattr(sizes, name)
+    if value is not None and value > limit:
+        word = name.replace("_", "-")
+        raise StartRefused(f"{flag} {value}: at most --{word}, here {limit}. Lower it, or give both.")
+
+
+def _numbers_of_token(loaded: LoadedModel) -> int:
+    """About how many numbers of a token are there at once: rows of the hidden width, three of the MLP's."""
+    config = loaded.config
+    hidden = int(getattr(config, "hidden_size", None) or 0)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = (getattr(config, "moe_intermediate_size", None) or 0) * (
+        getattr(config, "num_experts_per_tok", None) or 0
+    )
+    return 8 * hidden + 3 * max(int(inner), int(experts))

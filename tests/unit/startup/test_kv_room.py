@@ -1,0 +1,226 @@
+"""How much memory K/V gets, and how many blocks, snapshots and swapped requests it holds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from config import load_settings
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.recurrent.slot_states import LayerState
+from engine.compute.sampling.sampler import Sampler
+from engine.errors import StartRefused
+from engine.startup.build_runner import recorded_bytes
+from engine.startup.kv_room import HostRoom, KvRoom, find_kv_memory, foresee_kv_room, measure_kv_room
+from engine.startup.step_sizes import ModelNeeds, StepSizes
+from tests.support.packed import load_tiny
+
+BLOCK_BYTES = 4096  # 16 tokens of one layer with a head of 32 numbers, in 32 bits
+STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
+SIZES = StepSizes(64, 2048, 16)
+GIB = 1 << 30
+
+
+@dataclass
+class FakeGauge:
+    """A device of 80 GiB, 60 of them free, whose steps take what `peaks` say, one after the other."""
+
+    peaks: list[int] = field(default_factory=list)
+    free: int = 60 * GIB
+    total: int = 80 * GIB
+
+    def free_and_total(self) -> tuple[int, int]:
+        return self.free, self.total
+
+    def peak(self, work: Callable[[], None]) -> int:
+        work()
+        return self.peaks.pop(0)
+
+
+def model_on(device: str, states: tuple[LayerState, ...] = (), has_layers: bool = True) -> Any:
+    return SimpleNamespace(
+        device=torch.device(device),
+        max_model_len=64,
+        vocab_size=1000,
+        states=states,
+        keeps_state=bool(states),
+        layers=(LayerKv(1, 32, 32),) if has_layers else (),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+    )
+
+
+def room_for(model: Any, *flags: str) -> KvRoom:
+    settings = load_settings(flags, {})
+    sizes = replace(SIZES, max_num_seqs=settings.scheduler.max_num_seqs or SIZES.max_num_seqs)
+    gauge = FakeGauge() if model.device.type == "cuda" else None
+    return KvRoom(settings, model, sizes, find_kv_memory(settings, model, sizes, gauge, 0))
+
+
+def count(device: str, *flags: str, has_layers: bool = True, states: tuple[LayerState, ...] = ()) -> int:
+    return room_for(model_on(device, states, has_layers), *flags).count_blocks()
+
+
+def snapshots(*flags: str, states: tuple[LayerState, ...] = (STATE,)) -> int:
+    return room_for(model_on("cpu", states), *flags).count_snapshots()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_that_was_asked_for_counts_on_every_device(device: str) -> None:
+    assert count(device, "--kv-cache-memory", "1MiB") == 256
+    assert count(device, "--num-kv-blocks", "7", "--kv-cache-memory", "1MiB") == 7
+
+
+def test_a_cpu_takes_the_default_memory() -> None:
+    assert count("cpu") == 2**30 // BLOCK_BYTES
+
+
+def test_too_little_for_one_sequence_is_refused_with_the_flag() -> None:
+    with pytest.raises(StartRefused, match=r"needs 4 blocks .*--kv-cache-memory 8192 gives 2"):
+        count("cuda", "--kv-cache-memory", "8KiB")
+
+
+def test_recurrent_states_come_out_of_the_same_memory() -> None:
+    one_mib = ("--kv-cache-memory", "1MiB")
+    assert count("cpu", *one_mib, "--no-prefix-caching", states=(STATE,)) == 256 - 16, "64 seats of 1 KiB"
+    assert count("cpu", *one_mib, states=(STATE,)) == (256 - 16) * 7 // 8, "and an eighth for snapshots"
+    with pytest.raises(StartRefused, match=r"max-num-seqs 64 take 65536 bytes .*gives 65536"):
+        count("cpu", "--kv-cache-memory", "64KiB", states=(STATE,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_kept"), [(("--num-speculative-tokens", "5"), 5), (("--speculative-method", "none"), 1)]
+)
+def test_seats_keep_the_rows_of_drafts_or_of_a_last_token_before_which_forks_begin(
+    flags: tuple[str, ...], num_kept: int
+) -> None:
+    state = LayerState(layer_idx=0, row_width=8, conv_width=3, shape=(256,))
+    seats_bytes = room_for(model_on("cpu", (state,)), *flags, "--max-num-seqs", "2").seats_bytes
+    assert seats_bytes == 2 * (8 * (3 + num_kept) * 4 + 1024)
+
+
+def test_snapshots_get_an_eighth_of_what_is_left_but_not_what_one_sequence_needs() -> None:
+    assert snapshots("--kv-cache-memory", "1MiB") == (1024 - 64) // 8
+    assert snapshots("--kv-cache-memory", "82KiB") == 2, "64 KiB for seats, 16 for a sequence"
+    assert snapshots("--kv-cache-memory", "80KiB") == snapshots("--kv-cache-memory", "64KiB") == 0
+    assert snapshots("--kv-cache-memory", "1GiB") == 1024
+    assert snapshots("--no-prefix-caching") == snapshots(states=()) == 0
+
+
+def test_a_model_that_attends_nowhere_has_blocks_for_every_seat() -> None:
+    assert count("cpu", has_layers=False, states=(STATE,)) == 64 * 4
+    assert count("cpu", "--num-kv-blocks", "9", has_layers=False, states=(STATE,)) == 9
+
+
+def host_room(*flags: str, has_layers: bool = True, keeps_state: bool = True) -> HostRoom:
+    model = model_on("cpu", (STATE,) if keeps_state else (), has_layers)
+    return room_for(model, "--preemption", "swap", *flags).count_host_room()
+
+
+def test_states_get_half_of_the_swap_space_and_blocks_the_rest() -> None:
+    assert host_room("--swap-space", "1MiB") == HostRoom(128, 512, 2**20, 1024)
+    assert host_room("--swap-space", "9KiB") == HostRoom(1, 4, 8192, 1024)
+    assert host_room("--swap-space", "1KiB") == HostRoom(0, 0, 0, 1024), "half of it is too small for one"
+    assert host_room("--swap-space", "1MiB", keeps_state=False) == HostRoom(256, num_bytes=2**20)
+
+
+def test_a_model_that_attends_nowhere_swaps_states_alone() -> None:
+    room = host_room("--swap-space", "8KiB", has_layers=False)
+    assert room == HostRoom(8 * 4, 8, 8192, 1024), "and blocks for each, which take nothing"
+    assert host_room("--swap-space", "0", has_layers=False) == HostRoom(state_bytes=1024)
+
+
+def test_nothing_is_kept_on_the_host_where_nothing_is_swapped() -> None:
+    assert host_room("--preemption", "recompute") == HostRoom()
+
+
+def on_gpu(*flags: str, work: int = 0, weights: int = 0) -> int:
+    settings = load_settings(flags, {})
+    return find_kv_memory(settings, model_on("cuda"), SIZES, FakeGauge(), work, weights).num_bytes
+
+
+def test_a_gpu_gives_k_v_its_share_less_what_is_there_and_what_steps_take() -> None:
+    recorded = recorded_bytes(load_settings((), {}), model_on("cuda"), SIZES)
+    assert recorded > 0
+    left = 72 * GIB - 20 * GIB - recorded
+    assert on_gpu() == left
+    assert on_gpu(work=3 * GIB) == left - 3 * GIB
+    assert on_gpu(work=3 * GIB, weights=16 * GIB) == left - 19 * GIB
+    assert on_gpu("--gpu-memory-utilization", "0.5") == 20 * GIB - recorded
+    assert on_gpu(work=100 * GIB) == 0, "not less than nothing"
+    assert on_gpu("--kv-cache-memory", "1MiB", work=3 * GIB) == 1 << 20, "what is given is given"
+
+
+def test_what_is_recorded_follows_the_seats() -> None:
+    few, many = (
+        recorded_bytes(load_settings((), {}), model_on("cuda"), replace(SIZES, max_num_seqs=seats))
+        for seats in (32, 256)
+    )
+    assert few < many
+
+
+def test_the_larger_of_the_two_measured_steps_counts() -> None:
+    loaded = load_tiny("llama")
+    settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    for peaks in ([5 * GIB, 2 * GIB], [1 * GIB, 5 * GIB]):
+        gauge = FakeGauge(peaks)
+        room = measure_kv_room(settings, loaded, sampler, gauge)
+        assert room.memory == (72 * GIB - 20 * GIB - 5 * GIB, "--gpu-memory-utilization 0.9")
+        assert gauge.peaks == []
+
+
+@dataclass
+class ScarceGauge(FakeGauge):
+    """Has no memory for the first steps, as many as `num_failures`."""
+
+    num_failures: int = 0
+
+    def peak(self, work: Callable[[], None]) -> int:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().peak(work)
+
+
+def test_steps_that_find_no_memory_get_smaller_as_far_as_nobody_asked_for_them() -> None:
+    loaded, settings = load_tiny("llama"), load_settings(("--max-num-seqs", "4"), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB, GIB], num_failures=2))
+    assert room.sizes.max_num_batched_tokens == 2048
+    expected = "derived: 4096 find no memory to be computed in"
+    assert room.sizes.origins["max_num_batched_tokens"] == expected
+    with pytest.raises(StartRefused, match=r"--max-num-batched-tokens 2048 or --max-num-seqs 4 "):
+        measure_kv_room(settings, loaded, sampler, ScarceGauge(num_failures=3))
+    given = load_settings(("--max-num-batched-tokens", "8192"), {})
+    with pytest.raises(StartRefused, match=r"--max-num-batched-tokens 8192 or "):
+        measure_kv_room(given, loaded, sampler, ScarceGauge(num_failures=1))
+
+
+def test_nothing_is_measured_where_the_memory_is_given() -> None:
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    settings = load_settings(("--kv-cache-memory", "1MiB"), {})
+    assert measure_kv_room(settings, loaded, sampler, FakeGauge()).memory.num_bytes == 1 << 20
+    assert measure_kv_room(load_settings((), {}), loaded, sampler, None).memory.num_bytes == GIB
+
+
+def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() -> None:
+    loaded, settings = load_tiny("llama"), load_settings((), {})
+    needs = ModelNeeds.of(settings, loaded)
+    before, after = (
+        foresee_kv_room(settings, loaded, FakeGauge(), is_loaded=is_loaded) for is_loaded in (False, True)
+    )
+    assert after.memory.num_bytes == 72 * GIB - 20 * GIB - needs.work(after.sizes)
+    assert before.memory.num_bytes == after.memory.num_bytes - needs.weights
+
+
+def test_sizes_that_drafters_were_made_by_stay() -> None:
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sizes = StepSizes(3, 32, 8)
+    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0, 0]), sizes)
+    assert room.sizes is sizes

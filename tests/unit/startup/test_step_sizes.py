@@ -1,0 +1,110 @@
+"""Seats, tokens of a step and tokens of a block: as given, as on a CPU, as a GPU allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from config import load_settings
+from engine.errors import StartRefused
+from engine.startup.step_sizes import ModelNeeds, StepSizes, step_sizes
+from tests.support.packed import load_tiny
+
+GIB = 1 << 30
+# About Llama 3 with 1, 8 and 70 billion parameters in bfloat16, the last one on 4 bits; and a recurrent one.
+SMALL = ModelNeeds(2 * GIB, 32 << 10, 0, 80 << 10, 10 * 128256, 131072)
+MIDDLE = ModelNeeds(15 * GIB, 128 << 10, 0, 148 << 10, 10 * 128256, 8192)
+LARGE = ModelNeeds(40 * GIB, 320 << 10, 0, 296 << 10, 10 * 128256, 8192)
+RECURRENT = ModelNeeds(6 * GIB, 0, 256 << 20, 100 << 10, 10 * 65536, 4096)
+
+
+def sizes_of(needs: ModelNeeds, gpu_gib: int | None, *flags: str) -> StepSizes:
+    return step_sizes(load_settings(flags, {}), needs, None if gpu_gib is None else gpu_gib * GIB)
+
+
+def numbers(sizes: StepSizes) -> tuple[int, int, int]:
+    return sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.kv_block_size
+
+
+@pytest.mark.parametrize("needs", [SMALL, MIDDLE, LARGE, RECURRENT])
+def test_a_cpu_has_what_the_documentation_says(needs: ModelNeeds) -> None:
+    sizes = sizes_of(needs, None)
+    assert numbers(sizes) == (64, 2048, 16)
+    assert set(sizes.origins.values()) == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("needs", "gpu_gib", "expected"),
+    [
+        (SMALL, 8, (128, 2048, 64)),
+        (SMALL, 16, (256, 4096, 64)),
+        (SMALL, 80, (256, 8192, 64)),
+        (MIDDLE, 24, (48, 4096, 64)),
+        (MIDDLE, 40, (128, 8192, 64)),
+        (MIDDLE, 80, (256, 8192, 64)),
+        (LARGE, 80, (64, 8192, 64)),
+        (LARGE, 48, (32, 4096, 64)),
+        (RECURRENT, 24, (48, 4096, 64)),
+        (RECURRENT, 80, (256, 8192, 64)),
+        (MIDDLE, 8, (32, 2048, 64)),
+    ],
+)
+def test_a_gpu_has_what_its_memory_allows(
+    needs: ModelNeeds, gpu_gib: int, expected: tuple[int, int, int]
+) -> None:
+    assert numbers(sizes_of(needs, gpu_gib)) == expected
+
+
+@pytest.mark.parametrize("gpu_gib", [None, 8, 80])
+def test_what_is_given_wins(gpu_gib: int | None) -> None:
+    flags = ("--max-num-seqs", "7", "--max-num-batched-tokens", "100", "--kv-block-size", "32")
+    sizes = sizes_of(MIDDLE, gpu_gib, *flags)
+    assert numbers(sizes) == (7, 100, 32)
+    assert set(sizes.origins.values()) == {"given"}
+    assert sizes_of(MIDDLE, gpu_gib, "--max-num-seqs", "auto") == sizes_of(MIDDLE, gpu_gib)
+
+
+def test_each_derived_size_says_why() -> None:
+    origins = sizes_of(MIDDLE, 24, "--kv-block-size", "16").origins
+    assert origins == {
+        "max_num_seqs": "derived: 24.00 GiB of GPU memory, K/V for 48 sequences of 1,024 tokens",
+        "max_num_batched_tokens": "derived: 24.00 GiB of GPU memory, 592 MiB to compute in",
+        "kv_block_size": "given",
+    }
+
+
+def test_memory_that_is_given_for_k_v_counts_in_place_of_the_gpus() -> None:
+    assert sizes_of(MIDDLE, 80, "--kv-cache-memory", "16GiB").max_num_seqs == 128
+    blocks = ("--num-kv-blocks", str(100 * 1024 // 64))
+    assert sizes_of(MIDDLE, 80, *blocks).max_num_seqs == 96, "100 sequences of 1,024 tokens"
+
+
+def test_a_short_context_makes_more_seats() -> None:
+    assert sizes_of(MIDDLE, 24).max_num_seqs == 48
+    assert sizes_of(replace(MIDDLE, max_model_len=512), 24).max_num_seqs == 96
+
+
+def test_a_larger_step_leaves_less_for_seats() -> None:
+    assert sizes_of(MIDDLE, 24, "--max-num-batched-tokens", "16384").max_num_seqs == 32
+
+
+def test_a_part_of_a_step_is_not_larger_than_what_is_derived() -> None:
+    with pytest.raises(StartRefused, match=r"^--max-decode-seqs 65: at most --max-num-seqs, here 64\."):
+        sizes_of(MIDDLE, None, "--max-decode-seqs", "65")
+    assert sizes_of(MIDDLE, 80, "--max-decode-seqs", "65").max_num_seqs == 256
+    wrong = r"^--max-prefill-tokens 9000: at most --max-num-batched-tokens, here 8192\."
+    with pytest.raises(StartRefused, match=wrong):
+        sizes_of(MIDDLE, 80, "--max-prefill-tokens", "9000")
+
+
+def test_needs_are_those_of_the_model() -> None:
+    loaded = load_tiny("llama")
+    needs = ModelNeeds.of(load_settings((), {}), loaded)
+    assert needs.weights >= sum(each.numel() * each.itemsize for each in loaded.model.parameters())
+    first = loaded.layers[0]
+    assert needs.kv_of_token == len(loaded.layers) * 2 * first.num_kv_heads * first.key_dim * 4
+    assert needs.state_of_seq == 0
+    config = loaded.config
+    assert needs.work_of_token == 4 * (8 * config.hidden_size + 3 * config.intermediate_size)
+    assert needs.work(StepSizes(3, 10, 16)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size
