@@ -16,13 +16,13 @@ log = logging.getLogger("slipstream.model")
 _FEW_TOKENS = 64  # of a pass whose threads meet often; those of longer ones have large pieces to share
 _MEMORY, _LONG_MEMORY = 16, 4096  # passes that means look back to
 _SETTLED_PASSES = 64  # with which a pace that has changed is known
-_SLOWER = 1.15  # times the pace when numbers were last compared: somebody may have taken a core
+_SLOWER, _QUICKER = 1.15, 0.87  # times the pace at the last comparison: cores were taken, or given back
 _FASTER = 0.95  # of the time with the number in use: less may be chance
 _TRIED_PASSES = 8
 _FEWER_PASSES, _NO_BETTER = 3, 1.3  # so many will do where they take so many times as long
 _HOPELESS = 2.0  # times as long: still smaller numbers are not tried
 _NONE = (math.inf, 0)  # ratio and place of the best number before any was tried
-_LEAST_WAIT_S, _RETURN_WAIT_S, _FIRST_WAIT_S, _MOST_WAIT_S = 1.0, 2.0, 30.0, 120.0
+_LEAST_WAIT_S, _RETURN_WAIT_S, _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 2.0, 30.0, 120.0
 
 
 class _Paces:
@@ -83,7 +83,8 @@ class ThreadFollower:
     Threads meet several times in a layer. When another process takes the core of one for some milliseconds,
     all wait for it, so under a busy neighbour fewer may be faster. Where passes have become slower, or a long
     time has gone by, some are run with each smaller number; where fewer run, the next greater one is tried
-    every other second. Passes of many tokens always have all threads. The number changes no token.
+    every other second, or when passes become quicker. Passes of many tokens always have all threads. The
+    number changes no token.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class ThreadFollower:
         """
         waited_s = self._clock() - self._compared_at
         is_slower = self._slower_passes >= _SETTLED_PASSES
-        if not self._paces.is_known or waited_s < (_LEAST_WAIT_S if is_slower else self._wait_s):
+        is_quicker = self._place > 0 and self._paces.pace < _QUICKER * self._pace_then
+        wait_s = _LEAST_WAIT_S if is_slower or is_quicker else self._wait_s
+        if not self._paces.is_known or waited_s < wait_s:
             return []
         greater = [self._place - 1] if self._place else []
         smaller = range(self._place + 1, len(self._counts)) if is_slower or not greater else ()
@@ -156,15 +159,15 @@ class ThreadFollower:
     def _decide(self, ratio: float, place: int) -> None:
         """End a comparison whose best number of threads takes `ratio` of the time."""
         self._best = _NONE
-        if ratio < _FASTER:
+        is_better = ratio < _FASTER
+        if is_better:
             self._place = place
-            self._wait_s = _FIRST_WAIT_S
             self._paces.pace *= ratio
             log.debug("%d compute threads: passes take %.2f of the time", self.num_threads, ratio)
-        else:
-            self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
         if self._place:
-            self._wait_s = _RETURN_WAIT_S
+            self._wait_s = _LEAST_WAIT_S if is_better else min(2 * self._wait_s, _RETURN_WAIT_S)
+        else:
+            self._wait_s = _FIRST_WAIT_S if is_better else min(2 * self._wait_s, _MOST_WAIT_S)
         self._compared_at, self._pace_then = self._clock(), self._paces.pace
         self._slower_passes = 0
 

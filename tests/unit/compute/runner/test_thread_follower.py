@@ -42,8 +42,10 @@ class Machine:
     def pass_s(self, num_tokens: int, threads: int) -> float:
         """A thread that shares a core makes all of them wait for half of the time and more."""
         alone = 0.014 * (1 + num_tokens / 100) + self.context_s
-        overlap = max(0, threads + self.busy - self.cores)
-        return alone / threads * (2.2 if overlap else 1.0) * (1 + self._noise * self._rng.uniform(-1, 1))
+        has_to_share = threads + self.busy > self.cores
+        wait = (1.0 if threads == 1 else 2.2) if has_to_share else 1.0
+        half = 2.0 if self.busy >= self.cores else 1.0  # of a core, where none is free
+        return alone / threads * wait * half * (1 + self._noise * self._rng.uniform(-1, 1))
 
     def _step(self, inputs: StepInputs) -> StepResult:
         num_tokens = len(inputs.token_ids)
@@ -91,6 +93,17 @@ def test_it_gives_way_to_a_neighbour_and_comes_back(cores: int) -> None:
     machine.busy = 0
     machine.serve(3)
     assert machine.follower.num_threads == cores
+
+
+def test_it_comes_back_at_once_where_passes_become_quicker() -> None:
+    machine = Machine()
+    machine.serve(10)
+    machine.busy = 2
+    machine.serve(20)
+    assert machine.follower.num_threads == 1
+    machine.busy = 0
+    machine.serve(0.8)
+    assert machine.follower.num_threads == 2
 
 
 def test_it_follows_further_and_all_the_way_back() -> None:
