@@ -190,7 +190,7 @@ def following_cores(runner: StepRunner, loaded: LoadedModel) -> StepRunner:
     """
     if loaded.kernels is None or loaded.team is None or loaded.team.size == 1:
         return runner
-    return ThreadFollower(runner.run, loaded.team)
+    return ThreadFollower(runner, loaded.team)
 
 
 @contextmanager

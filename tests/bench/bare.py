@@ -17,6 +17,7 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCal
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.thread_follower import ThreadFollower
 from engine.loop.engine_parts import StepRunner
 from engine.plan.step_records import StepInputs
 
@@ -25,6 +26,15 @@ def fill_kv(kv: KvTensors) -> None:
     """Write all of it: memory that was never written would be read from one page, much too fast."""
     for tensor in kv.tensors:
         tensor.fill_(0.01)
+
+
+def model_runner(runner: StepRunner) -> ModelRunner:
+    """The model's own runner, with all threads again, whatever an engine has put around it."""
+    if isinstance(runner, ThreadFollower):
+        runner.team.limit(runner.team.size)
+        runner = runner.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
 class BareModel:
@@ -48,11 +58,10 @@ class BareModel:
 
         Without `real_kv` what lies before is constants, as fast to read and sooner there.
         """
-        assert isinstance(runner, ModelRunner)
         # The one place outside the runner that takes its parts: a benchmark of what is around the model needs
         # the model alone, and nothing that serves does.
+        self._runner = runner = model_runner(runner)
         self._forward = runner.forward
-        self._runner = runner
         block_size = runner.kv.block_size
         blocks = -(-stop // block_size)  # of each sequence
         rng = random.Random(0)

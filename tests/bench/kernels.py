@@ -19,7 +19,7 @@ from engine.compute.native.kernels import NativeKernels
 from engine.compute.runner.model_runner import ModelRunner
 from engine.errors import StartRefused
 from engine.startup.build import load_parts
-from tests.bench.bare import BareModel
+from tests.bench.bare import BareModel, model_runner
 from tests.bench.context import BenchContext
 from tests.bench.processes import JsonWorker
 from tests.bench.products import (
@@ -48,9 +48,7 @@ INDUCTOR_TIME_BOX_S = 420.0  # for each batch size
 def load_runner(context: BenchContext, compile_kernels: str, form: str = "auto") -> ModelRunner:
     """The model, with little K/V. Raises StartRefused where kernels are asked for and cannot be had."""
     flags = (*context.flags, *MEMORY, "--compile", compile_kernels, "--cpu-kernels", form)
-    runner = load_parts(load_settings(list(flags))).runner
-    assert isinstance(runner, ModelRunner)
-    return runner
+    return model_runner(load_parts(load_settings(list(flags))).runner)
 
 
 def run_kernels(context: BenchContext) -> list[Section]:

@@ -15,12 +15,11 @@ from statistics import median
 import uvloop
 
 from config import load_settings
-from engine.compute.runner.model_runner import ModelRunner
 from engine.loop.engine_parts import EngineInfo, StepRunner
 from engine.plan.request import GenerationRequest, SamplingParams
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from engine.text.tokenizer import Tokenizer
-from tests.bench.bare import fill_kv
+from tests.bench.bare import fill_kv, model_runner
 from tests.bench.context import BenchContext
 from tests.bench.decode import LoadedEngine, loaded_engine
 from tests.bench.host import HostStep, host_step, read, steps_for
@@ -76,8 +75,7 @@ class WithoutPrompts:
 
 def around_filled(runner: StepRunner) -> WithoutPrompts:
     """The same around a model's runner, its K/V filled."""
-    assert isinstance(runner, ModelRunner)
-    fill_kv(runner.kv)
+    fill_kv(model_runner(runner).kv)
     return WithoutPrompts(runner)
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.compute.native.team import ComputeTeam
 from engine.plan.step_records import StepInputs, StepResult
@@ -23,6 +24,13 @@ _FEWER_PASSES, _NO_BETTER = 3, 1.3  # so many will do where they take so many ti
 _HOPELESS = 2.0  # times as long: still smaller numbers are not tried
 _NONE = (math.inf, 0)  # ratio and place of the best number before any was tried
 _LEAST_WAIT_S, _RETURN_WAIT_S, _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 2.0, 30.0, 120.0
+
+
+class Runner(Protocol):
+    """What runs a step."""
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """One step."""
 
 
 class _Paces:
@@ -78,7 +86,7 @@ class _Trial:
 
 
 class ThreadFollower:
-    """Runs steps as `run_step` does, with all threads of `team` or with fewer. Target thread only.
+    """Runs the steps of `runner` with all threads of `team` or with fewer. Target thread only.
 
     Threads meet several times in a layer. When another process takes the core of one for some milliseconds,
     all wait for it, so under a busy neighbour fewer may be faster. Where passes have become slower, or a long
@@ -89,12 +97,12 @@ class ThreadFollower:
 
     def __init__(
         self,
-        run_step: Callable[[StepInputs], StepResult],
+        runner: Runner,
         team: ComputeTeam,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run_step = run_step
-        self._team = team
+        self.runner = runner
+        self.team = team
         self._clock = clock
         self._counts = fewer_and_fewer(team.size)
         self._place = 0  # of the number in use
@@ -111,15 +119,15 @@ class ThreadFollower:
         return self._counts[self._place]
 
     def run(self, inputs: StepInputs) -> StepResult:
-        """One step; raises what `run_step` raises."""
+        """One step; raises what the runner raises."""
         num_tokens = len(inputs.token_ids)
         if num_tokens > _FEW_TOKENS:
-            self._team.limit(self._counts[0])
-            return self._run_step(inputs)
+            self.team.limit(self._counts[0])
+            return self.runner.run(inputs)
         if not self._places:
             self._places = self._due_places()
-        self._team.limit(self._counts[self._places[0] if self._places else self._place])
-        result = self._run_step(inputs)
+        self.team.limit(self._counts[self._places[0] if self._places else self._place])
+        result = self.runner.run(inputs)
         if self._places:
             self._observe_trial(num_tokens, result.forward_s)
         else:

@@ -37,7 +37,7 @@ class Machine:
         self.ran: list[tuple[float, int, int]] = []  # when, tokens, threads
         self._rng, self._noise = random.Random(seed), noise
         self.team = FakeTeam(cores)
-        self.follower = ThreadFollower(self._step, cast(ComputeTeam, self.team), lambda: self.now)
+        self.follower = ThreadFollower(self, cast(ComputeTeam, self.team), lambda: self.now)
 
     def pass_s(self, num_tokens: int, threads: int) -> float:
         """A thread that shares a core makes all of them wait for half of the time and more."""
@@ -47,7 +47,8 @@ class Machine:
         half = 2.0 if self.busy >= self.cores else 1.0  # of a core, where none is free
         return alone / threads * wait * half * (1 + self._noise * self._rng.uniform(-1, 1))
 
-    def _step(self, inputs: StepInputs) -> StepResult:
+    def run(self, inputs: StepInputs) -> StepResult:
+        """A step of the machine itself."""
         num_tokens = len(inputs.token_ids)
         seconds = self.pass_s(num_tokens, self.team.members)
         self.now += seconds
@@ -60,6 +61,14 @@ class Machine:
         while self.now < until:
             self.follower.run(step_of(num_tokens()))
         return Counter(threads for _, _, threads in self.ran[first:])
+
+
+class Broken:
+    """Fails."""
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Never a result."""
+        raise RuntimeError("broken")
 
 
 def step_of(num_tokens: int) -> StepInputs:
@@ -160,11 +169,7 @@ def test_passes_of_many_tokens_have_all_threads() -> None:
 
 def test_a_step_that_fails_fails_and_the_next_runs() -> None:
     machine = Machine()
-    follower = ThreadFollower(_fail, cast(ComputeTeam, machine.team), lambda: 0.0)
+    follower = ThreadFollower(Broken(), cast(ComputeTeam, machine.team), lambda: 0.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
             follower.run(step_of(1))
-
-
-def _fail(_: StepInputs) -> StepResult:
-    raise RuntimeError("broken")
