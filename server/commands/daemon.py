@@ -110,6 +110,7 @@ class Daemon:
             return
         info = self._engine.info
         name = self._settings.model.served_names[0]
+        derived = {size: why for size, why in info.size_origins.items() if why.startswith("derived")}
         log.info(
             "serving %s on %s",
             name,
@@ -126,7 +127,7 @@ class Daemon:
                 "kv_mib": info.kv_bytes >> 20,
                 "max_num_seqs": info.max_num_seqs,
                 "max_num_batched_tokens": info.max_num_batched_tokens,
-                "size_origins": dict(info.size_origins),
+                **({"size_origins": derived} if derived else {}),
                 "rows": lambda: start_rows(name, url, info, seconds),
             },
         )
