@@ -21,7 +21,7 @@ class ComputeTeam:
         self._make = library_function(library, "slip_team", INDEX, result=POINTER)
         self._end = library_function(library, "slip_end_team", POINTER)
         self._limit = library_function(library, "slip_limit_team", POINTER, INDEX)
-        self.size = size
+        self.size = self._members = size
         self.handle: int = self._make(size)
 
     def resize(self, size: int) -> None:
@@ -29,13 +29,16 @@ class ComputeTeam:
         if size != self.size:
             self._end(self.handle)
             self.size, self.handle = size, self._make(size)
+            self._members = size
 
     def limit(self, count: int) -> None:
         """Have `count` of them take part from the next kernel on, 1 to `size`; the others sleep.
 
-        At any time and on any thread. Bits stay the same.
+        At any time, also while kernels run; on one thread. Bits stay the same.
         """
-        self._limit(self.handle, count)
+        if count != self._members:  # each pass says it
+            self._members = count
+            self._limit(self.handle, count)
 
     def __del__(self) -> None:
         handle = getattr(self, "handle", None)
