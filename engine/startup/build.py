@@ -16,7 +16,7 @@ from config.units import format_size
 from engine.compute.cuda.layer_choice import with_fast_layers
 from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.default_sampling import read_default_sampling
-from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.loader import LoadedModel, choose_device, load_model
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import read_architecture
 from engine.compute.native.drawing import find_row_draw
@@ -49,6 +49,7 @@ from engine.startup.build_speculation import (
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.kv_room import HostRoom, foresee_kv_room, measure_kv_room
+from engine.startup.memory_nodes import spread_memory, usable_nodes
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.startup.step_sizes import StepSizes
 from engine.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ log = logging.getLogger("slipstream.engine")
 def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
     use_compute_threads()
+    use_memory_nodes(choose_device(settings.model.device))
     directory = resolve_model(settings.model, settings.home)
     read_architecture(directory)  # or the tokenizer's loading stumbles over what is wrong with it
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
@@ -243,6 +245,17 @@ def use_compute_threads() -> None:
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(usable_cores())
+
+
+def use_memory_nodes(device: torch.device) -> None:
+    """Spread what the calling thread loads over the memory nodes of all cores that compute."""
+    nodes = usable_nodes()
+    if device.type != "cpu" or len(nodes) < 2:
+        return
+    if spread_memory(nodes):
+        log.info("memory is spread over %d nodes", len(nodes))
+    else:
+        log.info("memory stays on the node of the thread that writes it: numactl or the container says so")
 
 
 def read_chat_template(settings: Settings) -> str | None:

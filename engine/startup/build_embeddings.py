@@ -13,6 +13,7 @@ from engine.compute.embedding.source import (
     repo_of,
     resolve_embedding_model,
 )
+from engine.compute.loading.loader import choose_device
 from engine.embeddings.text_reader import EmbeddingParts
 from engine.errors import StartRefused
 from engine.startup import build
@@ -70,6 +71,7 @@ def load_embedding_parts(settings: Settings) -> EmbeddingParts | None:
         return None
     if settings.model.embedding_model is None:
         build.use_compute_threads()
+        build.use_memory_nodes(choose_device(asked.device))
     directory = resolve_embedding_model(asked)
     folder = read_folder(directory)
     tokenizer = EmbeddingTokenizer(folder.directory, lower_case=folder.lower_case)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config import load_settings
-from engine.startup.build import load_parts, use_compute_threads
+from engine.startup.build import load_parts, use_compute_threads, use_memory_nodes
 from engine.startup.doctor import diagnose
 from tests.support.tiny_models import save_tiny_model
 
@@ -25,6 +25,19 @@ def test_compute_threads_take_what_is_too_small_for_zero() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(smallest).result() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "expected"), [("cpu", (0, 1), [(0, 1)]), ("cpu", (0,), []), ("cuda", (0, 1), [])]
+)
+def test_memory_is_spread_where_several_nodes_compute(
+    monkeypatch: pytest.MonkeyPatch, device: str, nodes: tuple[int, ...], expected: list[tuple[int, ...]]
+) -> None:
+    spread: list[tuple[int, ...]] = []
+    monkeypatch.setattr("engine.startup.build.usable_nodes", lambda: nodes)
+    monkeypatch.setattr("engine.startup.build.spread_memory", spread.append)
+    use_memory_nodes(torch.device(device))
+    assert spread == expected
 
 
 @dataclass
