@@ -1,12 +1,13 @@
 """Exposition: samples as Prometheus text or OpenMetrics. It knows the formats and none of our metrics.
 
 A library's writer checks and escapes each label anew; that took milliseconds of the event loop a scrape.
-Here a series is named once and remembered, so that writing one is a look-up and a number.
+Here a series is named once and remembered, so that writing one is a look-up and a number; and a family whose
+samples are those of the last page is not written again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from math import isfinite, isnan
 from typing import Literal, TypeAlias
@@ -29,13 +30,17 @@ def accepts_openmetrics(accept: str) -> bool:
 
 
 class SeriesNames:
-    """Every series' name with its labels, as it is written; made once. `common` labels are on all of them."""
+    """Every series' name with its labels, as it is written; made once. `common` labels are on all of them.
+
+    `families` are as they were written last, by name and whether for OpenMetrics: the samples and their text.
+    """
 
     def __init__(self, prefix: str, common: Mapping[str, str]) -> None:
         self.prefix = prefix
         self._common = common
         self._names: dict[tuple[str, Labels], str] = {}
         self._histograms: dict[tuple[str, Labels], list[str]] = {}
+        self.families: dict[tuple[str, bool], tuple[object, str]] = {}
 
     def of(self, name: str, labels: Labels) -> str:
         """One series: `name{label="value",...}` and a space."""
@@ -65,33 +70,53 @@ class Exposition:
     def __init__(self, names: SeriesNames, *, openmetrics: bool) -> None:
         self._names = names
         self._openmetrics = openmetrics
-        self._lines: list[str] = []
+        self._families: list[str] = []
 
     def add(self, name: str, kind: Kind, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
         """A family of gauges, counters or facts. `name` is without the prefix and the suffix of its kind."""
-        self._head(self._names.prefix + name, kind, text)
-        series = name + _SUFFIX[kind]
-        self._lines += [self._names.of(series, labels) + _number(value) for labels, value in samples]
+        values = list(samples)
+
+        def lines() -> Iterator[str]:
+            series = name + _SUFFIX[kind]
+            yield self._head(name, kind, text)
+            yield from (self._names.of(series, labels) + _number(value) for labels, value in values)
+
+        self._add(name, values, lines)
 
     def add_histograms(self, name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]) -> None:
         """A family of histograms."""
-        self._head(self._names.prefix + name, "histogram", text)
-        for labels, histogram in samples:
-            totals = list(accumulate(histogram.counts))
-            values = (*totals, totals[-1], histogram.sum)
-            series = self._names.of_histogram(name, labels, histogram.bounds)
-            self._lines += [each + _number(value) for each, value in zip(series, values, strict=True)]
+        values = [(labels, each.bounds, tuple(each.counts), each.sum) for labels, each in samples]
 
-    def _head(self, name: str, kind: Kind, text: str) -> None:
+        def lines() -> Iterator[str]:
+            yield self._head(name, "histogram", text)
+            for labels, bounds, counts, total in values:
+                up_to = list(accumulate(counts))
+                series = self._names.of_histogram(name, labels, bounds)
+                for each, value in zip(series, (*up_to, up_to[-1], total), strict=True):
+                    yield each + _number(value)
+
+        self._add(name, values, lines)
+
+    def _add(self, name: str, samples: object, lines: Callable[[], Iterator[str]]) -> None:
+        """A family's text, written anew where `samples` are not those of the last page."""
+        key = name, self._openmetrics
+        written = self._names.families.get(key)
+        if written is None or written[0] != samples:
+            text = "".join(f"{line}\n" for line in lines())
+            written = self._names.families[key] = samples, text
+        self._families.append(written[1])
+
+    def _head(self, name: str, kind: Kind, text: str) -> str:
         """OpenMetrics names the family, text the series, and has no word for facts."""
+        name = self._names.prefix + name
         if not self._openmetrics:
             name += _SUFFIX[kind]
             kind = "gauge" if kind == "info" else kind
-        self._lines.append(f"# HELP {name} {_escaped(text)}\n# TYPE {name} {kind}")
+        return f"# HELP {name} {_escaped(text)}\n# TYPE {name} {kind}"
 
     def text(self) -> str:
         """What has been added, each line ended."""
-        return "".join(f"{line}\n" for line in self._lines)
+        return "".join(self._families)
 
 
 def _series(name: str, labels: Mapping[str, str]) -> str:

@@ -94,3 +94,22 @@ def test_any_number_can_be_written() -> None:
 )
 def test_openmetrics_is_for_those_that_ask(accept: str, expected: bool) -> None:
     assert accepts_openmetrics(accept) is expected
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_a_page_has_the_samples_of_its_own_time(openmetrics: bool) -> None:
+    """Though families that are as they were on the last page are not written again."""
+    names, counted = SeriesNames("x_", {}), make_histogram()
+
+    def page(names: SeriesNames, calls: float) -> str:
+        page = Exposition(names, openmetrics=openmetrics)
+        page.add("calls", "counter", "Calls.", [((("kind", "a"),), calls), ((("kind", "b"),), 1)])
+        page.add_histograms("wait_seconds", "Waits.", [((), counted)])
+        return page.text()
+
+    pages = [page(names, calls) for calls in (0, 0, 2, 0)]
+    counted.observe(0.25)
+    pages.append(page(names, 0))
+    assert pages[0] == pages[1] == pages[3]
+    assert len(set(pages)) == 3
+    assert pages[2] != pages[4] == page(SeriesNames("x_", {}), 0)
