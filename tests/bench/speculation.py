@@ -135,6 +135,11 @@ class Case:
         """Tokens that a round commits; 0 before the first."""
         return self.stats.num_committed / max(1, self.stats.num_rounds)
 
+    def newest(self) -> str:
+        """Of the newest run, in words."""
+        on, off = self.on[-1], self.off[-1]
+        return f"{self.name}: {on:.1f} tokens/s over {off:.1f} is {on / off:.2f}"
+
     def ratios(self) -> tuple[float, ...]:
         """On over off, run by run."""
         return tuple(on / off for on, off in zip(self.on, self.off, strict=True))
@@ -180,12 +185,12 @@ async def measure(context: BenchContext) -> tuple[list[Case], list[Case]]:
         ]
         for run in range(-1, context.runs):  # the first is not counted: costs and rates are learnt
             for case in cases:
-                context.say(f"speculation, {case.name}, run {run + 1}/{context.runs}")
                 await case.run(loaded.engine, run + 1)
+                context.say(f"speculation, run {run + 1}/{context.runs}, {case.newest()}")
             with_no_drafts(decoder, True)
             for case in idle:
-                context.say(f"speculation at g = 0, {case.name}, run {run + 1}/{context.runs}")
                 await case.run(loaded.engine, run + 1)
+                context.say(f"speculation at g = 0, run {run + 1}/{context.runs}, {case.newest()}")
             with_no_drafts(decoder, False)
         for case in (*cases, *idle):
             del case.on[0], case.off[0]
