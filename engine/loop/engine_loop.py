@@ -194,7 +194,7 @@ class EngineLoop:
                 self._pipeline.launch(decision.inputs)
             else:
                 self._run_ahead.draft_inline()
-            self._run_ahead.beside_step()
+            self._run_ahead.beside_step(self._expected_s(decision))
             self._launch_ahead(decision)
             result = await self._read(decision)
             self._carry_out_endings()
@@ -219,6 +219,12 @@ class EngineLoop:
             self._metrics.preemptions["recompute"] += len(decision.preempted) - len(decision.swapped)
             self._metrics.preemptions["swap"] += len(decision.swapped)
         return decision
+
+    def _expected_s(self, decision: BatchDecision) -> float | None:
+        """What the step should take; None for one that reads prompts, or while nothing is known."""
+        if decision.num_prefill_tokens:
+            return None
+        return self._decoder.costs.seconds(len(decision.scheduled), decision.num_tokens)
 
     def _launch_ahead(self, decision: BatchDecision) -> None:
         """Have the device go on with the step behind this one, if it can be decided already."""

@@ -87,6 +87,7 @@ class RunAhead:
                 self._chooser = ScheduleChooser(("off", "sync", "async") if self._ahead else ("off", "sync"))
         self._num_probabilities = None if config.verification == "match" else config.vocab_size
         self._task: _DraftTask | None = None
+        self._step_ends: float | None = None  # when it should, while one runs
         self._patience_s = _PATIENCE_S
         self._has_read = False  # drafters that are behind have had their turn before this step
         self._is_resting = False
@@ -137,8 +138,9 @@ class RunAhead:
             if jobs:
                 self._take(lane, jobs, self._micro_step(lane.link.drafter, (), jobs))
 
-    def beside_step(self) -> None:
-        """The target's pass has begun: run a drafter beside it."""
+    def beside_step(self, step_s: float | None = None) -> None:
+        """The target's step has begun and should take `step_s`, None if unknown: run a drafter beside it."""
+        self._step_ends = None if step_s is None else self._clock() + step_s
         if self._arm == "async":
             self._start(self._ahead, ahead=True)
 
@@ -259,12 +261,26 @@ class RunAhead:
             return
         error = task.future.exception()
         result = task.future.result() if error is None else error
-        task.lane.is_quick = self._clock() - task.started <= self._patience_s
+        seconds = self._clock() - task.started
+        task.lane.is_quick = seconds <= self._patience_s
         self._take(task.lane, task.jobs, result)
         if self._arm == "async":
-            self._start(self._ahead, ahead=True)
+            if not self._would_keep_from_more(seconds):
+                self._start(self._ahead, ahead=True)
         elif self._is_resting:
             self._close_remote()
+
+    def _would_keep_from_more(self, seconds: float) -> bool:
+        """Whether a micro-step of `seconds`, begun now, is likelier to cost the next round than to serve it.
+
+        Where all that was drafted comes true, what is done of it before the step ends was won. Else the
+        drafter is kept from the new tokens until the rest is done.
+        """
+        if self._step_ends is None:
+            return False
+        rounds = self._decoder.stats.run_ahead
+        misses = rounds["miss"] / max(1, rounds.total())
+        return self._step_ends - self._clock() < seconds * misses
 
     def _note_hanging(self, task: _DraftTask) -> None:
         seconds = self._clock() - task.started

@@ -82,9 +82,9 @@ async def measure(arguments: argparse.Namespace, console: Console) -> Section:
     from tests.bench.report import Section
     from tests.bench.speculation import QUESTIONS
 
-    pair = () if arguments.draft_model is None else ("--draft-model", str(arguments.draft_model))
-    if pair:
-        pair = ("--speculative-method", "draft-model", *pair)
+    pair: tuple[str, ...] = ()
+    if arguments.draft_model is not None:
+        pair = ("--speculative-method", "draft-model", "--draft-model", str(arguments.draft_model))
     section = Section("draft schedules", f"by schedule; ordinary text, T {arguments.temperature:g}")
     async with AsyncExitStack() as stack:
         engines = {}

@@ -148,6 +148,40 @@ async def test_async_drafts_beside_the_pass_and_past_it() -> None:
     assert stage.decoder.stats.run_ahead == {"hit": 6}
 
 
+@pytest.mark.parametrize(
+    ("hits", "misses", "step_s", "calls"),
+    [
+        (0, 1, 0.010, 2),
+        (1, 0, 0.010, 3),
+        (1, 1, 0.0101, 3),
+        (1, 1, 0.0099, 2),
+        (0, 1, None, 3),
+        (0, 0, 0.010, 3),
+    ],
+)
+def test_no_micro_step_is_begun_that_would_rather_keep_the_drafter_from_new_tokens(
+    hits: int, misses: int, step_s: float | None, calls: int
+) -> None:
+    """Its third would begin after 8 ms and last 4, of which the part before the step's end may be won."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        drafter = perfect(step_s=0.004)
+        stage = Stage("async", drafter, clock=loop.time)
+        stage.open()
+        stage.decoder.stats.run_ahead.update(hit=hits, miss=misses)
+        await stage.prepare()
+        stage.run_ahead.beside_step(step_s)
+        await asyncio.sleep(0.0095)
+        assert drafter.num_calls == calls
+        if calls == 2:
+            stage.run_ahead.after_step(1, 1, 0.0095)
+            await settle()
+            assert drafter.num_calls == 3, "after the step it is begun"
+
+    run_in_virtual_time(main())
+
+
 @pytest.mark.parametrize("schedule", ["auto", "sync"])
 async def test_cheap_drafters_are_called_on_the_spot(schedule: Schedule) -> None:
     threads: list[threading.Thread] = []
