@@ -89,6 +89,8 @@ def _equal_layer(
 
 def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
     """Whether the products of one row [1, hidden] are those that any number of rows has."""
+    if not layer.is_plain:
+        return True  # one row is computed as several are
     row = norm(hidden.contiguous(), layer.input_norm)
     heads = OF_ROWS.project(row, layer.qkv)[:, : layer.output.in_features]
     gated = OF_ROWS.gate(row, layer.gate_up)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from config import ModelSettings
+from engine.compute.loading.coded_weights import holds_codes
 from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder, gives_head_alone
@@ -90,7 +91,8 @@ def with_kernels(
         join_layers(loaded, kernels, sample)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
-        refuse_without(settings, reason)
+        if not holds_codes(loaded.model):  # which a device rounds weights to as they are loaded
+            refuse_without(settings, reason)
         log.debug("compiled kernels are not used: %s", reason)
         used = "for CUDA" if loaded.device.type == "cuda" else f"torch's, since {reason}"
         return replace(loaded, kernels_used=used)
