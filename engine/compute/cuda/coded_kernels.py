@@ -1,9 +1,9 @@
-"""The device code that multiplies with coded weights, in Triton: codes become numbers on their way to the product.
+"""The device code that multiplies with coded weights, in Triton: codes become numbers on their way.
 
-Weights stand to the left, [OUTS, columns], and rows of inputs to the right, so that whatever the number of rows
-the matrix units get the same instructions for a weight. A sum goes through the columns in an order that the
-weight's shape alone decides. Rounded inputs follow Micikevicius et al. 2022 ("FP8 formats for deep learning"),
-with scales for short runs of columns as in DeepSeek-V3 (2024).
+Weights stand to the left, [OUTS, columns], and rows of inputs to the right, so that the matrix units get the
+same instructions for a weight whatever the number of rows is. A sum goes through the columns in an order that
+the weight's shape alone decides. Inputs are rounded as by Micikevicius et al. 2022 ("FP8 formats for deep
+learning"), with scales for short runs of columns as in DeepSeek-V3 (2024).
 """
 
 from __future__ import annotations
@@ -174,11 +174,11 @@ def coded_product_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
 ):
-    """A tile of `x` [num_rows, width] times the weights; grid (parts or 1 * tiles of outputs * tiles of rows).
+    """A tile of `x` [num_rows, width] times the weights; grid (tiles of outputs * tiles of rows).
 
     Rounded inputs come with `x_scales` [num_rows, groups]. A program sums all parts, each from nothing, and
-    writes `product` [num_rows, num_outputs]; with LAYOUT.is_split only its own, to `parts` [parts, num_rows,
-    num_outputs].
+    writes `product` [num_rows, num_outputs]; with LAYOUT.is_split there are programs for each
+    part, which write to `parts` [parts, num_rows, num_outputs].
     """
     row_tiles = tl.cdiv(num_rows, LAYOUT.rows)
     out_tiles = tl.cdiv(num_outputs, LAYOUT.outs)
@@ -249,7 +249,7 @@ def expand_kernel(
     STEP: tl.constexpr,
     OUTS: tl.constexpr,
 ):
-    """The weights as `numbers` [num_outputs, width]; grid (tiles of outputs * chunks), STEP places of codes each."""
+    """The weights as `numbers` [num_outputs, width]; grid (tiles of outputs * chunks of STEP places)."""
     chunks: tl.constexpr = (WEIGHT.row + STEP - 1) // STEP
     chunk = tl.program_id(0) % chunks
     outs = tl.program_id(0) // chunks * OUTS + tl.arange(0, OUTS)
@@ -286,7 +286,7 @@ def round_kernel(
     PADDED: tl.constexpr,
     HAS_FIXED: tl.constexpr,
 ):
-    """GROUP neighbours of a row of `x` [rows, WIDTH] as numbers of 8 bits and their scale; grid (rows * groups).
+    """GROUP neighbours of a row of `x` [rows, WIDTH] as 8 bits and their scale; grid (rows * groups).
 
     With HAS_FIXED the scale is `fixed`. What is no number stays none.
     """

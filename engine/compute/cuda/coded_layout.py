@@ -1,4 +1,4 @@
-"""How the products of a coded weight are divided among programs: by its shape, and by how many rows there are."""
+"""How the products of a coded weight are divided among programs: by its shape and the number of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CodedShape:
     """What a kernel's code knows of a coded weight, by whose words Triton finds what it compiled.
 
     `row` codes, or bytes of two where they are paired, are an output's; `groups` of `group` columns have a
-    scale, as have `rows` outputs. `x_group` columns of rounded inputs share one, 0 where they are not rounded.
+    scale, as have `rows` outputs. `x_group` columns of rounded inputs share one; 0 rounds none.
     """
 
     width: int

@@ -147,7 +147,7 @@ def joined_linear(linears: Sequence[TritonLinear]) -> TritonLinear:
 
 
 def joined_bias(linears: Sequence[Any], like: torch.Tensor) -> torch.Tensor | None:
-    """What several projections add, zeros on the device of `like` where one adds nothing; None if none does."""
+    """What several projections add, zeros where one adds nothing; None if none does. On `like`'s device."""
     given = [linear.bias for linear in linears if linear.bias is not None]
     if not given:
         return None

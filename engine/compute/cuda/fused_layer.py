@@ -53,7 +53,7 @@ class FusedLayer(nn.Module):
         self.output = attention.o_proj
         self.gate_up = _joined(_inputs_of(mlp, _MLP[:2]))
         self.down = mlp.down_proj
-        # Kernels for one row read plain weights; those that read codes have the same form for one row as for more.
+        # Kernels of their own for one row read plain weights. Those that read codes serve any number.
         self.is_plain = all(
             type(linear) is nn.Linear for linear in (self.qkv, self.output, self.gate_up, self.down)
         )
@@ -113,7 +113,7 @@ class FusedLayer(nn.Module):
 
 
 class Products(NamedTuple):
-    """How a layer's products are computed, each with what follows it."""
+    """How a layer's products with a Projection are computed, each with what follows it."""
 
     project: Callable[[torch.Tensor, Projection], torch.Tensor]  # the linear's
     gate: Callable[[torch.Tensor, Projection], torch.Tensor]  # silu(first half) * second half of it
@@ -213,8 +213,8 @@ def _joined(linears: Sequence[Any]) -> Projection:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(first.in_features, len(weight), bias=False, device="meta", dtype=weight.dtype)
     joined.weight = nn.Parameter(weight, requires_grad=False)
-    bias = joined_bias(linears, weight)
-    joined.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if (bias := joined_bias(linears, weight)) is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
 
 

@@ -24,8 +24,8 @@ _LIMITS = {"int8": 0.03, "int4": 0.2}
 def round_linears(model: Any, asked: str, device: torch.device) -> None:
     """Round the weights of all projections but the head, each on `device`, where its codes stay.
 
-    The head keeps its numbers, since its errors go straight into the logits. Raises StartRefused where weights
-    change too much, are codes already, or are none at all.
+    The head keeps its numbers, since its errors go straight into the logits. Raises StartRefused where
+    weights change too much, are codes already, or are none at all.
     """
     if holds_codes(model):
         raise _refused("the weights are quantized already", asked)

@@ -1,6 +1,6 @@
-"""Weights as codes of 4 or 8 bits with scales, in tensors on any device: what a GPU keeps of a quantized model.
+"""Weights as codes of 4 or 8 bits with scales, in tensors: what a GPU keeps of a quantized model.
 
-Here they are unpacked for each use: exact, and slow. Kernels of the device multiply with the codes themselves.
+Here they are unpacked for each use: exact, and slow. Kernels of a device multiply with the codes themselves.
 """
 
 from __future__ import annotations
@@ -137,9 +137,10 @@ class CodedLinear(nn.Module):
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """The same with weights of `dtype`, and inputs as they are."""
-        made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        made = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         made.weight = nn.Parameter(self.coded.numbers().to(dtype), requires_grad=False)
-        made.bias = self.bias
+        if self.bias is not None:
+            made.bias = self.bias
         return made
 
 
@@ -213,7 +214,7 @@ def float_codes(codes: Tensor, scales: Tensor, rounding: InputRounding | None = 
 
 
 def round_weights(weights: Tensor, kind: CodeKind, group: int) -> CodedWeight:
-    """Weights [out, in_features] as integers, a scale for each `group` neighbours and, of 4 bits, a zero point.
+    """Weights [out, in_features] as integers, each `group` with a scale and, of 4 bits, a zero point.
 
     8 bits are symmetric about zero. `in_features` must be divisible by `group`.
     """

@@ -267,12 +267,15 @@ class Keeping(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
+_NOTHING_KEPT = Keeping()
+
+
 def _load_weights(
     directory: Path,
     config: PreTrainedConfig,
     dtype: torch.dtype,
     names: Mapping[str, str] | None = None,
-    keeping: Keeping = Keeping(),
+    keeping: Keeping = _NOTHING_KEPT,
 ) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
 

@@ -65,7 +65,7 @@ def unpack_files(
     wanted: Callable[[str], bool] = lambda _: True,
     kept: KeptCodes = NO_CODES,
 ) -> Unpacked:
-    """The checkpoint in `directory`, its quantized weights as numbers of `dtype`, or the codes that are `kept`.
+    """The checkpoint in `directory`, its quantized weights as numbers of `dtype`, or as codes where `kept`.
 
     Only tensors of `wanted` names are read. Raises StartRefused for what does not fit the format.
     """

@@ -66,7 +66,7 @@ class WeightFormat:
         return codes * scales
 
     def coded(self, parts: Parts, kinds: Collection[CodeKind]) -> CodedWeight | None:
-        """The weights as codes of one of `kinds`, on the device of the parts; None where they do not fit one."""
+        """The weights as codes of one of `kinds`, on the parts' device; None where they do not fit one."""
         codes, scales = self.unpack(parts)
         stored = parts.get("weight")
         if stored is None or stored.dtype is not torch.float8_e4m3fn:
