@@ -115,11 +115,9 @@ class FusedLayer(nn.Module):
 class Products(NamedTuple):
     """How a layer's products with a Projection are computed, each with what follows it."""
 
-    project: Callable[[torch.Tensor, Projection], torch.Tensor]  # the linear's
-    gate: Callable[[torch.Tensor, Projection], torch.Tensor]  # silu(first half) * second half of it
-    add: Callable[
-        [torch.Tensor, Projection, torch.Tensor], torch.Tensor
-    ]  # and a sum, which it may write over
+    project: Callable[[torch.Tensor, Any], torch.Tensor]  # the linear's
+    gate: Callable[[torch.Tensor, Any], torch.Tensor]  # silu(first half) * second half of it
+    add: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
 
 
 def _project(rows: torch.Tensor, linear: Projection) -> torch.Tensor:

@@ -15,8 +15,8 @@ log = logging.getLogger("slipstream.model")
 
 KINDS = {"int8": CodeKind.INT8, "int4": CodeKind.INT4}
 GROUP = 32  # inputs with one scale, as on a CPU
-# The part of its length by which a projection's weights may change. Weights that are spread evenly change by
-# 0.006 and 0.08; a few that are very large spoil their neighbours.
+# The part of its length by which what an input is multiplied with may change, on average. Weights that are
+# spread evenly change by 0.006 and 0.08; those of one input that are very large spoil its neighbours'.
 _LIMITS = {"int8": 0.03, "int4": 0.2}
 
 
@@ -36,7 +36,7 @@ def round_linears(model: Any, asked: str, device: torch.device) -> None:
     for name, linear in linears.items():
         weights = linear.weight.to(device)
         coded = round_weights(weights, KINDS[asked], GROUP)
-        change = float((coded.numbers() - weights.float()).norm() / weights.float().norm())
+        change = _change(weights.float(), coded.numbers())
         if not change <= _LIMITS[asked]:
             raise _refused(
                 f"it changes the weights of {name} by {change:.2g} (limit {_LIMITS[asked]})", asked
@@ -44,6 +44,13 @@ def round_linears(model: Any, asked: str, device: torch.device) -> None:
         model.set_submodule(name, CodedLinear(coded, linear.bias))
         before, after = before + weights.nbytes, after + coded.nbytes
     log.info("weights rounded to %s: %d MiB instead of %d MiB", asked, after >> 20, before >> 20)
+
+
+def _change(weights: torch.Tensor, rounded: torch.Tensor) -> float:
+    """The mean over inputs of how far their weights have moved, as a part of their length."""
+    lengths = weights.norm(dim=0)  # [in]
+    distances = (rounded - weights).norm(dim=0)
+    return float((distances / lengths.clamp(min=1e-30)).mean())
 
 
 def _can_be_rounded(module: nn.Module, model: Any) -> bool:
