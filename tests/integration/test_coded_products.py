@@ -28,7 +28,7 @@ if not triton.knobs.runtime.interpret:
 
 from engine.compute.cuda import coded_linear  # noqa: E402
 from engine.compute.cuda.coded_choice import multiply_codes  # noqa: E402
-from engine.compute.cuda.coded_layout import ProductLayout, tiled_layout  # noqa: E402
+from engine.compute.cuda.coded_layout import tiled_layout  # noqa: E402
 from engine.compute.cuda.coded_linear import (  # noqa: E402
     TritonLinear,
     equal_linear,
@@ -160,18 +160,19 @@ def test_joined_weights_answer_as_each_alone() -> None:
     close(found, torch.cat([answers(linear, rows) for linear in linears], dim=1))
 
 
-def test_a_kernel_that_answers_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [range(1, 2), range(2, 256), range(257, 1000)])
+def test_a_projection_that_answers_otherwise_is_not_used(
+    wrong: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = CodedLinear(integers(128), None)
     assert equal_linear(original, torch.float32) is not None
-    right = TritonLinear._launch
-    for is_wrong in (lambda count: count == 1, lambda count: count > 1):
+    right = TritonLinear._product
 
-        def wrong(self: Any, given: Any, added: Any, product: Any, layout: ProductLayout) -> torch.Tensor:
-            answer = right(self, given, added, product, layout)
-            return answer * 1.01 if is_wrong(len(answer)) else answer  # noqa: B023
+    def product(self: TritonLinear, rows: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+        return right(self, rows, added) * (1.01 if len(rows) in wrong else 1)
 
-        monkeypatch.setattr(TritonLinear, "_launch", wrong)
-        assert equal_linear(original, torch.float32) is None
+    monkeypatch.setattr(TritonLinear, "_product", product)
+    assert equal_linear(original, torch.float32) is None
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

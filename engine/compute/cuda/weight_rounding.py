@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.loading.coded_weights import CodedLinear, CodeKind, holds_codes, round_weights
+from engine.compute.loading.coded_weights import (
+    CodedLinear,
+    CodeKind,
+    foreseen_linear,
+    holds_codes,
+    round_weights,
+)
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
+# The bits of a weight with its part of a scale and a zero point.
+_BITS = {"int8": 8.5, "int4": 5.0}
 KINDS = {"int8": CodeKind.INT8, "int4": CodeKind.INT4}
 GROUP = 32  # inputs with one scale, as on a CPU
 # The part of its length by which what an input is multiplied with may change, on average. Weights that are
@@ -44,6 +52,21 @@ def round_linears(model: Any, asked: str, device: torch.device) -> None:
         model.set_submodule(name, CodedLinear(coded, linear.bias))
         before, after = before + weights.nbytes, after + coded.nbytes
     log.info("weights rounded to %s: %d MiB instead of %d MiB", asked, after >> 20, before >> 20)
+
+
+def foresee_rounding(outline: Any, asked: str) -> str:
+    """What `round_linears` would make of a model whose weights are not there, which then takes so much less.
+
+    In words.
+    """
+    before = after = 0
+    for name, linear in list(outline.named_modules()):
+        if not _can_be_rounded(linear, outline):
+            continue
+        num_bytes = int(linear.weight.numel() * _BITS[asked]) // 8
+        outline.set_submodule(name, foreseen_linear(linear, num_bytes))
+        before, after = before + linear.weight.nbytes, after + num_bytes
+    return f"{asked}: {after >> 20} MiB to multiply with instead of {before >> 20} MiB"
 
 
 def _change(weights: torch.Tensor, rounded: torch.Tensor) -> float:

@@ -144,6 +144,14 @@ class CodedLinear(nn.Module):
         return made
 
 
+def foreseen_linear(linear: nn.Linear, num_bytes: int) -> CodedLinear:
+    """In an outline, without numbers, what will stand in the place of `linear` and take so many bytes."""
+    out, width = linear.weight.shape
+    codes = torch.empty((out, -(-num_bytes // out)), dtype=torch.uint8, device="meta")
+    scales = torch.empty((out, 0), device="meta")
+    return CodedLinear(CodedWeight(CodeKind.INT8, codes, scales, None, width, width), linear.bias)
+
+
 def holds_codes(model: nn.Module) -> bool:
     """Whether some of the projections of `model` have coded weights."""
     return any(isinstance(module, CodedLinear) for module in model.modules())

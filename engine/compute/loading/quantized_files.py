@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gguf import GGMLQuantizationType as Format
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, CodeKind
+from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, CodeKind, foreseen_linear
 from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.loading.weight_formats import WeightFormat
@@ -22,6 +23,7 @@ from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
 _SAMPLE = 32  # outputs that are compared
+_BITS_OF = {"F8_E4M3": 8, "I8": 8, "U8": 8, "F16": 16, "BF16": 16, "I64": 64, "F64": 64}  # else 32
 # What belongs to rounding that is not done: of inputs, outputs, keys and values.
 _UNUSED = (
     *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
@@ -123,6 +125,31 @@ def keep_codes(model: Any, unpacked: Unpacked) -> bool:
     for name, linear in linears.items():
         model.set_submodule(name, CodedLinear(unpacked.coded[name], linear.bias))
     return True
+
+
+def foresee_codes(
+    outline: nn.Module, directory: Path, weight_format: WeightFormat, kinds: Collection[CodeKind]
+) -> None:
+    """Have projections of a model without weights take about what their codes will, by the files."""
+    files = _names_by_file(directory)
+    for prefix, endings in _projections(list(files), weight_format).items():
+        try:
+            linear = outline.get_submodule(prefix)
+        except AttributeError:  # in a model of other names
+            continue
+        heads = [_head(files, f"{prefix}.{ending}") for ending in endings]
+        is_fp8 = any(dtype == "F8_E4M3" for _, dtype in heads)
+        kept = CodeKind.FP8 in kinds if is_fp8 else weight_format.is_whole and CodeKind.INT8 in kinds
+        if kept and type(linear) is nn.Linear:
+            outline.set_submodule(prefix, foreseen_linear(linear, sum(num_bytes for num_bytes, _ in heads)))
+
+
+def _head(files: dict[str, Path], name: str) -> tuple[int, str]:
+    """The bytes of a tensor, and the name of its dtype, without reading it."""
+    with safe_open(files[name], framework="pt") as file:
+        piece = file.get_slice(name)
+        dtype = str(piece.get_dtype())
+        return math.prod(piece.get_shape()) * _BITS_OF.get(dtype, 32) // 8, dtype
 
 
 def keep_stored(model: Any, stored: dict[str, StoredWeight]) -> None:

@@ -59,6 +59,7 @@ class WeightFormat:
     unpack: Callable[[Parts], tuple[Tensor, Tensor]]
     note: str = ""
     inputs: InputScheme | None = None
+    is_whole: bool = True  # codes are whole numbers or numbers of 8 bits, not places in a table
 
     def numbers(self, parts: Parts) -> Tensor:
         """The weights [out, in] in float32."""
@@ -245,7 +246,7 @@ def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
 
     names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     endings = ("weight", *(f"weight.{name}" for name in names), state_name)
-    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, unpack)
+    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, unpack, is_whole=False)
 
 
 def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:

@@ -91,7 +91,8 @@ def with_kernels(
         join_layers(loaded, kernels, sample)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
-        if not holds_codes(loaded.model):  # which a device rounds weights to as they are loaded
+        # A device that multiplies with codes has rounded weights to them as they were loaded.
+        if settings.quantization == "none" or not holds_codes(loaded.model):
             refuse_without(settings, reason)
         log.debug("compiled kernels are not used: %s", reason)
         used = "for CUDA" if loaded.device.type == "cuda" else f"torch's, since {reason}"

@@ -28,7 +28,9 @@ from engine.compute.loading.coded_weights import (
     round_weights,
 )
 from engine.compute.loading.loader import load_model
-from engine.compute.loading.outline import weight_bytes
+from engine.compute.loading.outline import outline_model, weight_bytes
+from engine.compute.loading.quantized_files import foresee_codes
+from engine.compute.loading.support import read_architecture
 from engine.compute.loading.weight_formats import read_weight_format
 from engine.compute.native.install import with_kernels
 from engine.compute.native.weight_formats import weight_bytes_by_format
@@ -163,6 +165,42 @@ def test_the_codes_are_what_memory_counts(tmp_path: Path) -> None:
     assert weight_bytes(model) == found["INT4"] + parameters + buffers
 
 
+def outline_of(directory: Path) -> nn.Module:
+    model: nn.Module = outline_model(read_architecture(directory), torch.float32, SETTINGS).model
+    return model
+
+
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize("name", sorted(set(KEPT) - {"gptq-2"}))
+def test_what_codes_take_is_foreseen(name: str, tmp_path: Path) -> None:
+    checkpoint = KEPT[name][0]
+    save_quantized(tmp_path, checkpoint)
+    outline, loaded = outline_of(tmp_path), load_model(tmp_path, SETTINGS).model
+    plain = weight_bytes(outline)
+    foresee_codes(outline, tmp_path, read_weight_format(checkpoint.settings), frozenset(CodeKind))
+    assert weight_bytes(loaded) / plain < 0.8
+    assert abs(weight_bytes(outline) - weight_bytes(loaded)) < 0.05 * plain
+
+
+def test_what_becomes_numbers_is_foreseen_as_numbers(tmp_path: Path) -> None:
+    for checkpoint, kinds in ((bitsandbytes("nf4"), frozenset(CodeKind)), (fp8(None), {CodeKind.INT4})):
+        save_quantized(tmp_path, checkpoint)
+        outline = outline_of(tmp_path)
+        plain = weight_bytes(outline)
+        foresee_codes(outline, tmp_path, read_weight_format(checkpoint.settings), kinds)
+        assert weight_bytes(outline) == plain
+
+
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_what_rounded_weights_take_is_foreseen(asked: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    settings = ModelSettings(dtype="float32", device="cpu", quantization=asked)
+    outline, loaded = outline_of(tmp_path), load_model(tmp_path, settings).model
+    assert weight_rounding.foresee_rounding(outline, asked).startswith(f"{asked}: 0 MiB to multiply with")
+    assert weight_bytes(outline) == weight_bytes(loaded)
+
+
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_projection_over_codes_computes_with_their_numbers(make: Make) -> None:
     coded = make()
@@ -240,7 +278,7 @@ def test_rounded_weights_are_near(asked: str, limit: float) -> None:
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_weights_are_rounded_as_they_are_loaded(asked: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    settings = ModelSettings(dtype="float32", device="cpu", quantization=asked)  # type: ignore[arg-type]
+    settings = ModelSettings(dtype="float32", device="cpu", quantization=asked)
     loaded = load_model(tmp_path, settings)
     assert {linear.coded.kind.value for _, linear in codes_in(loaded.model)} == {asked.upper()}
     assert type(loaded.model.get_output_embeddings()) is nn.Linear
