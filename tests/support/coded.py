@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,3 +71,20 @@ FLOATS: dict[str, Make] = {
     "fp8 by blocks of 48": lambda: floats(48, 24, InputRounding(48)),
 }
 EVERY = INTEGERS | FLOATS
+
+
+def moved(coded: CodedWeight, device: torch.device) -> CodedWeight:
+    """The weight with all that it keeps on `device`."""
+
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    rounding = coded.rounding
+    return replace(
+        coded,
+        codes=coded.codes.to(device),
+        scales=coded.scales.to(device),
+        zeros=there(coded.zeros),
+        order=there(coded.order),
+        rounding=None if rounding is None else rounding._replace(scale=there(rounding.scale)),
+    )
