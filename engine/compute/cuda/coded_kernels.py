@@ -155,7 +155,7 @@ def _part_of(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def coded_product_kernel(
     x,
     x_scales,
@@ -208,7 +208,7 @@ def coded_product_kernel(
         tl.store(product + places, total.to(product.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_parts_kernel(
     parts,
     bias,

@@ -31,7 +31,7 @@ log = logging.getLogger("slipstream.model")
 _STAGES = 3  # steps of codes and inputs that are on their way at once
 _MERGED = 1024  # outputs that one program merges
 _EXPANDED = 64  # outputs that one program unpacks
-_CHECKED_ROWS = (1, 40, MOST_TILED + 1)  # of each way to compute one number
+_TILED_ROWS, _MANY_ROWS = (1, 20, 40), MOST_TILED + 1  # that are checked: of each tile, and beyond
 
 
 class TritonLinear(CodedLinear):
@@ -208,11 +208,11 @@ def equal_linear(original: CodedLinear, dtype: torch.dtype) -> TritonLinear | No
     Where only torch's product of 8 bits does not, it is left out. Raises whatever a compiler or driver does.
     """
     made = TritonLinear(original.coded, original.bias)
-    if all(_is_equal(made, original, count, dtype) for count in _CHECKED_ROWS[:2]):
+    if all(_is_equal(made, original, count, dtype) for count in _TILED_ROWS):
         if _runs_equal(made, original, dtype):
             return made
         made.scales_rows = False
-        if _is_equal(made, original, _CHECKED_ROWS[2], dtype):
+        if _is_equal(made, original, _MANY_ROWS, dtype):
             return made
     return None
 
@@ -220,7 +220,7 @@ def equal_linear(original: CodedLinear, dtype: torch.dtype) -> TritonLinear | No
 def _runs_equal(made: TritonLinear, original: CodedLinear, dtype: torch.dtype) -> bool:
     """Whether many rows are equal; not where torch refuses to multiply them on this device."""
     try:
-        return _is_equal(made, original, _CHECKED_ROWS[2], dtype)
+        return _is_equal(made, original, _MANY_ROWS, dtype)
     except (RuntimeError, ValueError, NotImplementedError) as reason:
         if not made.scales_rows:
             raise

@@ -15,6 +15,7 @@ from engine.compute.loading.coded_weights import (
     holds_codes,
     round_weights,
 )
+from engine.compute.native.families import called_linears
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -37,7 +38,7 @@ def round_linears(model: Any, asked: str, device: torch.device) -> None:
     """
     if holds_codes(model):
         raise _refused("the weights are quantized already", asked)
-    linears = {name: module for name, module in model.named_modules() if _can_be_rounded(module, model)}
+    linears = _rounded_linears(model)
     if not linears:
         raise _refused(f"{type(model).__name__} has no projections to round", asked)
     before = after = 0
@@ -60,9 +61,7 @@ def foresee_rounding(outline: Any, asked: str) -> str:
     In words.
     """
     before = after = 0
-    for name, linear in list(outline.named_modules()):
-        if not _can_be_rounded(linear, outline):
-            continue
+    for name, linear in _rounded_linears(outline).items():
         num_bytes = int(linear.weight.numel() * _BITS[asked]) // 8
         outline.set_submodule(name, foreseen_linear(linear, num_bytes))
         before, after = before + linear.weight.nbytes, after + num_bytes
@@ -76,12 +75,14 @@ def _change(weights: torch.Tensor, rounded: torch.Tensor) -> float:
     return float((distances / lengths.clamp(min=1e-30)).mean())
 
 
-def _can_be_rounded(module: nn.Module, model: Any) -> bool:
-    return (
-        type(module) is nn.Linear
-        and module is not model.get_output_embeddings()
-        and module.in_features % GROUP == 0
-    )
+def _rounded_linears(model: Any) -> dict[str, nn.Linear]:
+    """The projections to round, by name."""
+    head = model.get_output_embeddings()
+    return {
+        name: linear
+        for name, linear in called_linears(model).items()
+        if linear is not head and linear.in_features % GROUP == 0
+    }
 
 
 def _refused(reason: str, asked: str) -> StartRefused:

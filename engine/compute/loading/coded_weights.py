@@ -157,6 +157,12 @@ def holds_codes(model: nn.Module) -> bool:
     return any(isinstance(module, CodedLinear) for module in model.modules())
 
 
+def rounds_inputs(model: nn.Module) -> bool:
+    """Whether some of the projections of `model` round what they are given to 8 bits."""
+    linears = (module for module in model.modules() if isinstance(module, CodedLinear))
+    return any(linear.coded.rounding is not None for linear in linears)
+
+
 def round_inputs(rows: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
     """Rows [n, width] as float8_e4m3fn of the same shape, and scales [n, groups] in float32."""
     width = rows.shape[1]

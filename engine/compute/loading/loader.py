@@ -45,7 +45,7 @@ from engine.compute.loading.support import (
 )
 from engine.compute.meta_device import on_meta_device
 from engine.compute.native.compiler import find_compiler
-from engine.compute.native.families import is_known_class
+from engine.compute.native.families import called_linears, is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
@@ -341,12 +341,12 @@ def _from_weights(
 
 
 def _linear_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """Those of all plain projections of such a model, by name; none where its outline cannot be made."""
+    """Those of all projections of such a model that are only called; none where it cannot be outlined."""
 
     def make() -> dict[str, torch.Size]:
         with torch.device("meta"), no_remarks():
-            modules = make_model(without_padding(config)).named_modules()
-            return {name: module.weight.shape for name, module in modules if type(module) is torch.nn.Linear}
+            linears = called_linears(make_model(without_padding(config)))
+            return {name: linear.weight.shape for name, linear in linears.items()}
 
     try:
         return on_meta_device(make)

@@ -18,7 +18,7 @@ from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, CodeK
 from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.loading.weight_formats import WeightFormat
-from engine.compute.native.families import has_read_experts
+from engine.compute.native.families import called_linears, has_read_experts
 from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
@@ -132,16 +132,14 @@ def foresee_codes(
 ) -> None:
     """Have projections of a model without weights take about what their codes will, by the files."""
     files = _names_by_file(directory)
+    linears = called_linears(outline)
     for prefix, endings in _projections(list(files), weight_format).items():
-        try:
-            linear = outline.get_submodule(prefix)
-        except AttributeError:  # in a model of other names
-            continue
         heads = [_head(files, f"{prefix}.{ending}") for ending in endings]
         is_fp8 = any(dtype == "F8_E4M3" for _, dtype in heads)
         kept = CodeKind.FP8 in kinds if is_fp8 else weight_format.is_whole and CodeKind.INT8 in kinds
-        if kept and type(linear) is nn.Linear:
-            outline.set_submodule(prefix, foreseen_linear(linear, sum(num_bytes for num_bytes, _ in heads)))
+        if kept and prefix in linears:
+            num_bytes = sum(size for size, _ in heads)
+            outline.set_submodule(prefix, foreseen_linear(linears[prefix], num_bytes))
 
 
 def _head(files: dict[str, Path], name: str) -> tuple[int, str]:

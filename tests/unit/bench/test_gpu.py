@@ -135,12 +135,12 @@ def test_settings_hold_all_sequences_at_once() -> None:
     assert settings.speculation.speculative_method == "none" and not settings.cache.prefix_caching
 
 
-@pytest.mark.parametrize("name", ["prefill", "curve"])
+@pytest.mark.parametrize("name", ["prefill", "curve", "codes"])
 def test_a_section_with_tiny_models(name: str, tmp_path: Path) -> None:
     assert command.run_part(name, tmp_path / "found", small=True) == 0
     section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
     assert section.measurements and all(one.median is not None for one in section.measurements)
-    assert len(section.bars) == {"prefill": 1, "curve": 0}[name]
+    assert len(section.bars) == {"prefill": 1, "curve": 0, "codes": 6}[name]
 
 
 @pytest.fixture
