@@ -39,7 +39,8 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     if not count:
         return loaded
     log.info("%d of %d layers are fused", count, len(loaded.layers))
-    return replace(loaded, kernels_used=f"for CUDA, {count} of {len(loaded.layers)} layers fused")
+    used = loaded.kernels_used or "for CUDA"
+    return replace(loaded, kernels_used=f"{used}, {count} of {len(loaded.layers)} layers fused")
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ from torch import nn
 from engine.compute.loading.coded_weights import (
     CodedLinear,
     CodeKind,
+    code_kinds,
     foreseen_linear,
-    holds_codes,
     round_weights,
 )
 from engine.compute.native.families import called_linears
@@ -29,14 +29,14 @@ GROUP = 32  # inputs with one scale, as on a CPU
 _LIMITS = {"int8": 0.03, "int4": 0.2}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def round_linears(model: Any, asked: str, device: torch.device) -> None:
     """Round the weights of all projections but the head, each on `device`, where its codes stay.
 
     The head keeps its numbers, since its errors go straight into the logits. Raises StartRefused where
     weights change too much, are codes already, or are none at all.
     """
-    if holds_codes(model):
+    if code_kinds(model):
         raise _refused("the weights are quantized already", asked)
     linears = _rounded_linears(model)
     if not linears:

@@ -152,9 +152,10 @@ def foreseen_linear(linear: nn.Linear, num_bytes: int) -> CodedLinear:
     return CodedLinear(CodedWeight(CodeKind.INT8, codes, scales, None, width, width), linear.bias)
 
 
-def holds_codes(model: nn.Module) -> bool:
-    """Whether some of the projections of `model` have coded weights."""
-    return any(isinstance(module, CodedLinear) for module in model.modules())
+def code_kinds(model: nn.Module) -> tuple[str, ...]:
+    """The kinds of codes that projections of `model` have, by name; none for plain weights alone."""
+    linears = (module for module in model.modules() if isinstance(module, CodedLinear))
+    return tuple(sorted({linear.coded.kind.value for linear in linears}))
 
 
 def rounds_inputs(model: nn.Module) -> bool:

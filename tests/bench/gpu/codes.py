@@ -15,8 +15,8 @@ from engine.compute.loading.coded_weights import (
     CodedWeight,
     CodeKind,
     InputRounding,
+    code_kinds,
     float_codes,
-    holds_codes,
     round_weights,
 )
 from engine.compute.loading.loader import LoadedModel
@@ -65,7 +65,7 @@ def _measure(bench: Bench, section: Section, kind: str) -> dict[int, float]:
     if kind != _PLAIN:
         use_codes(loaded, kind)
     loaded = fused(loaded)
-    if kind != _PLAIN and not holds_codes(loaded.model):
+    if kind != _PLAIN and not code_kinds(loaded.model):
         section.notes.append(f"{kind}: the kernels do not multiply with such codes here.")
     settings = settings_for(max(sizes.decode_batches), context + MIXED_PROMPT)
     runner = put_together(settings, loaded, bench.tokenizer(shape)).runner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,20 @@ from engine.compute.loading.coded_weights import (
     joined,
     round_inputs,
     round_weights,
+    rounds_inputs,
 )
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.outline import outline_model, weight_bytes
 from engine.compute.loading.quantized_files import foresee_codes
 from engine.compute.loading.support import read_architecture
 from engine.compute.loading.weight_formats import read_weight_format
+from engine.compute.native.families import called_linears
 from engine.compute.native.install import with_kernels
 from engine.compute.native.weight_formats import weight_bytes_by_format
+from engine.compute.runner import self_check
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_sample
-from engine.errors import StartRefused
+from engine.errors import StartRefused, UnsupportedModel
 from tests.support.coded import EVERY, WIDTH, Make, floats, integers, known
 from tests.support.packed import as_loaded
 from tests.support.quantized_checkpoints import (
@@ -284,7 +288,10 @@ def test_weights_are_rounded_as_they_are_loaded(asked: str, tmp_path: Path) -> N
     assert type(loaded.model.get_output_embeddings()) is nn.Linear
     on_gpu = as_loaded(loaded.model)
     object.__setattr__(on_gpu, "device", torch.device("cuda", 0))
-    assert with_kernels(on_gpu, settings, tmp_path, lambda: on_gpu).kernels_used == "for CUDA"
+    assert (
+        with_kernels(on_gpu, settings, tmp_path, lambda: on_gpu).kernels_used
+        == f"for CUDA, weights as {asked.upper()}"
+    )
 
 
 @pytest.mark.usefixtures("keeping")
@@ -304,6 +311,29 @@ def test_weights_that_rounding_spoils_refuse_the_start(number: float, asked: str
         model.get_submodule("model.layers.0.mlp.up_proj").weight[:, ::32] = number
     with pytest.raises(StartRefused, match=r"it changes the weights of model\.layers\.0\.mlp\.up_proj by"):
         weight_rounding.round_linears(model, asked, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("keeping")
+def test_rounded_inputs_are_checked_by_the_limit_of_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_quantized(tmp_path, fp8((32, 32)))
+    forward = PackedForward(load_model(tmp_path, SETTINGS))
+    assert rounds_inputs(forward.loaded.model)
+    for difference, is_served in ((0.25, True), (0.35, False)):
+        monkeypatch.setattr(self_check, "logits_distance", lambda *_, found=difference: found)
+        with nullcontext() if is_served else pytest.raises(UnsupportedModel, match=r"limit 0\.3"):
+            self_check.check_forward(forward)
+
+
+def test_weights_that_a_model_reads_itself_stay_as_they_are() -> None:
+    model = tiny_model("llama")
+    linears = called_linears(model)
+    assert len(linears) == 15 and "lm_head" in linears
+    layer: Any = model.get_submodule("model.layers.0.self_attn")
+    layer.dt_proj = nn.Linear(2, 2)
+    assert called_linears(model).keys() == linears.keys()
+    assert called_linears(nn.Sequential(nn.Linear(2, 2))) == {}
 
 
 def test_a_cpu_keeps_no_codes() -> None:
