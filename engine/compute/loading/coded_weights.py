@@ -158,6 +158,13 @@ def code_kinds(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted({linear.coded.kind.value for linear in linears}))
 
 
+def most_expanded_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """What the largest weights that a product unpacks take as numbers of `dtype`; 0 where there are none."""
+    linears = [module for module in model.modules() if isinstance(module, CodedLinear)]
+    expanded = [linear for linear in linears if linear.coded.rounding is None]
+    return max((each.in_features * each.out_features * dtype.itemsize for each in expanded), default=0)
+
+
 def rounds_inputs(model: nn.Module) -> bool:
     """Whether some of the projections of `model` round what they are given to 8 bits."""
     linears = (module for module in model.modules() if isinstance(module, CodedLinear))

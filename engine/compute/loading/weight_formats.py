@@ -69,6 +69,7 @@ class WeightFormat:
     def coded(self, parts: Parts, kinds: Collection[CodeKind]) -> CodedWeight | None:
         """The weights as codes of one of `kinds`, on the parts' device; None where they do not fit one."""
         codes, scales = self.unpack(parts)
+        scales.broadcast_to(codes.shape)  # raises where a scale is missing, which a kernel would read beyond
         stored = parts.get("weight")
         if stored is None or stored.dtype is not torch.float8_e4m3fn:
             made = integer_codes(codes, scales, _order(parts))

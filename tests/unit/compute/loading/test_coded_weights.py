@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from config import ModelSettings
@@ -25,6 +26,7 @@ from engine.compute.loading.coded_weights import (
     float_codes,
     integer_codes,
     joined,
+    most_expanded_bytes,
     round_inputs,
     round_weights,
     rounds_inputs,
@@ -334,6 +336,30 @@ def test_weights_that_a_model_reads_itself_stay_as_they_are() -> None:
     layer.dt_proj = nn.Linear(2, 2)
     assert called_linears(model).keys() == linears.keys()
     assert called_linears(nn.Sequential(nn.Linear(2, 2))) == {}
+
+
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize(
+    ("checkpoint", "ending"), [(fp8((32, 32)), "weight_scale_inv"), (gptq(act_order=True), "g_idx")]
+)
+def test_a_damaged_checkpoint_is_refused(checkpoint: Checkpoint, ending: str, tmp_path: Path) -> None:
+    """Of scales or an order that end too early a kernel would read what lies behind them."""
+    save_quantized(tmp_path, checkpoint)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.0.mlp.down_proj.{ending}"
+    tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(StartRefused, match=r"model\.layers\.0\.mlp\.down_proj is not stored as "):
+        load_model(tmp_path, SETTINGS)
+
+
+def test_room_is_left_for_the_largest_weights_that_are_unpacked() -> None:
+    model = nn.ModuleList(
+        [CodedLinear(integers(128), None), CodedLinear(floats(0, 1, InputRounding()), None)]
+    )
+    assert most_expanded_bytes(model, torch.bfloat16) == 70 * WIDTH * 2
+    assert most_expanded_bytes(model[1], torch.bfloat16) == 0
 
 
 def test_a_cpu_keeps_no_codes() -> None:
