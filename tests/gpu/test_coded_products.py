@@ -20,7 +20,7 @@ from engine.compute.loading.coded_weights import (
     round_weights,
 )
 from engine.compute.loading.loader import load_model
-from engine.compute.native.replacement import is_close
+from engine.compute.native.closeness import is_close
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import check_forward, packed_difference, packed_sample

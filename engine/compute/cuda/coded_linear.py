@@ -24,7 +24,7 @@ from engine.compute.cuda.coded_layout import (
     tiled_layout,
 )
 from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, joined
-from engine.compute.native.replacement import is_close
+from engine.compute.native.closeness import is_close
 
 log = logging.getLogger("slipstream.model")
 

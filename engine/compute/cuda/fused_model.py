@@ -14,8 +14,8 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Observation, observe
-from engine.compute.native.replacement import is_close
 from engine.compute.runner.packed_forward import PackedForward
 
 log = logging.getLogger("slipstream.model")
