@@ -13,6 +13,8 @@ import torch
 
 from config import Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.cuda.coded_choice import kept_kinds
+from engine.compute.cuda.weight_rounding import foresee_rounding
 from engine.compute.drafters.draft_loader import (
     KV_SHARE,
     check_vocabulary,
@@ -22,12 +24,14 @@ from engine.compute.drafters.draft_loader import (
 from engine.compute.drafters.eagle_layer import check_eagle
 from engine.compute.drafters.medusa import check_medusa
 from engine.compute.embedding.source import is_embedding_model
+from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.gguf_file import part_paths, read_gguf
 from engine.compute.loading.loader import LoadedModel, choose_device, may_use_kernels
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
+from engine.compute.loading.quantized_files import foresee_codes
 from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
@@ -145,7 +149,9 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         if directory is not None and source.pending is None:
             found.attempt(lambda: check_head(directory, architecture, outline.model))
         _describe_model(model, outline, dtype, settings.model.dtype)
-        _describe_stored(model, source, architecture)
+        kinds = kept_kinds(outline.device, settings.model)
+        _describe_stored(model, source, architecture, kinds)
+        _foresee_codes(model, settings, outline, source, architecture)
         gauge = gauge_of(outline.device)
         room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, is_loaded=False))
         if room is None:
@@ -154,7 +160,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         model.compiled = found.attempt(
             lambda: _foresee_kernels(model, settings, outline, num_tokens, source.as_it_is)
         )
-        if settings.model.quantization != "none" and model.compiled is not None:
+        if settings.model.quantization != "none" and model.compiled is not None and not kinds:
             model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
         _warn_of_slow_dtype(found, settings, outline)
         _examine_cache(found, settings, room)
@@ -190,10 +196,31 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.vocab_size = outline.vocab_size
 
 
-def _describe_stored(model: ModelFacts, source: FoundModel, architecture: Architecture) -> None:
+def _foresee_codes(
+    model: ModelFacts,
+    settings: Settings,
+    outline: LoadedModel,
+    source: FoundModel,
+    architecture: Architecture,
+) -> None:
+    """What codes save of a GPU's memory, those of files and those that weights are rounded to."""
+    kinds = kept_kinds(outline.device, settings.model)
+    weight_format = weight_format_of(architecture.config)
+    if not kinds:
+        return
+    if settings.model.quantization != "none":
+        model.quantized = foresee_rounding(outline.model, settings.model.quantization)
+    elif weight_format is not None and source.directory is not None and source.pending is None:
+        foresee_codes(outline.model, source.directory, weight_format, kinds)
+    model.weight_bytes = weight_bytes(outline.model)
+
+
+def _describe_stored(
+    model: ModelFacts, source: FoundModel, architecture: Architecture, kinds: frozenset[CodeKind]
+) -> None:
     """The weights of a GGUF file that is run as it is, and quantized ones of safetensors."""
     if (weight_format := weight_format_of(architecture.config)) is not None:
-        model.dtype_why = f"to compute in; the weights are stored as {weight_format.words}"
+        model.dtype_why = f"to compute in; the weights are stored as {weight_format.words(kinds)}"
     if not source.as_it_is:
         return
     path = source.gguf or (None if source.directory is None else gguf_of(source.directory))
@@ -215,7 +242,8 @@ def _foresee_kernels(
         model.scratch_bytes = foresee_scratch(outline, max(worthwhile_threads()), num_tokens)
         return used_for
     except NativeUnavailable as reason:
-        refuse_without(settings.model, reason)
+        if model.quantized is None:  # which another device does without them
+            refuse_without(settings.model, reason)
         return f"not used: {reason}"
 
 

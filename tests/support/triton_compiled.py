@@ -10,15 +10,23 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.compute.cuda.coded_kernels import (
+    coded_product_kernel,
+    expand_kernel,
+    merge_parts_kernel,
+    round_kernel,
+)
+from engine.compute.cuda.coded_layout import CodedShape, ProductLayout, large_layout, tiled_layout
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
@@ -27,11 +35,13 @@ from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
 from engine.compute.cuda.triton_work import Workforce
+from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRounding
 
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
-INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts")
+STAGES = 3
+INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts", "num_rows")
 ALIGNED = ("query_", "key_", "value_", "row_stride", "vocab_size")
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -80,10 +90,19 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
 
 
 def compile_kernel(
-    kernel: Any, dtype: str, constants: dict[str, Any], capability: int, **options: int
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    capability: int,
+    types: Mapping[str, str] | None = None,
+    **options: int,
 ) -> tuple[int, int, int]:
-    """(registers of a thread, its bytes of stack, the program's bytes of shared memory)."""
-    types = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    """(registers of a thread, its bytes of stack, the program's bytes of shared memory).
+
+    `types` are those of arguments that have others than their names say.
+    """
+    named = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    types = {name: (types or {}).get(name, kind) for name, kind in named.items()}
     aligned = [["tt.divisibility", 16]]
     hints = {
         (place,): aligned
@@ -145,6 +164,82 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     return "i32" if name.endswith(INTEGERS) else "*i32"
 
 
+class CodedCase(NamedTuple):
+    """A product with coded weights: what it is, its shape and layout, and the types of its arguments."""
+
+    name: str
+    shape: CodedShape
+    layout: ProductLayout
+    types: dict[str, str]
+
+
+_WIDTH, _OUT = 4096, 14336
+_FIXED_TYPES = {
+    name: kind
+    for names, kind in (("x_scales scales parts fixed", "*fp32"), ("zeros", "*fp16"), ("order", "*i32"))
+    for name in names.split()
+}
+
+
+def coded_cases(capability: int) -> Iterator[CodedCase]:
+    """Every kind of codes that a device with this capability multiplies with, by few rows and by many."""
+    codes = torch.empty((_OUT, _WIDTH // 2), dtype=torch.uint8, device="meta")
+    groups = torch.empty((_OUT, _WIDTH // 128), device="meta")
+    for order in (None, torch.empty(_WIDTH, device="meta")):
+        int4 = CodedWeight(CodeKind.INT4, codes, groups, groups, _WIDTH, 128, order=order)
+        yield from _cases(f"int4{' by act-order' if order is not None else ''}", int4)
+    codes = torch.empty((_OUT, _WIDTH), dtype=torch.uint8, device="meta")
+    groups = torch.empty((_OUT, _WIDTH // 32), device="meta")
+    yield from _cases("int8", CodedWeight(CodeKind.INT8, codes, groups, None, _WIDTH, 32))
+    if capability < 89:
+        return
+    rows, blocks = torch.empty((_OUT, 1), device="meta"), torch.empty((_OUT // 128, 32), device="meta")
+    yield from _cases("fp8", CodedWeight(CodeKind.FP8, codes, rows, None, _WIDTH, _WIDTH))
+    fp8 = CodedWeight(CodeKind.FP8, codes, rows, None, _WIDTH, _WIDTH, rounding=InputRounding())
+    yield from _cases("fp8 by rows", fp8)
+    by_blocks = CodedWeight(CodeKind.FP8, codes, blocks, None, _WIDTH, 128, 128, rounding=InputRounding(128))
+    yield from _cases("fp8 by blocks", by_blocks)
+
+
+def _cases(name: str, coded: CodedWeight) -> Iterator[CodedCase]:
+    shape = CodedShape.of(coded)
+    codes = "*fp8e4nv" if coded.kind is CodeKind.FP8 else "*u8"
+    types = _FIXED_TYPES | {"codes": codes, "x": "*bf16" if coded.rounding is None else "*fp8e4nv"}
+    types["numbers"] = "*bf16"
+    layouts = [tiled_layout(coded, count) for count in (1, 32, 128)]
+    if coded.rounding is not None:
+        layouts.append(large_layout(coded))
+    for layout in layouts:
+        yield CodedCase(f"{name}, tiles of {layout.rows}", shape, layout, types)
+
+
+def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Compile all that multiplies with codes: what it is, and what it takes."""
+    ends = {"HAS_BIAS": True, "HAS_ADDED": True}
+    for case in coded_cases(capability):
+        constants = {"WEIGHT": case.shape, "LAYOUT": case.layout, **ends}
+        options = {"num_warps": case.layout.num_warps, "num_stages": STAGES}
+        taken = compile_kernel(coded_product_kernel, "bf16", constants, capability, case.types, **options)
+        yield case.name, taken
+        if case.layout.rows == 16:
+            constants = {"WEIGHT": case.shape, "STEP": case.layout.step, "OUTS": 64}
+            yield (
+                f"{case.name}, expanded",
+                compile_kernel(expand_kernel, "bf16", constants, capability, case.types),
+            )
+    merge = {"NUM_PARTS": 8, "CHUNK": 1024, **ends}
+    yield "merged", compile_kernel(merge_parts_kernel, "bf16", merge, capability, _FIXED_TYPES)
+    if capability >= 89:
+        types = _FIXED_TYPES | {"x": "*bf16", "codes": "*fp8e4nv"}
+        for group in (128, 14336):
+            sizes = {"WIDTH": 14336, "GROUP": group, "PADDED": triton.next_power_of_2(group)}
+            constants = {**sizes, "HAS_FIXED": False}
+            yield (
+                f"rounded by {group}",
+                compile_kernel(round_kernel, "bf16", constants, capability, types, num_warps=8),
+            )
+
+
 def _usage(cubin: bytes) -> tuple[int, int]:
     dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -194,6 +289,10 @@ def main() -> int:
         print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
         for kernel, constants in (*FILTER, *LAYERS):
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
+        for name, (registers, stack, shared) in compile_coded(capability):
+            is_good = shared <= limit and stack <= MOST_STACK_BYTES
+            bad += not is_good
+            print(capability, name, registers, stack, shared, "" if is_good else "<- too much")
     return 1 if bad else 0
 
 

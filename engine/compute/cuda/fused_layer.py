@@ -15,13 +15,16 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms
+from engine.compute.cuda.coded_linear import TritonLinear, joined_bias, joined_linear
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
 from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product
+from engine.compute.loading.coded_weights import are_joinable
 from engine.compute.native.families import is_whole
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Projection: TypeAlias = nn.Linear | TritonLinear
 
 _PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -46,10 +49,14 @@ class FusedLayer(nn.Module):
     def __init__(self, original: Any, call: LayerCall) -> None:
         super().__init__()
         attention, mlp = original.self_attn, original.mlp
-        self.qkv = _joined([getattr(attention, name) for name in _ATTENTION[:3]])
+        self.qkv = _joined(_inputs_of(attention, _ATTENTION[:3]))
         self.output = attention.o_proj
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = _joined(_inputs_of(mlp, _MLP[:2]))
         self.down = mlp.down_proj
+        # Kernels of their own for one row read plain weights. Those that read codes serve any number.
+        self.is_plain = all(
+            type(linear) is nn.Linear for linear in (self.qkv, self.output, self.gate_up, self.down)
+        )
         self.input_norm = original.input_layernorm
         self.middle_norm = original.post_attention_layernorm
         self.head_norms = _head_norms(attention)
@@ -72,7 +79,9 @@ class FusedLayer(nn.Module):
             is_whole(attention, "Attention")
             and is_whole(mlp, "MLP")
             and type(getattr(mlp, "act_fn", None)).__name__ in _SILU
-            and all(type(linear) is nn.Linear and linear.weight.dtype is dtype for linear in linears)
+            and all(_is_projection(linear, dtype) for linear in linears)
+            and _can_be_joined(_inputs_of(attention, _ATTENTION[:3]))
+            and _can_be_joined(_inputs_of(mlp, _MLP[:2]))
             and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
             and mlp.down_proj.bias is None  # it is added to in place
             and attention.head_dim % 2 == 0
@@ -95,7 +104,7 @@ class FusedLayer(nn.Module):
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
         cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
-        products = OF_ONE_ROW if len(rows) == 1 else OF_ROWS
+        products = OF_ONE_ROW if len(rows) == 1 and self.is_plain else OF_ROWS
         qkv = products.project(norm(rows, self.input_norm), self.qkv)
         attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
@@ -104,28 +113,30 @@ class FusedLayer(nn.Module):
 
 
 class Products(NamedTuple):
-    """How a layer's products are computed, each with what follows it."""
+    """How a layer's products with a Projection are computed, each with what follows it."""
 
-    project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]  # the linear's
-    gate: Callable[[torch.Tensor, nn.Linear], torch.Tensor]  # silu(first half) * second half of it
-    add: Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
+    project: Callable[[torch.Tensor, Any], torch.Tensor]  # the linear's
+    gate: Callable[[torch.Tensor, Any], torch.Tensor]  # silu(first half) * second half of it
+    add: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
 
 
-def _project(rows: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def _project(rows: torch.Tensor, linear: Projection) -> torch.Tensor:
     projected: torch.Tensor = linear(rows)
     return projected
 
 
-def _gate(rows: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def _gate(rows: torch.Tensor, linear: Projection) -> torch.Tensor:
     return gate(linear(rows))
 
 
-def _add(rows: torch.Tensor, linear: nn.Linear, total: torch.Tensor) -> torch.Tensor:
+def _add(rows: torch.Tensor, linear: Projection, total: torch.Tensor) -> torch.Tensor:
+    if isinstance(linear, TritonLinear):
+        return linear.added(rows, total)
     return total.addmm_(rows, linear.weight.t())
 
 
 OF_ROWS = Products(_project, _gate, _add)
-OF_ONE_ROW = Products(row_product, gated_row_product, added_row_product)
+OF_ONE_ROW = Products(row_product, gated_row_product, added_row_product)  # of plain weights
 
 
 def norm(rows: torch.Tensor, module: _Norm) -> torch.Tensor:
@@ -173,18 +184,35 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return gated
 
 
-def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _inputs_of(module: Any, names: Sequence[str]) -> list[Any]:
+    """The projections of one input."""
+    return [getattr(module, name, None) for name in names]
+
+
+def _is_projection(linear: Any, dtype: torch.dtype) -> bool:
+    if isinstance(linear, TritonLinear):
+        return True
+    return type(linear) is nn.Linear and linear.weight.dtype is dtype
+
+
+def _can_be_joined(linears: Sequence[Any]) -> bool:
+    """Whether one product can take the place of all: of numbers, or of codes that are laid out alike."""
+    if any(isinstance(linear, TritonLinear) for linear in linears):
+        coded = [linear.coded for linear in linears if isinstance(linear, TritonLinear)]
+        return len(coded) == len(linears) and are_joinable(coded)
+    return True
+
+
+def _joined(linears: Sequence[Any]) -> Projection:
     """One projection with the outputs of all, side by side."""
+    if isinstance(linears[0], TritonLinear):
+        return joined_linear(linears)
     first = linears[0]
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(first.in_features, len(weight), bias=False, device="meta", dtype=weight.dtype)
     joined.weight = nn.Parameter(weight, requires_grad=False)
-    if any(linear.bias is not None for linear in linears):
-        biases = [
-            first.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-            for linear in linears
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if (bias := joined_bias(linears, weight)) is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
 
 

@@ -14,8 +14,8 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Observation, observe
-from engine.compute.native.replacement import is_close
 from engine.compute.runner.packed_forward import PackedForward
 
 log = logging.getLogger("slipstream.model")
@@ -39,7 +39,8 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     if not count:
         return loaded
     log.info("%d of %d layers are fused", count, len(loaded.layers))
-    return replace(loaded, kernels_used=f"for CUDA, {count} of {len(loaded.layers)} layers fused")
+    used = loaded.kernels_used or "for CUDA"
+    return replace(loaded, kernels_used=f"{used}, {count} of {len(loaded.layers)} layers fused")
 
 
 @torch.inference_mode()
@@ -89,6 +90,8 @@ def _equal_layer(
 
 def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
     """Whether the products of one row [1, hidden] are those that any number of rows has."""
+    if not layer.is_plain:
+        return True  # one row is computed as several are
     row = norm(hidden.contiguous(), layer.input_norm)
     heads = OF_ROWS.project(row, layer.qkv)[:, : layer.output.in_features]
     gated = OF_ROWS.gate(row, layer.gate_up)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,6 +17,9 @@ from config import ModelSettings
 from engine.compute import attention
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.own_attention import built_with
+from engine.compute.cuda.coded_choice import NO_KINDS, kept_kinds, multiply_codes
+from engine.compute.cuda.weight_rounding import round_linears
+from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.gguf_model import load_gguf_model
 from engine.compute.loading.layer_probe import ProbeResult, probe_layers
 from engine.compute.loading.model_files import (
@@ -29,19 +32,20 @@ from engine.compute.loading.model_files import (
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
-from engine.compute.loading.quantized_files import keep_stored, unpack_files
+from engine.compute.loading.quantized_files import KeptCodes, keep_codes, keep_stored, unpack_files
 from engine.compute.loading.stored_weights import StoredWeight
 from engine.compute.loading.support import (
     check_num_layers,
     exact_context_limit,
     find_model_class,
+    make_model,
     read_architecture,
     weight_format_of,
     without_padding,
 )
 from engine.compute.meta_device import on_meta_device
 from engine.compute.native.compiler import find_compiler
-from engine.compute.native.families import is_known_class
+from engine.compute.native.families import called_linears, is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
@@ -130,8 +134,12 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         probe = _probe_without_weights(architecture.config, dtype)
     else:
         names = _TEXT_HALF_NAMES if architecture.is_text_half else None
-        model, stored = _load_weights(directory, architecture.config, dtype, names)
+        kinds = kept_kinds(device, settings)
+        model, stored = _load_weights(directory, architecture.config, dtype, names, Keeping(kinds, device))
+        if kinds and settings.quantization != "none":
+            round_linears(model, settings.quantization, device)
         model = model.to(device)
+        multiply_codes(model, dtype)
         probe = probe_layers(model, model.config.get_text_config(decoder=True))
         if on_kernels and settings.quantization == "none":
             keep_stored(model, stored)
@@ -252,26 +260,60 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
     return frozenset(found)
 
 
+class Keeping(NamedTuple):
+    """The kinds of codes that are not unpacked, and the device that they go to."""
+
+    kinds: frozenset[CodeKind] = NO_KINDS
+    device: torch.device = torch.device("cpu")
+
+
+_NOTHING_KEPT = Keeping()
+
+
 def _load_weights(
-    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, names: Mapping[str, str] | None = None
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    names: Mapping[str, str] | None = None,
+    keeping: Keeping = _NOTHING_KEPT,
 ) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
 
     `names` are how expressions in the weights' names are to be changed. Of a quantized one also the weights
-    that blocks hold exactly, by the names of their projections.
+    that blocks hold exactly, by the names of their projections; what codes hold stays in codes, as `keeping`
+    says, on its device.
     """
     attention.register()
     # A copy: setting the attention changes the configuration, which a second model may share.
-    config = copy.deepcopy(config)
+    own_config = copy.deepcopy(config)
     weight_format = weight_format_of(config)
+    if weight_format is None:
+        return _from_weights(directory, own_config, dtype, names), {}
+    log.info("the weights are stored as %s", weight_format.words(keeping.kinds))
+    own_config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
+    shapes = _linear_shapes(own_config) if keeping.kinds else {}
+    kept = KeptCodes(shapes, keeping.kinds, keeping.device)
+    unpacked = unpack_files(directory, weight_format, dtype, kept=kept)
+    model = _from_weights(directory, own_config, dtype, names, unpacked.tensors)
+    if not keep_codes(model, unpacked):
+        log.warning("the weights are unpacked: %s changes them as it is loaded", type(model).__name__)
+        return _load_weights(directory, config, dtype, names)
+    if keeping.kinds and unpacked.expanded:
+        log.info("%d projections become numbers of %s", len(unpacked.expanded), _name(dtype))
+    return model, unpacked.stored
+
+
+def _from_weights(
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    names: Mapping[str, str] | None,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> PreTrainedModel:
+    """The model of these `tensors`; None takes them from the files. Raises StartRefused."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
-    stored: dict[str, StoredWeight] = {}
-    if weight_format is not None:
-        log.info("the weights are stored as %s", weight_format.words)
-        config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
-        unpacked = unpack_files(directory, weight_format, dtype)
-        stored = unpacked.stored
-        source = {"pretrained_model_name_or_path": None, "state_dict": unpacked.tensors}
+    if tensors is not None:
+        source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
     try:
         with no_progress_bars(), no_remarks():
             model, report = on_meta_device(
@@ -294,7 +336,23 @@ def _load_weights(
         if found := sorted(map(str, report.get(problem) or ())):
             raise misfit(directory, problem, found)
     model.config.use_cache = False
-    return model.eval().requires_grad_(False), stored
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded
+
+
+def _linear_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
+    """Those of all projections of such a model that are only called; none where it cannot be outlined."""
+
+    def make() -> dict[str, torch.Size]:
+        with torch.device("meta"), no_remarks():
+            linears = called_linears(make_model(without_padding(config)))
+            return {name: linear.weight.shape for name, linear in linears.items()}
+
+    try:
+        return on_meta_device(make)
+    except Exception as error:  # a model's code may do anything with a tensor
+        log.info("the weights are unpacked: %s", first_line(error))
+        return {}
 
 
 def misfit(directory: Path, problem: str, keys: Sequence[str]) -> StartRefused:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from config import ModelSettings
+from engine.compute.loading.coded_weights import CodedLinear
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.layer_probe import ProbeResult, probe_layers
@@ -120,7 +121,8 @@ def check_head(directory: Path, architecture: Architecture, model: PreTrainedMod
 def weight_bytes(model: nn.Module) -> int:
     """What the weights take, tied ones once."""
     tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    coded = sum(module.coded.nbytes for module in model.modules() if isinstance(module, CodedLinear))
+    return coded + sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:

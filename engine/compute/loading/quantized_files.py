@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from gguf import GGMLQuantizationType as Format
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, CodeKind, foreseen_linear
 from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.loading.weight_formats import WeightFormat
-from engine.compute.native.families import has_read_experts
+from engine.compute.native.families import called_linears, has_read_experts
 from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
 _SAMPLE = 32  # outputs that are compared
+_BITS_OF = {"F8_E4M3": 8, "I8": 8, "U8": 8, "F16": 16, "BF16": 16, "I64": 64, "F64": 64}  # else 32
 # What belongs to rounding that is not done: of inputs, outputs, keys and values.
 _UNUSED = (
     *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
@@ -28,12 +31,33 @@ _UNUSED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCodes:
+    """What is not unpacked: the projections of `shapes` [out, in], by name, that codes of `kinds` hold.
+
+    Their codes go to `device` as they are read.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    kinds: frozenset[CodeKind]
+    device: torch.device
+
+
+NO_CODES = KeptCodes({}, frozenset(), torch.device("cpu"))
+
+
 @dataclass(slots=True)
 class Unpacked:
-    """Every tensor by its name in the model, and those projections that blocks of GGUF's hold exactly."""
+    """Every tensor by its name in the model, and those projections that blocks of GGUF's hold exactly.
+
+    Of projections whose codes are kept `tensors` has a stand-in without memory, which is nobody else's;
+    `expanded` are the others.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     stored: dict[str, StoredWeight] = field(default_factory=dict)
+    coded: dict[str, CodedWeight] = field(default_factory=dict)
+    expanded: list[str] = field(default_factory=list)
 
 
 def unpack_files(
@@ -41,8 +65,9 @@ def unpack_files(
     weight_format: WeightFormat,
     dtype: torch.dtype,
     wanted: Callable[[str], bool] = lambda _: True,
+    kept: KeptCodes = NO_CODES,
 ) -> Unpacked:
-    """The checkpoint in `directory`, its quantized weights as numbers of `dtype`.
+    """The checkpoint in `directory`, its quantized weights as numbers of `dtype`, or as codes where `kept`.
 
     Only tensors of `wanted` names are read. Raises StartRefused for what does not fit the format.
     """
@@ -52,10 +77,15 @@ def unpack_files(
     for prefix, endings in _projections(list(files), weight_format).items():
         parts = {ending: _read(files, f"{prefix}.{ending}") for ending in endings}
         try:
-            codes, scales = weight_format.unpack(parts)
-            found[f"{prefix}.weight"] = (codes * scales).to(dtype)
-            if (stored := in_blocks(codes, scales)) is not None:
-                unpacked.stored[prefix] = stored
+            if (coded := _coded(prefix, parts, weight_format, kept)) is not None:
+                unpacked.coded[prefix] = coded
+                found[f"{prefix}.weight"] = torch.zeros((), dtype=dtype).expand(kept.shapes[prefix])
+            else:
+                unpacked.expanded.append(prefix)
+                codes, scales = weight_format.unpack(parts)
+                found[f"{prefix}.weight"] = (codes * scales).to(dtype)
+                if (stored := in_blocks(codes, scales)) is not None:
+                    unpacked.stored[prefix] = stored
         except Exception as error:  # a damaged file fails in any of a dozen ways
             raise StartRefused(
                 f"{directory}: {prefix} is not stored as {weight_format.name} ({first_line(error)})."
@@ -69,6 +99,55 @@ def unpack_files(
         if name.endswith("weight") and (found[name].itemsize == 1 or not found[name].is_floating_point()):
             raise StartRefused(f"{directory}: {name} has no scale, as {weight_format.name} would give it.")
     return unpacked
+
+
+def _coded(
+    prefix: str, parts: Mapping[str, Tensor], weight_format: WeightFormat, kept: KeptCodes
+) -> CodedWeight | None:
+    """The codes of a projection where they are to be kept, on their device; None where they are not."""
+    if prefix not in kept.shapes:
+        return None
+    coded = weight_format.coded({ending: part.to(kept.device) for ending, part in parts.items()}, kept.kinds)
+    fits = coded is not None and (coded.out, coded.in_features) == tuple(kept.shapes[prefix])
+    return coded if fits else None
+
+
+def keep_codes(model: Any, unpacked: Unpacked) -> bool:
+    """Have projections of `model` keep their codes in place of stand-ins.
+
+    False, and nothing is done, where a stand-in is not where it was meant to be: then numbers are needed.
+    """
+    linears = {name: model.get_submodule(name) for name in unpacked.coded}
+    for name, linear in linears.items():
+        stand_in = unpacked.tensors[f"{name}.weight"]
+        if type(linear) is not nn.Linear or linear.weight.data_ptr() != stand_in.data_ptr():
+            return False
+    for name, linear in linears.items():
+        model.set_submodule(name, CodedLinear(unpacked.coded[name], linear.bias))
+    return True
+
+
+def foresee_codes(
+    outline: nn.Module, directory: Path, weight_format: WeightFormat, kinds: Collection[CodeKind]
+) -> None:
+    """Have projections of a model without weights take about what their codes will, by the files."""
+    files = _names_by_file(directory)
+    linears = called_linears(outline)
+    for prefix, endings in _projections(list(files), weight_format).items():
+        heads = [_head(files, f"{prefix}.{ending}") for ending in endings]
+        is_fp8 = any(dtype == "F8_E4M3" for _, dtype in heads)
+        kept = CodeKind.FP8 in kinds if is_fp8 else weight_format.is_whole and CodeKind.INT8 in kinds
+        if kept and prefix in linears:
+            num_bytes = sum(size for size, _ in heads)
+            outline.set_submodule(prefix, foreseen_linear(linears[prefix], num_bytes))
+
+
+def _head(files: dict[str, Path], name: str) -> tuple[int, str]:
+    """The bytes of a tensor, and the name of its dtype, without reading it."""
+    with safe_open(files[name], framework="pt") as file:
+        piece = file.get_slice(name)
+        dtype = str(piece.get_dtype())
+        return math.prod(piece.get_shape()) * _BITS_OF.get(dtype, 32) // 8, dtype
 
 
 def keep_stored(model: Any, stored: dict[str, StoredWeight]) -> None:

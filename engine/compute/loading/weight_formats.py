@@ -7,12 +7,20 @@ needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from engine.compute.loading.coded_weights import (
+    CodedWeight,
+    CodeKind,
+    InputRounding,
+    float_codes,
+    integer_codes,
+)
 
 Parts = Mapping[str, Tensor]  # the tensors of one projection, by the last part of their names
 
@@ -26,12 +34,23 @@ class FormatRefused(Exception):
     """Weights that cannot be served as they are stored; the message is part of a sentence that says why."""
 
 
+class InputScheme(NamedTuple):
+    """That inputs are numbers of 8 bits, `group` neighbours with one scale, 0: all of a row.
+
+    A fixed scale stands beside the weights.
+    """
+
+    group: int = 0
+    is_fixed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """How projections are stored: one with a tensor `marker` is quantized, `endings` are all it may have.
 
     `unpack` gives each weight's code [out, in] and what one is worth, of that shape or spread to it; `note`
-    says what of the format is left out.
+    says what of the format is left out. `inputs` says how inputs are to be rounded to numbers of 8 bits; None
+    leaves them, or rounds to integers, which nothing here does.
     """
 
     name: str
@@ -39,16 +58,34 @@ class WeightFormat:
     endings: tuple[str, ...]
     unpack: Callable[[Parts], tuple[Tensor, Tensor]]
     note: str = ""
+    inputs: InputScheme | None = None
+    is_whole: bool = True  # codes are whole numbers or numbers of 8 bits, not places in a table
 
     def numbers(self, parts: Parts) -> Tensor:
         """The weights [out, in] in float32."""
         codes, scales = self.unpack(parts)
         return codes * scales
 
-    @property
-    def words(self) -> str:
-        """The format, and what of it is left out."""
-        return f"{self.name} ({self.note})" if self.note else self.name
+    def coded(self, parts: Parts, kinds: Collection[CodeKind]) -> CodedWeight | None:
+        """The weights as codes of one of `kinds`, on the parts' device; None where they do not fit one."""
+        codes, scales = self.unpack(parts)
+        scales.broadcast_to(codes.shape)  # raises where a scale is missing, which a kernel would read beyond
+        stored = parts.get("weight")
+        if stored is None or stored.dtype is not torch.float8_e4m3fn:
+            made = integer_codes(codes, scales, _order(parts))
+        elif self.inputs is None:
+            made = float_codes(stored, scales)
+        else:
+            rounding = _rounding(self.inputs, parts)
+            made = None if rounding is None else float_codes(stored, scales, rounding)
+        return made if made is not None and made.kind in kinds else None
+
+    def words(self, kinds: Collection[CodeKind] = ()) -> str:
+        """The format, and what of it is left out; codes of `kinds` are multiplied with as they are."""
+        note = self.note
+        if self.inputs is not None and CodeKind.FP8 in kinds:
+            note = "inputs are rounded to 8 bits as it says"
+        return f"{self.name} ({note})" if note else self.name
 
 
 def read_weight_format(settings: Mapping[str, Any]) -> WeightFormat:
@@ -65,7 +102,7 @@ def read_weight_format(settings: Mapping[str, Any]) -> WeightFormat:
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:
     """Integers without sign from int32 [..., n], the lowest bits first: [..., n * 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
@@ -163,10 +200,27 @@ def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
         return codes if less is None else codes - less, by
 
     rounds_inputs = any(group.get("input_activations") for group in groups)
-    endings = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+    endings = (
+        *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+        "input_scale",
+    )
     listed = ", ".join(sorted(formats)) + f", {' and '.join(map(str, bits))} bits"
     note = _ROUNDED_INPUTS if rounds_inputs else ""
-    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, unpack, note)
+    inputs = {_compressed_inputs(group.get("input_activations") or {}) for group in groups}
+    are_floats = {scheme.get("type") for scheme in schemes} == {"float"}
+    scheme = inputs.pop() if len(inputs) == 1 and are_floats else None
+    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, unpack, note, scheme)
+
+
+def _compressed_inputs(scheme: Mapping[str, Any]) -> InputScheme | None:
+    """How inputs become numbers of 8 bits; None where they do not, or become integers.
+
+    A scale for all rows of a step becomes one for each row: no row may depend on its neighbours.
+    """
+    if scheme.get("type") != "float" or int(scheme.get("num_bits", 8)) != 8:
+        return None
+    group = scheme.get("group_size") if scheme.get("strategy") in ("group", "block") else None
+    return InputScheme(int(group or 0), is_fixed=not scheme.get("dynamic"))
 
 
 def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
@@ -193,7 +247,7 @@ def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
 
     names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     endings = ("weight", *(f"weight.{name}" for name in names), state_name)
-    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, unpack)
+    return WeightFormat(f"bitsandbytes {kind}", state_name, endings, unpack, is_whole=False)
 
 
 def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:
@@ -207,7 +261,11 @@ def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:
         return weight, _spread(scale.float(), weight.shape, block)
 
     name = "FP8, a scale each" if block is None else f"FP8, a scale for {block[0]} x {block[1]}"
-    return WeightFormat(name, "weight_scale_inv", ("weight", "weight_scale_inv"), unpack, _ROUNDED_INPUTS)
+    inputs = InputScheme(
+        0 if block is None else block[1], is_fixed=settings.get("activation_scheme") == "static"
+    )
+    endings = ("weight", "weight_scale_inv", "activation_scale")
+    return WeightFormat(name, "weight_scale_inv", endings, unpack, _ROUNDED_INPUTS, inputs)
 
 
 _READERS: dict[Any, Callable[[Mapping[str, Any]], WeightFormat]] = {
@@ -230,6 +288,24 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> 
     )
     by_row = scale.repeat_interleave(rows, dim=0)[: shape[0]]
     return by_row.repeat_interleave(columns, dim=1)[:, : shape[1]]
+
+
+def _order(parts: Parts) -> Tensor | None:
+    """The inputs, those of a scale together; None where they lie so."""
+    groups = parts.get("g_idx", parts.get("weight_g_idx"))
+    if groups is None or (groups < 0).any() or (groups[1:] >= groups[:-1]).all():
+        return None
+    return groups.argsort(stable=True)
+
+
+def _rounding(scheme: InputScheme, parts: Parts) -> InputRounding | None:
+    """How inputs of this projection are rounded; None where a fixed scale is not one."""
+    if not scheme.is_fixed:
+        return InputRounding(scheme.group)
+    scale = parts.get("input_scale", parts.get("activation_scale"))
+    if scale is None or scale.numel() != 1:
+        return None
+    return InputRounding(scale=scale.float().reshape(1))
 
 
 def _groups(size: int) -> str:

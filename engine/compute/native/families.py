@@ -199,6 +199,17 @@ def is_known(model: nn.Module) -> bool:
     return is_known_class(type(model))
 
 
+def called_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every plain projection that the code of a model only calls, by name; none where it was not read."""
+    if not is_known(model):
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.rpartition(".")[2] not in READ
+    }
+
+
 def is_known_class(model_class: type) -> bool:
     """The same of a model that is not there yet."""
     name = _name_of(model_class)

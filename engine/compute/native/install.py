@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from config import ModelSettings
+from engine.compute.loading.coded_weights import code_kinds
 from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder, gives_head_alone
@@ -90,9 +91,13 @@ def with_kernels(
         join_layers(loaded, kernels, sample)
         return replace(loaded, kernels_used=f"compiled for this CPU ({build.form.name})")
     except NativeUnavailable as reason:
-        refuse_without(settings, reason)
+        # A device that multiplies with codes has rounded weights to them as they were loaded.
+        if settings.quantization == "none" or not code_kinds(loaded.model):
+            refuse_without(settings, reason)
         log.debug("compiled kernels are not used: %s", reason)
         used = "for CUDA" if loaded.device.type == "cuda" else f"torch's, since {reason}"
+        if kinds := code_kinds(loaded.model):
+            used += f", weights as {' and '.join(kinds)}"
         return replace(loaded, kernels_used=used)
     except LogitsChanged as reason:
         refuse_without(settings, f"the kernels change the logits {reason}")

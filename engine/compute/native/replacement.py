@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.native.closeness import LIMITS, is_close
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
 from engine.compute.native.observation import Observation, Seen
 from engine.compute.native.places import Place
 from engine.compute.native.router import NativeRouter
-
-# By how much of its length a row may differ: half of them, and any one. Rounding to bfloat16 makes 0.003,
-# attention's roundings together up to 0.02 in few rows; a scale that is ten percent off makes 0.1.
-_LIMITS = {torch.bfloat16: (0.02, 0.08), torch.float16: (0.003, 0.02), torch.float32: (1e-4, 1e-3)}
 
 
 def make_equal(
@@ -67,7 +64,7 @@ def _equal_router(
     found = torch.zeros(logits.shape).scatter(1, chosen, shares.float())
     wanted = torch.zeros(logits.shape).scatter(1, expected_chosen, expected_shares.float())
     distances = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    typical, _ = _LIMITS[kernels.dtype]
+    typical, _ = LIMITS[kernels.dtype]
     is_same = is_close(logits, expected_logits) and bool(distances.quantile(0.75) <= typical)
     return made if is_same and shares.dtype is expected_shares.dtype else None
 
@@ -92,17 +89,3 @@ def _equal_attention(
         (context.kv.values[layer], kv.values[layer]),
     )
     return made if all(is_close(found, expected) for found, expected in pairs) else None
-
-
-def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True for rows that differ by no more than rounding; never where something is not finite."""
-    if found.shape != expected.shape or not (found.isfinite().all() and expected.isfinite().all()):
-        return False
-    rows, expected_rows = (tensor.float().flatten(0, -2) for tensor in (found, expected))  # [rows, width]
-    lengths = expected_rows.norm(dim=-1)
-    distances = (rows - expected_rows).norm(dim=-1)
-    if distances[lengths == 0].any():
-        return False
-    parts = distances[lengths > 0] / lengths[lengths > 0]
-    typical, largest = _LIMITS[expected.dtype]
-    return not len(parts) or bool(parts.median() <= typical and parts.max() <= largest)

@@ -9,6 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import nn
 
+from engine.compute.loading.coded_weights import CodedLinear
 from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear, StoredWeight
 from engine.compute.native.block_panels import PLAIN
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
@@ -37,6 +38,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, str, int]]:
             yield _stored(module.stored)
         elif isinstance(module, StoredExperts):
             yield from map(_stored, module.stored.pieces)
+        elif isinstance(module, CodedLinear):
+            coded = module.coded
+            yield from ((each.data_ptr(), coded.kind.value, each.nbytes) for each in coded.tensors)
 
 
 def _stored(weight: StoredWeight) -> tuple[int, str, int]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engine.compute.attention.own_attention import EAGER, attending_with
+from engine.compute.loading.coded_weights import rounds_inputs
 from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -23,8 +24,9 @@ _CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
 # By how much of a row's spread its logits may differ. Thirty layers round by 0.03 in bfloat16; attending to
 # the wrong tokens differs by more than 0.5, a scale ten percent off by 0.06 to 0.2.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-# The same where the kernels multiply with blocks: they round inputs to a 127th of the largest of 32, so that
-# the least difference before can become one of a whole step. That makes less than 0.15 in thirty layers.
+# The same where inputs are rounded: by kernels that multiply with blocks to a 127th of the largest of 32, of
+# FP8 to four bits. The least difference before can become one of a whole step, which makes less than 0.15 in
+# thirty layers.
 _TOLERANCE_WITH_BLOCKS = 0.3
 
 
@@ -41,6 +43,8 @@ def check_forward(
     """
     packed, difference = _difference(forward, check_block_size(forward.loaded.device, served_block_size))
     tolerance = _TOLERANCES[forward.loaded.dtype]
+    if rounds_inputs(forward.loaded.model):
+        tolerance = max(tolerance, _TOLERANCE_WITH_BLOCKS)
     if not difference <= tolerance:  # NaN fails too
         raise UnsupportedModel(
             f"{type(forward.loaded.model).__name__} cannot be served exactly: its logits computed in "

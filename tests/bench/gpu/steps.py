@@ -22,7 +22,7 @@ from tests.bench.report import Bar, Section
 MIXED_BAR = 1.4
 _RUNS = 3
 _SHOWN_KERNELS = 14
-_MIXED_PROMPT = 128
+MIXED_PROMPT = 128
 
 
 class StepCase(NamedTuple):
@@ -42,12 +42,12 @@ def run_steps(bench: Bench) -> Section:
     sizes, shape = bench.sizes, bench.sizes.large
     section = Section("steps", f"{shape.name}, single steps of the runner, {sizes.dtype}")
     most, context = max(*sizes.decode_batches, sizes.mixed_decodes), sizes.decode_context
-    loaded = bench.model(shape, context + _MIXED_PROMPT)
-    settings = settings_for(most + 1, context + _MIXED_PROMPT)
+    loaded = bench.model(shape, context + MIXED_PROMPT)
+    settings = settings_for(most + 1, context + MIXED_PROMPT)
     runner = put_together(settings, loaded, bench.tokenizer(shape)).runner
     plain, mixed = (
         StepCase(sizes.mixed_decodes, context),
-        StepCase(sizes.mixed_decodes, context, _MIXED_PROMPT),
+        StepCase(sizes.mixed_decodes, context, MIXED_PROMPT),
     )
     seconds = {}
     for case in (*(StepCase(batch, context) for batch in sizes.decode_batches), plain, mixed):
@@ -63,8 +63,8 @@ def run_steps(bench: Bench) -> Section:
 
 def _measure(bench: Bench, section: Section, runner: StepRunner, case: StepCase) -> float:
     """Seconds of one such step."""
-    inputs, steps = _inputs(case, bench.sizes.small.vocab), bench.sizes.steps // 4 + 1
-    work = _launcher(runner, inputs)
+    inputs, steps = step_inputs(case, bench.sizes.small.vocab), bench.sizes.steps // 4 + 1
+    work = step_launcher(runner, inputs)
     work(3)
     runs = [work(steps) for _ in range(_RUNS)]
     section.add(str(case), "step", "ms", [1e3 * whole for whole, _ in runs])
@@ -77,9 +77,9 @@ def _measure(bench: Bench, section: Section, runner: StepRunner, case: StepCase)
     return median(whole for whole, _ in runs)
 
 
-def _inputs(case: StepCase, vocab_size: int) -> StepInputs:
+def step_inputs(case: StepCase, vocab_size: int) -> StepInputs:
     """A step whose keys and values are whatever lies in the blocks."""
-    blocks = -(-(case.context + _MIXED_PROMPT) // BLOCK_SIZE)
+    blocks = -(-(case.context + MIXED_PROMPT) // BLOCK_SIZE)
     tokens = random.Random(0).choices(range(2, vocab_size), k=case.context)
     parts = [
         Part(tokens, case.context - 1, case.context, range(row * blocks, (row + 1) * blocks))
@@ -91,7 +91,7 @@ def _inputs(case: StepCase, vocab_size: int) -> StepInputs:
     return pack_step(parts, BLOCK_SIZE)
 
 
-def _launcher(runner: StepRunner, inputs: StepInputs) -> Callable[[int], tuple[float, float]]:
+def step_launcher(runner: StepRunner, inputs: StepInputs) -> Callable[[int], tuple[float, float]]:
     """Does so many steps: (seconds of each, of them those of its launch)."""
 
     def launch(count: int) -> tuple[float, float]:

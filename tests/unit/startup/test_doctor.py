@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from config import Settings, load_settings
+from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
-from engine.compute.native.forms import choose_build, forms_of
+from engine.compute.native.forms import NativeUnavailable, choose_build, forms_of
 from engine.errors import StartRefused, UnsupportedModel
+from engine.startup import doctor
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
@@ -333,3 +335,30 @@ def test_an_embedding_model_that_a_start_refuses(model: Path, tmp_path: Path) ->
         assert match in problem
         with pytest.raises(StartRefused, match=re.escape(problem)):
             load_embedding_parts(settings)
+
+
+def test_what_codes_take_is_what_a_gpu_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_quantized(tmp_path, awq())
+    settings = settings_for(tmp_path, "--dtype", "float32")
+    plain = diagnose(settings).model
+    monkeypatch.setattr(doctor, "kept_kinds", lambda *_: frozenset(CodeKind))
+    coded = diagnose(settings).model
+    assert plain is not None and coded is not None
+    assert plain.weight_bytes is not None and coded.weight_bytes is not None
+    assert coded.weight_bytes < 0.6 * plain.weight_bytes and coded.num_parameters == plain.num_parameters
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_rounded_weights_are_foreseen_for_a_gpu(
+    asked: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "kept_kinds", lambda *_: frozenset(CodeKind))
+
+    def for_cpus(*_: object, **__: object) -> str:
+        raise NativeUnavailable("they are for CPUs, the model is on cuda:0")
+
+    monkeypatch.setattr(doctor, "foresee", for_cpus)
+    found = diagnose(settings_for(model, "--quantization", asked))
+    assert found.model is not None and found.problems == []
+    assert str(found.model.quantized).startswith(f"{asked}: ")
+    assert found.model.compiled == "not used: they are for CPUs, the model is on cuda:0"

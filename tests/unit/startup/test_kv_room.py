@@ -42,6 +42,7 @@ class FakeGauge:
 
 def model_on(device: str, states: tuple[LayerState, ...] = (), has_layers: bool = True) -> Any:
     return SimpleNamespace(
+        model=torch.nn.Module(),
         device=torch.device(device),
         max_model_len=64,
         vocab_size=1000,

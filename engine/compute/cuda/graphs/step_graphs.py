@@ -29,6 +29,7 @@ from engine.compute.cuda.graphs.recorded_step import (
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import HeadShape, Workforce
+from engine.compute.loading.coded_weights import most_expanded_bytes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -196,4 +197,5 @@ def graph_bytes(loaded: LoadedModel, limits: GraphLimits) -> int:
     num_places = max(shape.num_places for shape in shapes)
     tables = num_places * limits.max_blocks * 4
     logits = 3 * num_places * loaded.vocab_size * loaded.dtype.itemsize  # the model's, ours, the draw's
-    return 2 * len(shapes) * _BYTES_OF_A_GRAPH + tables + logits
+    numbers = most_expanded_bytes(loaded.model, loaded.dtype)
+    return 2 * len(shapes) * _BYTES_OF_A_GRAPH + tables + logits + numbers
