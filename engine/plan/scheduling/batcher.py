@@ -25,8 +25,6 @@ from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ReplyWork, ServiceRates
 from engine.plan.scheduling.step_inputs import (
-    NO_MOVES,
-    BlockMoves,
     ScheduledItem,
     build_step_inputs,
     sampling_now,
@@ -34,7 +32,14 @@ from engine.plan.scheduling.step_inputs import (
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows, SamplingInputs
+from engine.plan.step_records import (
+    NO_MOVES,
+    BatchDecision,
+    BlockMoves,
+    RequestExplanation,
+    SampledRows,
+    SamplingInputs,
+)
 
 _JUDGED_EVERY = 16  # steps, while it runs
 
