@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.grammar import MaskOf
-from engine.plan.speculation.drafting_state import RequestDrafting
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -241,24 +240,3 @@ class StepResult:
     swap_bytes: int = 0  # moved between device and host
     features: tuple[FeatureRows | None, ...] | None = None  # of each sequence, for drafters that read them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P] None where the logits are not finite
-
-
-@dataclass(frozen=True, slots=True)
-class RequestExplanation:
-    """How one live request stands between two steps, and why it waits."""
-
-    request_id: str
-    status: str
-    waits_because: str | None  # one plain sentence; None while it runs
-    position: int | None  # in the queue, from 1; None while it runs
-    priority: int
-    deadline_s: float | None  # from its arrival; None for no limit
-    preemptions: tuple[tuple[float, str], ...]  # (engine clock, "recompute" or "swap")
-    num_known_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_blocks: int  # on the device
-    drafting: RequestDrafting

@@ -15,7 +15,7 @@ from itertools import chain
 from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
-from engine.plan.scheduling.explanation import explain
+from engine.plan.scheduling.explanation import RequestExplanation, explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
 from engine.plan.scheduling.next_turns import NextTurns, is_read_ahead
 from engine.plan.scheduling.policy import SchedulingPolicy
@@ -36,7 +36,6 @@ from engine.plan.step_records import (
     NO_MOVES,
     BatchDecision,
     BlockMoves,
-    RequestExplanation,
     SampledRows,
     SamplingInputs,
 )
