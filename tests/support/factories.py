@@ -108,9 +108,8 @@ def make_batcher(
         num_host_blocks,
         rewindable=rewindable,
     )
-    kv.keep_snapshots(num_snapshots)
     if kv.keeps_state:
-        kv.swap_states(num_host_states)
+        kv.keep_states(num_snapshots, num_host_states)
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
 
 
