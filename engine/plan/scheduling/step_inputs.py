@@ -75,6 +75,12 @@ def build_step_inputs(
     sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     is_ahead = max(previous) >= 0
     is_drawn_later = is_ahead and any(request.draws_by_history for request in requests)
+    drawn_by = sampling.columns(rows[sequences], positions[tokens] + 1)
+    if not is_drawn_later:
+        paths = _paths(items) if has_drafts or is_ahead else None
+        drawn_by = sampling.adjusted(
+            drawn_by, rows[sequences], [requests[s] for s in sequences.tolist()], paths
+        )
     return StepInputs(
         token_ids=_token_ids(items),
         positions=positions,
@@ -83,14 +89,7 @@ def build_step_inputs(
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
         logits_rows=tokens,
-        sampling=sampling.columns(rows[sequences], positions[tokens] + 1)
-        if is_drawn_later
-        else sampling.gather(
-            rows[sequences],
-            [requests[s] for s in sequences.tolist()],
-            positions[tokens] + 1,
-            _paths(items) if has_drafts or is_ahead else None,
-        ),
+        sampling=drawn_by,
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         state_slots=rows.astype(np.int32),
