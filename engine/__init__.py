@@ -45,11 +45,12 @@ from engine.plan.request import (
     SamplingParams,
     SpeculationOptions,
 )
+from engine.plan.scheduling.explanation import RequestExplanation
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState, RequestDrafting
 from engine.plan.speculation.recent_gain import FormulaTerms
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import DraftingChange, DraftingRules
-from engine.plan.step_records import RequestExplanation, TokenLogprobs
+from engine.plan.step_records import TokenLogprobs
 from engine.startup.cpu_limit import usable_cores
 from engine.startup.diagnosis import (
     CacheFacts,

@@ -10,9 +10,9 @@ from engine.errors import InvalidRequest
 from engine.loop.engine_parts import EngineParts
 from engine.loop.open_requests import OpenRequests
 from engine.loop.time_limits import TimeLimits
+from engine.plan.scheduling.explanation import RequestExplanation
 from engine.plan.speculation.drafting_state import DraftingState
 from engine.plan.speculation.speculation_config import DraftingChange
-from engine.plan.step_records import RequestExplanation
 
 log = logging.getLogger("slipstream.engine")
 

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 
 from engine.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestFailed, frames_of
@@ -19,7 +18,7 @@ from engine.loop.open_requests import Ending, OpenRequests, RequestCounts
 from engine.loop.stream import RequestStream
 from engine.loop.text_calls import TextCalls
 from engine.loop.text_thread import TextThread
-from engine.loop.time_limits import TimeLimits, too_late
+from engine.loop.time_limits import TimeLimits, deadline_passed, deadline_too_soon
 from engine.loop.watchdog import Watchdog, thread_stacks
 from engine.plan.admission import Admission, check_choice_of_tokens, check_prompt
 from engine.plan.metrics.batch_metrics import BatchMetrics, EngineGauges
@@ -340,15 +339,16 @@ class Engine:
 
     def _check_deadline(self, record: Request, before: Sequence[Request]) -> None:
         """Refuse, and count, what will not end in time; see `can_meet`."""
-        refusal = too_late(record, self._clock(), partial(self._loaded.batcher.can_meet, before=before))
-        if refusal is not None:
-            self._counts.miss_deadline()
-            needed_s = self._loaded.batcher.completion_s(record, before)
-            if needed_s is not None and record.deadline is not None:
-                late_s = self._clock() + needed_s - record.deadline
-                refusal.completion_s = self._clock() + needed_s - record.arrival_time
-                refusal.retry_after_s = max(1, math.ceil(late_s))
-            raise refusal
+        batcher, now = self._loaded.batcher, self._clock()
+        if record.deadline is None or (record.deadline > now and batcher.can_meet(record, before)):
+            return
+        refusal = deadline_passed(record) if record.deadline <= now else deadline_too_soon(record, now)
+        self._counts.miss_deadline()
+        needed_s = batcher.completion_s(record, before)
+        if needed_s is not None:
+            refusal.completion_s = now + needed_s - record.arrival_time
+            refusal.retry_after_s = max(1, math.ceil(now + needed_s - record.deadline))
+        raise refusal
 
     def _check_open(self) -> None:
         if self.fault is not None:

@@ -83,17 +83,6 @@ def deadline_passed(request: Request) -> DeadlineExceeded:
     return DeadlineExceeded(f"The deadline, {limit} s after the request arrived, passed after {done}.")
 
 
-def too_late(request: Request, now: float, can_meet: Callable[[Request], bool]) -> DeadlineExceeded | None:
-    """Why a new request's deadline cannot be met: it has passed, or `can_meet` denies it. None if it can."""
-    if request.deadline is None:
-        return None
-    if request.deadline <= now:
-        return deadline_passed(request)
-    if can_meet(request):
-        return None
-    return deadline_too_soon(request, now)
-
-
 def deadline_too_soon(request: Request, now: float) -> DeadlineExceeded:
     """The error of a request that will not end by its deadline, which is still to come."""
     assert request.deadline is not None

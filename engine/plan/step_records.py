@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.grammar import MaskOf
-from engine.plan.speculation.drafting_state import RequestDrafting
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -125,6 +124,27 @@ class PromptRows:
     num_top: Int32  # [P] how many of the likeliest to report beside each
 
 
+class BlockMoves(NamedTuple):
+    """What a step does to whole blocks before its pass, and to recurrent states around it.
+
+    Blocks are moved in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. One that `swap_out`
+    saves may be reused in the same step; what `swap_in` reads must not be its target.
+    """
+
+    swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
+    scrub_blocks: tuple[int, ...] = ()  # that held non-finite values, to be zeroed
+    block_copies: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
+    states_out: tuple[StateCopy, ...] = ()  # slot -> host state, before all other copies
+    state_restores: tuple[StateCopy, ...] = ()  # snapshot -> slot, before the pass
+    state_copies: tuple[StateCopy, ...] = ()  # slot, held back by the last pass -> slot, before the pass
+    states_in: tuple[StateCopy, ...] = ()  # host state -> slot, before the pass, behind them
+    state_saves: tuple[StateCopy, ...] = ()  # slot -> snapshot, after the pass, of a state without drafts
+
+
+NO_MOVES = BlockMoves()
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One packed forward pass: sequences one after another, sequence s owning `query_lens[s]` tokens.
@@ -133,13 +153,7 @@ class StepInputs:
     token; `kv_lens` counts the tokens of a sequence after this step. Unused entries of `block_tables` are 0.
     Slots follow a sequence's tokens one by one; positions count depth, so drafts of a tree may share one.
     `state_slots` are constant and exclusive while a request runs: where a recurrent model keeps its state,
-    which begins anew where `positions` begin at 0, and is first copied from a snapshot by `state_restores` or
-    from another sequence's slot, which the last pass `held_back`, by `state_copies`. States of requests that
-    give way are kept on the host meanwhile, by `states_out` and `states_in`.
-    `state_saves` keep in snapshots what the pass leaves behind each sequence's tokens, drafts left out.
-
-    Blocks are moved before the pass, in the order `swap_out`, `scrub_blocks`, `block_copies`, `swap_in`. A
-    block that `swap_out` saves may be reused in the same step; what `swap_in` reads must not be its target.
+    which begins anew where `positions` begin at 0, unless `moves` put one there.
 
     `previous_rows` is for a step launched before the last one's result: it has, for a token not known yet,
     the row of the last step that draws it, and -1 for known ones. Its entry of `token_ids` is 0. Such a step
@@ -158,16 +172,8 @@ class StepInputs:
     drafts: DraftInputs | None = None
     prompt_rows: PromptRows | None = None  # None when no prompt's log-probabilities are asked for
     state_slots: Int32 | None = None  # [S]
-    state_restores: tuple[StateCopy, ...] = ()  # snapshot -> slot, before the pass
-    state_copies: tuple[StateCopy, ...] = ()  # slot -> slot, before the pass
     held_back: tuple[int, ...] = ()  # of [0, S): their last tokens may be taken back, as drafts may be
-    state_saves: tuple[StateCopy, ...] = ()  # slot -> snapshot, after the pass
-    block_copies: tuple[BlockCopy, ...] = ()
-    scrub_blocks: tuple[int, ...] = ()  # blocks that held non-finite values: zeroed before the pass
-    swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
-    swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
-    states_out: tuple[StateCopy, ...] = ()  # slot -> host state, before all other copies
-    states_in: tuple[StateCopy, ...] = ()  # host state -> slot, before the pass, behind them
+    moves: BlockMoves = NO_MOVES
     previous_rows: Int64 | None = None  # [N], None when every token is known
     is_drawn_later: bool = False
 
@@ -234,24 +240,3 @@ class StepResult:
     swap_bytes: int = 0  # moved between device and host
     features: tuple[FeatureRows | None, ...] | None = None  # of each sequence, for drafters that read them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # [P] None where the logits are not finite
-
-
-@dataclass(frozen=True, slots=True)
-class RequestExplanation:
-    """How one live request stands between two steps, and why it waits."""
-
-    request_id: str
-    status: str
-    waits_because: str | None  # one plain sentence; None while it runs
-    position: int | None  # in the queue, from 1; None while it runs
-    priority: int
-    deadline_s: float | None  # from its arrival; None for no limit
-    preemptions: tuple[tuple[float, str], ...]  # (engine clock, "recompute" or "swap")
-    num_known_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_blocks: int  # on the device
-    drafting: RequestDrafting

@@ -285,8 +285,7 @@ def make_kv_manager(info: EngineInfo, host: HostRoom, rewindable: Rewindable) ->
         rewindable=rewindable,
     )
     if kv.keeps_state:
-        kv.swap_states(host.num_states)
-    kv.keep_snapshots(info.num_state_snapshots)
+        kv.keep_states(info.num_state_snapshots, host.num_states)
     return kv
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from config.environment import FAULT_PLAN, FAULT_SWITCH
-from engine.plan.speculation.theoretical_speedup import expected_tokens, theoretical_speedup
+from engine.plan.speculation.recent_gain import expected_tokens, theoretical_speedup
 from tests.bench.context import BenchContext
 from tests.bench.load import HTTP_TIMEOUT_S
 from tests.bench.processes import JsonWorker, Server

@@ -28,7 +28,14 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.grammar import MaskOf
-from engine.plan.step_records import BlockCopy, LogitAdjustment, SampledRows, StepInputs, TokenCounts
+from engine.plan.step_records import (
+    BlockCopy,
+    BlockMoves,
+    LogitAdjustment,
+    SampledRows,
+    StepInputs,
+    TokenCounts,
+)
 from tests.support.fixed_grammar import Allowing
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recorded import with_sampling
@@ -223,8 +230,7 @@ def test_steps_that_move_blocks_are_launched_without_waiting(llama: tuple[ModelR
     free = blocks(NUM_SEQS - 1)
     moves = replace(
         pack_step([part(row, 40) for row in range(3)], BLOCK_SIZE),
-        scrub_blocks=(free[0],),
-        block_copies=(BlockCopy(blocks(4)[0], free[1]),),
+        moves=BlockMoves(scrub_blocks=(free[0],), block_copies=(BlockCopy(blocks(4)[0], free[1]),)),
     )
     same_noise(plain, ahead)
     expected = plain.run(moves).rows
@@ -247,8 +253,9 @@ def test_steps_that_swap_blocks_are_launched_without_waiting() -> None:
     expected = ahead.run(decodes).rows
     kept, back = blocks(4), blocks(NUM_SEQS - 1)
     saved = [tensor[list(kept[:5])].clone() for tensor in ahead.kv.tensors]
-    out = replace(decodes, swap_out=tuple(map(BlockCopy, kept, range(5))), scrub_blocks=tuple(kept[:5]))
-    again = replace(decodes, swap_in=tuple(map(BlockCopy, range(5), back)))
+    moves = BlockMoves(swap_out=tuple(map(BlockCopy, kept, range(5))), scrub_blocks=tuple(kept[:5]))
+    out = replace(decodes, moves=moves)
+    again = replace(decodes, moves=BlockMoves(swap_in=tuple(map(BlockCopy, range(5), back))))
     with waiting_refused():
         flying = [ahead.launch(out), ahead.launch(again)]
     assert [step.wait().rows for step in flying] == [expected, expected]

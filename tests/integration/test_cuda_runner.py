@@ -25,6 +25,7 @@ from engine.faults.fault_counter import FaultCounter
 from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.plan.step_records import (
     BlockCopy,
+    BlockMoves,
     LogitAdjustment,
     SampledRows,
     StepInputs,
@@ -415,9 +416,7 @@ def test_blocks_are_moved_first() -> None:
     fill_with_noise(plain, ahead)
     inputs = replace(
         decode([0], 9),
-        scrub_blocks=(60,),
-        block_copies=(BlockCopy(3, 61),),
-        swap_out=(BlockCopy(2, 1),),
+        moves=BlockMoves(scrub_blocks=(60,), block_copies=(BlockCopy(3, 61),), swap_out=(BlockCopy(2, 1),)),
     )
     plain.run(inputs)
     result = ahead.run(inputs)

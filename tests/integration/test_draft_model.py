@@ -21,7 +21,7 @@ from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import StepInputs
-from tests.support.factories import make_request
+from tests.support.factories import drawn_by, make_request
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -65,7 +65,7 @@ def written(prompt: tuple[int, ...], **sampling: Any) -> list[int]:
     table.write(0, request)
     for _ in range(80):
         logits = plain_logits(loaded, request.token_ids)[-1:]
-        inputs = table.gather(np.array([0]), [request], np.array([request.num_tokens]))
+        inputs = drawn_by(table, np.array([0]), [request], np.array([request.num_tokens]))
         request.token_ids += sampler.sample(logits, inputs).token_ids
     return request.token_ids
 

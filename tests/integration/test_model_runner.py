@@ -17,7 +17,7 @@ from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import OutOfDeviceMemory, UnsupportedModel
-from engine.plan.step_records import BlockCopy
+from engine.plan.step_records import BlockCopy, BlockMoves
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
 
@@ -144,11 +144,13 @@ def test_a_sequence_that_was_swapped_out_goes_on_in_other_blocks(family: str, dt
     expected = stay.run(pack_step([Part(tokens, 11, 14, [3, 1, 8, 5])], BLOCK_SIZE)).rows
     # The very step that swaps the blocks out gives them to somebody else.
     inputs = pack_step([Part(other, 0, 12, [1, 8, 3])], BLOCK_SIZE)
-    result = leave.run(replace(inputs, swap_out=copies([3, 1, 8], [6, 7, 2]), scrub_blocks=(1,)))
+    moves = BlockMoves(swap_out=copies([3, 1, 8], [6, 7, 2]), scrub_blocks=(1,))
+    result = leave.run(replace(inputs, moves=moves))
     assert 0 < result.swap_s < 10
     assert result.swap_bytes == 3 * leave.kv.block_bytes
     inputs = pack_step([Part(tokens, 11, 14, [9, 8, 0, 4])], BLOCK_SIZE)
-    result = leave.run(replace(inputs, swap_in=copies([6, 7, 2], [9, 8, 0]), scrub_blocks=(9, 0)))
+    moves = BlockMoves(swap_in=copies([6, 7, 2], [9, 8, 0]), scrub_blocks=(9, 0))
+    result = leave.run(replace(inputs, moves=moves))
     assert result.swap_bytes == 3 * leave.kv.block_bytes
     assert result.rows == expected
 
@@ -169,10 +171,12 @@ def test_values_that_are_not_finite_stay_with_their_owner_through_a_swap() -> No
         for tensor in runner.kv.tensors:
             tensor[[0, 1]] = torch.nan
     inputs = pack_step([Part(tokens, 0, 5, [0, 1])], BLOCK_SIZE)
-    result = runner.run(replace(inputs, swap_out=copies([0, 1], [2, 3]), scrub_blocks=(0, 1)))
+    moves = BlockMoves(swap_out=copies([0, 1], [2, 3]), scrub_blocks=(0, 1))
+    result = runner.run(replace(inputs, moves=moves))
     assert result.rows == expected
     inputs = pack_step([Part(tokens, 5, 6, [0, 1]), Part(tokens, 7, 8, [7, 5])], BLOCK_SIZE)
-    result = runner.run(replace(inputs, swap_in=copies([2, 3], [7, 5]), scrub_blocks=(7, 5)))
+    moves = BlockMoves(swap_in=copies([2, 3], [7, 5]), scrub_blocks=(7, 5))
+    result = runner.run(replace(inputs, moves=moves))
     assert result.rows.row_errors is not None and set(result.rows.row_errors) == {1}
 
 
@@ -182,8 +186,8 @@ def test_a_copied_block_may_be_scrubbed_first_and_its_source_swapped_out() -> No
     runner.run(pack_step([Part(tokens, 0, 6, [0, 1])], BLOCK_SIZE))
     expected = runner.run(pack_step([Part(tokens, 6, 7, [0, 1])], BLOCK_SIZE)).rows
     inputs = pack_step([Part(tokens, 6, 7, [0, 2])], BLOCK_SIZE)
-    moved = replace(inputs, swap_out=copies([2], [3]), scrub_blocks=(2,), block_copies=(BlockCopy(1, 2),))
-    assert runner.run(moved).rows == expected
+    moves = BlockMoves(swap_out=copies([2], [3]), scrub_blocks=(2,), block_copies=(BlockCopy(1, 2),))
+    assert runner.run(replace(inputs, moves=moves)).rows == expected
 
 
 # --- the self-check ---

@@ -21,7 +21,7 @@ from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.self_check import check_forward
 from engine.errors import OutOfDeviceMemory, RewindError, UnsupportedModel
 from engine.plan.kv.paged_kv_manager import Rewindable
-from engine.plan.step_records import StepInputs
+from engine.plan.step_records import BlockMoves, StepInputs
 from tests.support.packed import random_schedule, random_tokens
 from tests.support.recurrent import (
     load_recurrent,
@@ -192,7 +192,8 @@ def test_a_state_that_is_not_finite_ends_its_own_row_and_is_gone_with_the_next_o
     assert rows.row_errors is not None and set(rows.row_errors) == {0}
     assert rows.token_ids[1] == int(whole_logits(family, other[:5])[-1].argmax())
     inputs = pack_slots({0: part(one, 0, 6, 0)})
-    rows = runner.run(replace(inputs, scrub_blocks=tuple(range(8)))).rows  # as the scheduler asks
+    scrub = BlockMoves(scrub_blocks=tuple(range(8)))  # as the scheduler asks
+    rows = runner.run(replace(inputs, moves=scrub)).rows
     assert rows.row_errors is None
     assert rows.token_ids == [int(whole_logits(family, one[:6])[-1].argmax())]
 

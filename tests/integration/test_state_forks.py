@@ -21,7 +21,7 @@ from engine.plan.speculation.drafter import read_answers
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, StateCopy
+from engine.plan.step_records import BatchDecision, BlockMoves, StateCopy
 from engine.startup.build import load_parts
 from tests.support.factories import make_batcher, make_request
 from tests.support.half_right import HalfRight
@@ -80,7 +80,7 @@ def test_forks_have_the_text_of_separate_requests_and_their_prompt_is_computed_o
     assert texts == expected
     assert len({tuple(text) for text in texts}) == 4, "each choice draws its own"
     assert num_computed(apart) - num_computed(together) == 3 * (len(PROMPT) - 1)
-    copies = [copy for each in together if each.inputs is not None for copy in each.inputs.state_copies]
+    copies = [copy for each in together if each.inputs is not None for copy in each.inputs.moves.state_copies]
     assert len(copies) == 3
 
 
@@ -136,7 +136,7 @@ def test_forks_among_drafts_have_the_text_without(family: str) -> None:
             link.take(read_answers(jobs, drafter.draft(jobs), 512))
         decision = batcher.step()
         assert decision.inputs is not None
-        num_copies += len(decision.inputs.state_copies)
+        num_copies += len(decision.inputs.moves.state_copies)
         batcher.commit(decision, runner.run(decision.inputs).rows)
     assert [request.token_ids[len(PROMPT) :] for request in requests] == [expected] * 3
     assert num_copies == 2 and decoder.stats.num_accepted > 5
@@ -154,7 +154,7 @@ def test_forks_of_a_pass_that_failed_have_their_own_text(family: str) -> None:
         decision = batcher.step()
         if decision.inputs is None:
             continue
-        if decision.inputs.state_copies and not is_failed:
+        if decision.inputs.moves.state_copies and not is_failed:
             hook = load_recurrent(family).model.register_forward_hook(fail)
             with pytest.raises(RuntimeError):
                 runner.run(decision.inputs)
@@ -186,7 +186,7 @@ def test_forks_are_served_where_nothing_drafts(family: str, tmp_path: Path) -> N
     assert isinstance(parts.runner, RecurrentRunner) and parts.runner.states.max_drafts == 1
     requests, decisions = choices(forked=True), list[BatchDecision]()
     serve(parts.batcher, parts.runner, {0: requests}, decisions.append)
-    assert sum(len(each.inputs.state_copies) for each in decisions if each.inputs is not None) == 3
+    assert sum(len(each.inputs.moves.state_copies) for each in decisions if each.inputs is not None) == 3
     assert [request.token_ids for request in requests] == served(family, forked=False)[0]
 
 
@@ -200,7 +200,7 @@ def test_a_slot_copied_behind_a_step_with_drafts_goes_on_from_any_of_them(family
     for kept, slot in ((3, 1), (0, 2), (1, 3)):  # of the drafts
         begin = stop - 3 + kept
         step = pack_slots({slot: Part(tokens, begin, begin + 2, range(8))})
-        rows = runner.run(replace(step, state_copies=(StateCopy(0, slot),))).rows
+        rows = runner.run(replace(step, moves=BlockMoves(state_copies=(StateCopy(0, slot),)))).rows
         assert rows.token_ids == [int(whole_logits(family, tokens[: begin + 2])[-1].argmax())], kept
     rows = runner.run(pack_slots({0: Part(tokens, stop - 1, stop + 1, range(8))})).rows
     assert rows.token_ids == [int(whole_logits(family, tokens[: stop + 1])[-1].argmax())]

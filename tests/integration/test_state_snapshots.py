@@ -154,7 +154,7 @@ def test_states_are_saved_and_restored_between_drafts(family: str) -> None:
         assert decision.inputs is not None
         drafted = {entry.request_id for entry in decision.scheduled if entry.num_drafts}
         rows = {batcher.kv.row(request_id) for request_id in drafted}
-        num_saved += sum(row in rows for row, _ in decision.inputs.state_saves)
+        num_saved += sum(row in rows for row, _ in decision.inputs.moves.state_saves)
         batcher.commit(decision, runner.run(decision.inputs).rows)
     assert [output_of(request) for request in requests] == expected
     assert decoder.stats.num_accepted > 5 and num_saved > 0

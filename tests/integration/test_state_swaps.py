@@ -23,7 +23,7 @@ from engine.plan.speculation.drafter import read_answers
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, BlockCopy, StateCopy
+from engine.plan.step_records import BatchDecision, BlockCopy, BlockMoves, StateCopy
 from engine.startup.build import load_parts
 from tests.support.factories import make_batcher, make_request
 from tests.support.half_right import HalfRight
@@ -85,8 +85,8 @@ def served(family: str, batcher: ContinuousBatcher) -> tuple[list[list[int]], li
 
 
 def states_moved(decisions: Sequence[BatchDecision]) -> tuple[int, int]:
-    inputs = [decision.inputs for decision in decisions if decision.inputs is not None]
-    return sum(len(each.states_out) for each in inputs), sum(len(each.states_in) for each in inputs)
+    moves = [decision.inputs.moves for decision in decisions if decision.inputs is not None]
+    return sum(len(each.states_out) for each in moves), sum(len(each.states_in) for each in moves)
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -137,7 +137,7 @@ def test_drafts_that_were_accepted_before_a_swap_are_kept(
         copy.target: first_position(decision, copy.target)
         for decision in decisions
         if decision.inputs is not None
-        for copy in decision.inputs.states_in
+        for copy in decision.inputs.moves.states_in
     }
     assert any(first[slot] > length for slot, length in brought_back.items()), "none had been accepted"
     assert [request.output_token_ids for request in requests] == texts
@@ -161,16 +161,14 @@ def test_bytes_of_states_are_counted_with_those_of_blocks(family: str, num_block
     assert runner.run(inputs).swap_bytes == 0
     out = replace(
         pack_slots({1: Part([4, 5], 0, 2, [1])}),
-        states_out=(StateCopy(0, 1),),
-        swap_out=(BlockCopy(0, 0),) * num_blocks,
+        moves=BlockMoves(states_out=(StateCopy(0, 1),), swap_out=(BlockCopy(0, 0),) * num_blocks),
     )
     block_bytes = bytes_per_block(loaded.layers, BLOCK_SIZE, loaded.kv_dtype)
     each = state_bytes(loaded.states, loaded.dtype, max_drafts=3)
     assert runner.run(out).swap_bytes == each + num_blocks * block_bytes
     back = replace(
         pack_slots({2: Part([1, 2, 3, 4], 3, 4, [2])}),
-        states_in=(StateCopy(1, 2),),
-        swap_in=(BlockCopy(0, 2),) * num_blocks,
+        moves=BlockMoves(states_in=(StateCopy(1, 2),), swap_in=(BlockCopy(0, 2),) * num_blocks),
     )
     assert runner.run(back).swap_bytes == each + num_blocks * block_bytes
 
@@ -186,7 +184,7 @@ def test_forks_and_drafts_among_swaps_have_their_own_text(family: str, caching: 
     decoder, decisions = drafted(family, together, texts, **limits)
     inputs = [decision.inputs for decision in decisions if decision.inputs is not None]
     assert states_moved(decisions)[1] > 0
-    assert caching or sum(len(each.state_copies) for each in inputs) > 0, (
+    assert caching or sum(len(each.moves.state_copies) for each in inputs) > 0, (
         "else a prompt's last token is alone"
     )
     assert decoder.stats.num_accepted > 0

@@ -265,9 +265,9 @@ class BatcherMachine(RuleBasedStateMachine):
     def note_writes(self, decision: BatchDecision, inputs: StepInputs) -> None:
         """No sequence may meet, in any block of its table, what another wrote and nobody found good."""
         block_size = self.batcher.kv.block_size
-        for block_id in inputs.scrub_blocks:
+        for block_id in inputs.moves.scrub_blocks:
             self.unproven.pop(block_id, None)
-        for copy in inputs.block_copies:
+        for copy in inputs.moves.block_copies:
             assert copy.source not in self.unproven
         for entry, table, kv_len in zip(decision.scheduled, inputs.block_tables, inputs.kv_lens, strict=True):
             block_ids = table[: -(-int(kv_len) // block_size)].tolist()

@@ -434,8 +434,8 @@ class Run:
 
     def _count(self, decision: BatchDecision, inputs: StepInputs) -> None:
         self.seen["steps"] += 1
-        self.seen["forks"] += len(inputs.block_copies)
-        self.seen["swapped in"] += len(inputs.swap_in)
+        self.seen["forks"] += len(inputs.moves.block_copies)
+        self.seen["swapped in"] += len(inputs.moves.swap_in)
         self.seen["drafts"] += decision.num_draft_tokens
         if inputs.drafts is not None and inputs.drafts.parents is not None:
             self.seen["trees"] += 1
@@ -473,7 +473,7 @@ class Run:
 
     def _swap_states_out(self, inputs: StepInputs) -> None:
         """What a slot has when its sequence gives way is kept."""
-        for row, place in inputs.states_out:
+        for row, place in inputs.moves.states_out:
             name = self.slots[row]
             self.host_states[place] = (name, self.states[name])
             self.seen["states out"] += 1
@@ -481,7 +481,7 @@ class Run:
     def _swap_states_in(self, inputs: StepInputs) -> None:
         """A state comes back to its own sequence, in whichever slot that has now."""
         of_row = {self.batcher.kv.row(name): name for name in self.alive if name in self.batcher.kv}
-        for place, row in inputs.states_in:
+        for place, row in inputs.moves.states_in:
             name, seen = self.host_states[place]
             assert of_row[row] == name, f"{of_row[row]} gets the state of {name}"
             self.states[name] = seen
@@ -490,13 +490,13 @@ class Run:
     def _restore(self, decision: BatchDecision, inputs: StepInputs) -> None:
         """States go on where a snapshot saw the same tokens."""
         of_row = {self.batcher.kv.row(entry.request_id): entry for entry in decision.scheduled}
-        for snapshot, row in inputs.state_restores:
+        for snapshot, row in inputs.moves.state_restores:
             name, first, *_ = of_row[row]
             assert self.snapshots[snapshot] == self.right[name][:first], f"{name} begins on another's state"
             self.states[name] = range(first, first + 1)
             self.seen["restored"] += 1
         parents = {self.batcher.kv.row(name): name for name in self.alive if name in self.batcher.kv}
-        for source, row in inputs.state_copies:
+        for source, row in inputs.moves.state_copies:
             parent, (name, first, *_) = parents[source], of_row[row]
             assert first in self.states[parent], f"{parent} has left the state that {name} is to begin on"
             assert self.right[parent][:first] == self.right[name][:first], f"{name} begins on another's state"
@@ -505,7 +505,7 @@ class Run:
 
     def _save(self, decision: BatchDecision, inputs: StepInputs) -> None:
         of_row = {self.batcher.kv.row(entry.request_id): entry for entry in decision.scheduled}
-        for row, snapshot in inputs.state_saves:
+        for row, snapshot in inputs.moves.state_saves:
             name, first, count, _, num_drafts = of_row[row]
             end = first + count - num_drafts
             assert end % self.batcher.kv.block_size == 0, "no block ends where the state is saved"
@@ -566,7 +566,7 @@ class Run:
             for entry in flight.decision.scheduled:
                 self.states.pop(entry.request_id, None)
             assert flight.decision.inputs is not None
-            for _, snapshot in flight.decision.inputs.state_saves:
+            for _, snapshot in flight.decision.inputs.moves.state_saves:
                 self.snapshots.pop(snapshot, None)
         self.flying.clear()
         self.failed_in_a_row += 1

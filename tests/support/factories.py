@@ -11,9 +11,10 @@ from engine.plan.request import Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.in_flight import CommittedToken
 from engine.plan.scheduling.policy import make_policy
+from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.scheduling.step_planner import BatchConfig
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
-from engine.plan.step_records import BatchDecision
+from engine.plan.step_records import BatchDecision, Int64, SamplingInputs
 from tests.support.fakes import FakeRunner, ManualClock
 
 
@@ -108,10 +109,20 @@ def make_batcher(
         num_host_blocks,
         rewindable=rewindable,
     )
-    kv.keep_snapshots(num_snapshots)
     if kv.keeps_state:
-        kv.swap_states(num_host_states)
+        kv.keep_states(num_snapshots, num_host_states)
     return ContinuousBatcher(config, kv, make_policy(policy, aging_s), clock or ManualClock(), decoder)
+
+
+def drawn_by(
+    table: SamplingTable,
+    rows: Int64,
+    requests: Sequence[Request],
+    positions: Int64,
+    paths: Sequence[tuple[int, ...]] | None = None,
+) -> SamplingInputs:
+    """All that these rows of a sampling table draw by."""
+    return table.adjusted(table.columns(rows, positions), rows, requests, paths)
 
 
 def make_runner(batcher: ContinuousBatcher) -> FakeRunner:

@@ -95,7 +95,7 @@ class FakeRunner:
         with self._noting_violations():
             rows = self._sample(inputs)
         forward_s, swap_s = self.seconds(inputs) if self.seconds else (0.0, 0.0)
-        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
         return StepResult(rows, forward_s, 0.0, swap_s, num_swapped * self.block_size)
 
     @contextmanager
@@ -202,21 +202,22 @@ class FakeRunner:
         return SampledRows(token_ids, row_errors=row_errors or None, spoiled_rows=tuple(spoiled))
 
     def _prepare(self, inputs: StepInputs) -> None:
+        moves = inputs.moves
         by_block = self.slots.reshape(self.num_blocks, self.block_size)
-        saved = _distinct(copy.target for copy in inputs.swap_out)
-        for copy in inputs.swap_out:
+        saved = _distinct(copy.target for copy in moves.swap_out)
+        for copy in moves.swap_out:
             self.host_slots[copy.target] = by_block[copy.source]
-        for block in inputs.scrub_blocks:
+        for block in moves.scrub_blocks:
             by_block[block] = NO_TOKEN
-        written = _distinct(copy.target for copy in (*inputs.block_copies, *inputs.swap_in))
-        assert not written & {copy.source for copy in inputs.block_copies}, "a copy's source is overwritten"
-        for copy in inputs.block_copies:
+        written = _distinct(copy.target for copy in (*moves.block_copies, *moves.swap_in))
+        assert not written & {copy.source for copy in moves.block_copies}, "a copy's source is overwritten"
+        for copy in moves.block_copies:
             by_block[copy.target] = by_block[copy.source]
-        assert not saved & {copy.source for copy in inputs.swap_in}, "what is brought back is overwritten"
-        for copy in inputs.swap_in:
+        assert not saved & {copy.source for copy in moves.swap_in}, "what is brought back is overwritten"
+        for copy in moves.swap_in:
             by_block[copy.target] = self.host_slots[copy.source]
-        self.num_swapped_out += len(inputs.swap_out)
-        self.num_swapped_in += len(inputs.swap_in)
+        self.num_swapped_out += len(moves.swap_out)
+        self.num_swapped_in += len(moves.swap_in)
 
     def _read(self, table: Sequence[int], length: int) -> list[int]:
         num_blocks = -(-length // self.block_size)

@@ -72,7 +72,7 @@ class Scenario:
 
     def seconds(self, inputs: StepInputs) -> tuple[float, float]:
         """What a step takes, and its swapping."""
-        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
         return 0.001 + self.token_s * len(inputs.token_ids), self.swap_s * num_swapped
 
 

@@ -9,7 +9,7 @@ from random import Random
 from engine.plan.speculation.acceptance import Acceptance, MethodPrior
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
-from engine.plan.speculation.theoretical_speedup import expected_tokens
+from engine.plan.speculation.recent_gain import expected_tokens
 
 Cost = Callable[[int, int], float]  # seconds of a step by sequences and tokens
 

@@ -115,11 +115,11 @@ class CudaRunner:
     def launch(self, inputs: StepInputs) -> Launched:
         """Queue a step: move blocks, write K/V, attend, draw. See AheadRunner, and ModelRunner.run."""
         runner, device = self._runner, self.kv.device
-        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
         with out_of_memory_named():
-            self.swap.reserve(copy.target for copy in inputs.swap_out)
+            self.swap.reserve(copy.target for copy in inputs.moves.swap_out)
             start = mark(device)
-            runner.move_blocks(inputs)
+            runner.move_blocks(inputs.moves)
             begin = mark(device) if num_swapped else start
             with runner.scorer.watching(inputs.prompt_rows) as seen:
                 under_way = self._pass(inputs)

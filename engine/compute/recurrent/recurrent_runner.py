@@ -20,7 +20,7 @@ from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
 from engine.errors import OutOfDeviceMemory
-from engine.plan.step_records import SampledRows, StepInputs, StepResult
+from engine.plan.step_records import BlockMoves, SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
 _NO_DRAFTS = ForDrafts()
@@ -64,14 +64,14 @@ class RecurrentRunner:
         come through.
         """
         device = self._forward.loaded.device
-        num_swapped = len(inputs.states_out) + len(inputs.states_in)
+        num_swapped = len(inputs.moves.states_out) + len(inputs.moves.states_in)
         try:
             start = mark(device)
-            num_bytes = self._move(inputs)
+            num_bytes = self._move(inputs.moves)
             begin = mark(device) if num_swapped else start
             with self._scorer.watching(inputs.prompt_rows) as seen:
                 logits, hidden = self._compute(inputs)
-            self._memory.snapshots.save(inputs.state_saves)
+            self._memory.snapshots.save(inputs.moves.state_saves)
             middle = mark(device)
             verified = Verified(SampledRows([]))
             if len(logits):
@@ -92,21 +92,21 @@ class RecurrentRunner:
             prompt_logprobs=scores,
         )
 
-    def _move(self, inputs: StepInputs) -> int:
+    def _move(self, moves: BlockMoves) -> int:
         """Blocks and states, before the pass; how many bytes went to the host or came from there."""
-        self._host_states.save(inputs.states_out)
+        self._host_states.save(moves.states_out)
         if self._swap is not None:
-            self._swap.reserve(copy.target for copy in inputs.swap_out)
-            self._swap.copy_out(inputs.swap_out)
-        self.kv.scrub_blocks(inputs.scrub_blocks)
-        self.kv.copy_blocks(inputs.block_copies)
-        self._memory.snapshots.restore(inputs.state_restores)
-        self.states.copy(inputs.state_copies)
+            self._swap.reserve(copy.target for copy in moves.swap_out)
+            self._swap.copy_out(moves.swap_out)
+        self.kv.scrub_blocks(moves.scrub_blocks)
+        self.kv.copy_blocks(moves.block_copies)
+        self._memory.snapshots.restore(moves.state_restores)
+        self.states.copy(moves.state_copies)
         if self._swap is not None:
-            self._swap.copy_in(inputs.swap_in)
-        self._host_states.restore(inputs.states_in)
-        num_states = len(inputs.states_out) + len(inputs.states_in)
-        num_blocks = len(inputs.swap_out) + len(inputs.swap_in)
+            self._swap.copy_in(moves.swap_in)
+        self._host_states.restore(moves.states_in)
+        num_states = len(moves.states_out) + len(moves.states_in)
+        num_blocks = len(moves.swap_out) + len(moves.swap_in)
         return num_states * self._host_states.each_bytes + num_blocks * self.kv.block_bytes
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

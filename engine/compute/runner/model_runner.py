@@ -21,7 +21,7 @@ from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.speculation.speculation_config import Verification
-from engine.plan.step_records import Int64, SampledRows, StepInputs, StepResult
+from engine.plan.step_records import BlockMoves, Int64, SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
 _WARM_UP_SEQUENCES = 8
@@ -87,14 +87,14 @@ class ModelRunner:
         A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
         the forward pass come through.
         """
-        num_swapped = len(inputs.swap_out) + len(inputs.swap_in)
+        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
         device = self.kv.device
         with out_of_memory_named():
             self.swap.reserve(
-                copy.target for copy in inputs.swap_out
+                copy.target for copy in inputs.moves.swap_out
             )  # once, so its time is no part of the swap rate
             start = mark(device)
-            self.move_blocks(inputs)
+            self.move_blocks(inputs.moves)
             begin = mark(device) if num_swapped else start
             hidden = None
             with self.scorer.watching(inputs.prompt_rows) as seen:
@@ -125,12 +125,12 @@ class ModelRunner:
             self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
         return verified
 
-    def move_blocks(self, inputs: StepInputs) -> None:
+    def move_blocks(self, moves: BlockMoves) -> None:
         """In this order: save what is to be kept, clean, copy, bring back what was saved."""
-        self.swap.copy_out(inputs.swap_out)
-        self.kv.scrub_blocks(inputs.scrub_blocks)
-        self.kv.copy_blocks(inputs.block_copies)
-        self.swap.copy_in(inputs.swap_in)
+        self.swap.copy_out(moves.swap_out)
+        self.kv.scrub_blocks(moves.scrub_blocks)
+        self.kv.copy_blocks(moves.block_copies)
+        self.swap.copy_in(moves.swap_in)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

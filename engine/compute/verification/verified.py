@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from engine.compute.sampling.logprobs import logprob_records
-from engine.compute.sampling.sampler import NOT_FINITE
 from engine.compute.verification.draft_rows import DraftRows
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, SampledRows, SamplingInputs
 
@@ -44,6 +43,7 @@ class Draws:
 
     token_ids: Int64  # [R]
     errors: dict[int, str]
+    not_finite: frozenset[int] = frozenset()  # of those rows, where nobody can look at their logits later
 
     @classmethod
     def of(cls, rows: SampledRows) -> Draws:
@@ -101,8 +101,7 @@ def commit_rows(
 ) -> Verified:
     """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
 
-    Without `logits` no log-probabilities may be asked for; then an error's message says whether its row is
-    finite.
+    Without `logits` no log-probabilities may be asked for; then `draws` say which rows are not finite.
     """
     token_ids = draws.token_ids.copy()
     source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
@@ -127,7 +126,7 @@ def commit_rows(
         logprobs = logprob_records(logits, sampling.num_logprobs, committed, source)
         spoiled = _not_finite(logits, spoiled)
     else:
-        spoiled = tuple(row for row in spoiled if draws.errors[row] == NOT_FINITE)
+        spoiled = tuple(row for row in spoiled if row in draws.not_finite)
     path = None if drafts.are_chains else draft.astype(np.int32)
     return Verified(
         SampledRows(committed, logprobs, errors or None, spoiled),

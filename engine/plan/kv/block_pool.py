@@ -90,9 +90,7 @@ class BlockPool:
         self._free_kept = KeptBlocks(num_blocks)
         self.kept: dict[int, bytes] = {}  # by name; free or not
         self.on_taken: Callable[[bytes], None] = lambda name: None  # what was kept under this name is gone
-        self.on_dropped: Callable[[int], None] = lambda block_id: (
-            None
-        )  # what this block has is kept no longer
+        self.on_dropped: Callable[[int], None] = lambda _: None  # what this block has is kept no longer
 
     @property
     def num_free(self) -> int:

@@ -86,16 +86,15 @@ class PagedKvManager:
         self._scrubs_in_flight: deque[tuple[int, ...]] = deque()  # a step's each, oldest first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
-    def keep_snapshots(self, num_snapshots: int) -> None:
-        """Before the first sequence: there is room for so many states at the ends of published blocks."""
-        assert not self._sequences, "snapshots are made room for before there are sequences"
+    def keep_states(self, num_snapshots: int, num_host_states: int) -> None:
+        """Before the first sequence of a model that `keeps_state`: room for states.
+
+        So many at the ends of published blocks, and so many of swapped-out sequences on the host.
+        """
+        assert self.keeps_state and not self._sequences, "room is made before there are sequences"
         self.snapshots = StateSnapshots(num_snapshots)
         self.prefixes.on_gone = self.snapshots.forget
-
-    def swap_states(self, num_states: int) -> None:
-        """Before the first sequence of a model that `keeps_state`: the host has room for so many states."""
-        assert self.keeps_state and not self._sequences, "room is made before there are sequences"
-        self.host = SwapSpace(self.host.num_blocks, num_states)
+        self.host = SwapSpace(self.host.num_blocks, num_host_states)
 
     @property
     def keeps_state(self) -> bool:

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
-from engine.plan.step_records import BlockCopy, StateCopy
-
-
-class SwapCopies(NamedTuple):
-    """The copies to do before a pass: to the host, then back."""
-
-    blocks_out: tuple[BlockCopy, ...] = ()
-    blocks_in: tuple[BlockCopy, ...] = ()
-    states_out: tuple[StateCopy, ...] = ()  # slot -> host state
-    states_in: tuple[StateCopy, ...] = ()  # host state -> slot
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """Those of one request, one way."""
-
-    blocks: tuple[BlockCopy, ...]
-    states: tuple[StateCopy, ...] = ()
+from engine.plan.step_records import BlockCopy, BlockMoves, StateCopy
 
 
 class SwapSpace:
@@ -45,8 +26,8 @@ class SwapSpace:
         self._free_states = list(range((num_states or 0) - 1, -1, -1))  # likewise
         self._held: dict[str, list[int]] = {}
         self._states: dict[str, int] = {}
-        self._saving: dict[str, _Copies] = {}
-        self._restoring: dict[str, _Copies] = {}
+        self._saving: dict[str, BlockMoves] = {}
+        self._restoring: dict[str, BlockMoves] = {}
 
     @property
     def num_free(self) -> int:
@@ -74,11 +55,11 @@ class SwapSpace:
         assert self.has_room(len(device_blocks)), f"{request_id} was found to fit the host and does not"
         held = self._held[request_id] = [self._free.pop() for _ in device_blocks]
         copies = tuple(map(BlockCopy, device_blocks, held))
-        if self.num_states is None:
-            self._saving[request_id] = _Copies(copies)
-            return
-        state = self._states[request_id] = self._free_states.pop()
-        self._saving[request_id] = _Copies(copies, (StateCopy(slot, state),))
+        states: tuple[StateCopy, ...] = ()
+        if self.num_states is not None:
+            state = self._states[request_id] = self._free_states.pop()
+            states = (StateCopy(slot, state),)
+        self._saving[request_id] = BlockMoves(swap_out=copies, states_out=states)
 
     def restore(self, request_id: str, device_blocks: Sequence[int], first: int, slot: int = 0) -> None:
         """Copy a saved request's blocks from the `first` on back, onto the same places of `device_blocks`.
@@ -88,7 +69,8 @@ class SwapSpace:
         assert request_id not in self._saving, f"{request_id} is not on the host yet"
         held, state = self._held[request_id], self._states.get(request_id)
         copies = tuple(map(BlockCopy, held[first:], device_blocks[first : len(held)]))
-        self._restoring[request_id] = _Copies(copies, () if state is None else (StateCopy(state, slot),))
+        states = () if state is None else (StateCopy(state, slot),)
+        self._restoring[request_id] = BlockMoves(swap_in=copies, states_in=states)
 
     def stay(self, request_id: str) -> None:
         """Undo a `restore` that is not confirmed: the request stays saved."""
@@ -113,12 +95,15 @@ class SwapSpace:
         self._saving.pop(request_id, None)
         self._restoring.pop(request_id, None)
 
-    def copies(self) -> SwapCopies:
-        """Those to do before the next pass."""
-        if not self._saving and not self._restoring:
-            return SwapCopies()
+    def copies(self) -> BlockMoves:
+        """Those to do before the next pass, and nothing else."""
         out, back = self._saving.values(), self._restoring.values()
-        return SwapCopies(_blocks(out), _blocks(back), _states(out), _states(back))
+        return BlockMoves(
+            swap_out=tuple(chain.from_iterable(each.swap_out for each in out)),
+            swap_in=tuple(chain.from_iterable(each.swap_in for each in back)),
+            states_out=tuple(chain.from_iterable(each.states_out for each in out)),
+            states_in=tuple(chain.from_iterable(each.states_in for each in back)),
+        )
 
     def confirm_copies(self) -> None:
         """The copies handed out last are done: what is back on the device leaves the host."""
@@ -141,11 +126,3 @@ class SwapSpace:
         states = [*self._free_states, *self._states.values()]
         assert sorted(states) == list(range(self.num_states or 0)), "host states are lost or doubled"
         assert self.num_states is None or self._states.keys() == self._held.keys(), "states without blocks"
-
-
-def _blocks(copies: Iterable[_Copies]) -> tuple[BlockCopy, ...]:
-    return tuple(chain.from_iterable(each.blocks for each in copies))
-
-
-def _states(copies: Iterable[_Copies]) -> tuple[StateCopy, ...]:
-    return tuple(chain.from_iterable(each.states for each in copies))

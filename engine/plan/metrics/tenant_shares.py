@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-HORIZON_S = 60.0
 MAX_SHOWN = 16
 OTHERS = "other"
 ANONYMOUS = "anonymous"
+_HORIZON_S = 60.0
 _MAX_KEPT = 256
 
 
 class TenantShares:
     """Tokens of each tenant's ended requests, decayed so that the last minute counts most."""
 
-    def __init__(self, clock: Callable[[], float], horizon_s: float = HORIZON_S) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._horizon_s = horizon_s
         self._counted_at = clock()
         self._tokens: dict[str, float] = {}
 
     def count(self, tenant: str | None, num_tokens: int) -> None:
         """A request of this tenant has ended with so many tokens; None is the anonymous tenant."""
         now = self._clock()
-        kept = math.exp((self._counted_at - now) / self._horizon_s)
+        kept = math.exp((self._counted_at - now) / _HORIZON_S)
         self._counted_at = now
         tokens = {name: kept * amount for name, amount in self._tokens.items()}
         name = ANONYMOUS if tenant is None else tenant

@@ -15,7 +15,7 @@ from itertools import chain
 from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, RequestStatus
-from engine.plan.scheduling.explanation import explain
+from engine.plan.scheduling.explanation import RequestExplanation, explain
 from engine.plan.scheduling.in_flight import CommittedToken, InFlightStep, append_rows
 from engine.plan.scheduling.next_turns import NextTurns, is_read_ahead
 from engine.plan.scheduling.policy import SchedulingPolicy
@@ -25,8 +25,6 @@ from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.scheduling.service_rates import ReplyWork, ServiceRates
 from engine.plan.scheduling.step_inputs import (
-    NO_MOVES,
-    BlockMoves,
     ScheduledItem,
     build_step_inputs,
     sampling_now,
@@ -34,7 +32,13 @@ from engine.plan.scheduling.step_inputs import (
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
-from engine.plan.step_records import BatchDecision, RequestExplanation, SampledRows, SamplingInputs
+from engine.plan.step_records import (
+    NO_MOVES,
+    BatchDecision,
+    BlockMoves,
+    SampledRows,
+    SamplingInputs,
+)
 
 _JUDGED_EVERY = 16  # steps, while it runs
 

@@ -1,13 +1,35 @@
-"""Say in one plain sentence what a request waits for."""
+"""RequestExplanation: how a live request stands, and in one plain sentence what it waits for."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from engine.plan.kv.disk_tier import disk_hold
 from engine.plan.request import Request, RequestStatus
 from engine.plan.scheduling.request_queue import RequestQueue
 from engine.plan.scheduling.running_set import RunningSet
 from engine.plan.speculation.drafting_state import RequestDrafting
-from engine.plan.step_records import RequestExplanation
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """How one live request stands between two steps, and why it waits."""
+
+    request_id: str
+    status: str
+    waits_because: str | None  # one plain sentence; None while it runs
+    position: int | None  # in the queue, from 1; None while it runs
+    priority: int
+    deadline_s: float | None  # from its arrival; None for no limit
+    preemptions: tuple[tuple[float, str], ...]  # (engine clock, "recompute" or "swap")
+    num_known_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_blocks: int  # on the device
+    drafting: RequestDrafting
 
 
 def explain(

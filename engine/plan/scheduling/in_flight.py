@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from engine.plan.request import FinishReason, Request
-from engine.plan.scheduling.step_inputs import BlockMoves, ScheduledItem
-from engine.plan.step_records import NO_TOKEN, BatchDecision, SampledRows
+from engine.plan.scheduling.step_inputs import ScheduledItem
+from engine.plan.step_records import NO_TOKEN, BatchDecision, BlockMoves, SampledRows
 
 
 class CommittedToken(NamedTuple):

@@ -10,8 +10,8 @@ from engine.plan.scheduling.policy import SchedulingPolicy
 from engine.plan.scheduling.preemption import PreemptionPolicy
 from engine.plan.scheduling.prefix_lookup import PrefixLookup
 from engine.plan.scheduling.sampling_table import SamplingTable
-from engine.plan.scheduling.step_inputs import BlockMoves, ScheduledItem
-from engine.plan.step_records import BlockCopy, StateCopy
+from engine.plan.scheduling.step_inputs import ScheduledItem
+from engine.plan.step_records import BlockCopy, BlockMoves, StateCopy
 
 
 class RunningSet:
@@ -232,21 +232,21 @@ class RunningSet:
 
     def block_moves(self, items: Sequence[ScheduledItem] = ()) -> BlockMoves:
         """What the next step, of these, moves; `confirm_block_moves` or `undo_block_moves` must follow."""
-        swapped = self.kv.host.copies()
         for request in (item.request for item in items if item.is_held_back):
             self.kv.hold_state(request.request_id, request.num_prompt_tokens - 1)
-        return BlockMoves(
-            swapped,
-            self.kv.take_scrub_blocks(),
-            tuple(self._copies),
-            tuple(self._restores),
-            tuple(self._state_copies),
-            self.lookup.stops.saves(items),
+        return self.kv.host.copies()._replace(
+            scrub_blocks=self.kv.take_scrub_blocks(),
+            block_copies=tuple(self._copies),
+            state_restores=tuple(self._restores),
+            state_copies=tuple(self._state_copies),
+            state_saves=self.lookup.stops.saves(items),
         )
 
     def block_moves_ahead(self, items: Sequence[ScheduledItem]) -> BlockMoves:
         """What to move with a step of these behind the one in flight, which does all the rest."""
-        return BlockMoves(scrub=self.kv.take_scrub_blocks(), state_saves=self.lookup.stops.saves(items))
+        return BlockMoves(
+            scrub_blocks=self.kv.take_scrub_blocks(), state_saves=self.lookup.stops.saves(items)
+        )
 
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
@@ -263,7 +263,7 @@ class RunningSet:
         are the caller's: they have to be computed from the first token on, or found again.
         """
         self.kv.end_scrub()
-        self.kv.scrub(moves.scrub)
+        self.kv.scrub(moves.scrub_blocks)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)
         self._copies, self._forked, self._restores, self._state_copies = [], [], [], []

@@ -53,18 +53,8 @@ class SamplingTable:
         found: list[int] = np.flatnonzero(self._scores_prompt[rows]).tolist()
         return found
 
-    def gather(
-        self,
-        rows: Int64,
-        requests: Sequence[Request],
-        positions: Int64,
-        paths: Sequence[tuple[int, ...]] | None = None,
-    ) -> SamplingInputs:
-        """All that these rows draw by, in this order; `paths` are the drafts before each, None if none."""
-        return self.adjusted(self.columns(rows, positions), rows, requests, paths)
-
     def columns(self, rows: Int64, positions: Int64) -> SamplingInputs:
-        """The columns alone."""
+        """The columns of these rows, in this order; `adjusted` adds what else they draw by."""
         columns = {name: column[rows] for name, column in self._columns.items()}
         return SamplingInputs(position=positions, adjustments=(), **columns)
 
@@ -75,7 +65,10 @@ class SamplingTable:
         requests: Sequence[Request],
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingInputs:
-        """The `columns` of these rows with what their requests need beyond; a finished one needs nothing."""
+        """The `columns` of these rows with what their requests need beyond; a finished one needs nothing.
+
+        `paths` are the drafts before each row; None if there are none.
+        """
         adjustments = []
         for index in np.flatnonzero(self._may_adjust[rows]).tolist():
             request, path = requests[index], paths[index] if paths else ()

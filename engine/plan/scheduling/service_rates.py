@@ -142,14 +142,13 @@ class ServiceRates:
 class DrainRate:
     """Requests ended over busy seconds, for Retry-After; the last half minute of work counts most."""
 
-    def __init__(self, horizon_s: float = _DRAIN_HORIZON_S) -> None:
-        self._horizon_s = horizon_s
+    def __init__(self) -> None:
         self._num_finished = 0.0
         self._seconds = 0.0
 
     def observe(self, num_finished: int, seconds: float) -> None:
         """Count the requests that ended during `seconds` of work: a step, usually."""
-        keep = math.exp(-seconds / self._horizon_s)
+        keep = math.exp(-seconds / _DRAIN_HORIZON_S)
         self._num_finished = self._num_finished * keep + num_finished
         self._seconds = self._seconds * keep + seconds
 

@@ -9,36 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
-from engine.plan.kv.swap import SwapCopies
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.speculation.draft_tape import DraftedToken
 from engine.plan.step_records import (
     NO_TOKEN,
-    BlockCopy,
+    BlockMoves,
     DraftInputs,
     Int32,
     Int64,
     PromptRows,
     SamplingInputs,
     ScheduledRequest,
-    StateCopy,
     StepInputs,
 )
-
-
-class BlockMoves(NamedTuple):
-    """What happens to whole blocks before a pass, and to states around it; see StepInputs."""
-
-    swapped: SwapCopies = SwapCopies()
-    scrub: tuple[int, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
-    state_restores: tuple[StateCopy, ...] = ()
-    state_copies: tuple[StateCopy, ...] = ()
-    state_saves: tuple[StateCopy, ...] = ()
-
-
-NO_MOVES = BlockMoves()
 
 
 class ScheduledItem(NamedTuple):
@@ -67,7 +51,7 @@ def token_drawn_by(request: Request, row: int) -> ScheduledItem:
 
 
 def build_step_inputs(
-    items: Sequence[ScheduledItem], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves = NO_MOVES
+    items: Sequence[ScheduledItem], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves
 ) -> StepInputs:
     """The packed pass over `items`, at least one.
 
@@ -91,6 +75,12 @@ def build_step_inputs(
     sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     is_ahead = max(previous) >= 0
     is_drawn_later = is_ahead and any(request.draws_by_history for request in requests)
+    drawn_by = sampling.columns(rows[sequences], positions[tokens] + 1)
+    if not is_drawn_later:
+        paths = _paths(items) if has_drafts or is_ahead else None
+        drawn_by = sampling.adjusted(
+            drawn_by, rows[sequences], [requests[s] for s in sequences.tolist()], paths
+        )
     return StepInputs(
         token_ids=_token_ids(items),
         positions=positions,
@@ -99,27 +89,12 @@ def build_step_inputs(
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
         logits_rows=tokens,
-        sampling=sampling.columns(rows[sequences], positions[tokens] + 1)
-        if is_drawn_later
-        else sampling.gather(
-            rows[sequences],
-            [requests[s] for s in sequences.tolist()],
-            positions[tokens] + 1,
-            _paths(items) if has_drafts or is_ahead else None,
-        ),
+        sampling=drawn_by,
         drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         state_slots=rows.astype(np.int32),
-        state_restores=moves.state_restores,
-        state_copies=moves.state_copies,
         held_back=tuple(s for s, item in enumerate(items) if item.is_held_back),
-        state_saves=moves.state_saves,
-        block_copies=moves.copies,
-        scrub_blocks=moves.scrub,
-        swap_out=moves.swapped.blocks_out,
-        swap_in=moves.swapped.blocks_in,
-        states_out=moves.swapped.states_out,
-        states_in=moves.swapped.states_in,
+        moves=moves,
         previous_rows=_previous_rows(previous, ends) if is_ahead else None,
         is_drawn_later=is_drawn_later,
     )

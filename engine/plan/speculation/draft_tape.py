@@ -43,7 +43,6 @@ class DraftTape:
     epoch: int = 0
     method: str = ""  # that made its first draft
     drafted: list[DraftedToken] = field(default_factory=list)
-    num_late_tokens: int = 0  # right drafts that came too late
 
     def __len__(self) -> int:
         return len(self.drafted)
@@ -58,31 +57,30 @@ class DraftTape:
         self.drafted.clear()
         self.epoch += 1
 
-    def put(self, draft: Draft, known: Sequence[int], method: str) -> bool:
-        """Take a drafter's answer; False if it is of an older epoch or at odds with what is known.
+    def put(self, draft: Draft, known: Sequence[int], method: str) -> int | None:
+        """Take a drafter's answer; None if it is of an older epoch or at odds with what is known.
 
         `known` are all the tokens of the request. Of a late answer only the part past them is kept, if the
-        rest agrees with them.
+        rest agrees with them. Returns how many drafts were right and came too late.
         """
         if draft.epoch != self.epoch:
-            return False
+            return None
         drafted = _drafted_tokens(draft)
-        num_known = min(len(known) - draft.first, len(drafted))
-        if num_known > 0:
+        num_late = max(0, min(len(known) - draft.first, len(drafted)))
+        if num_late:
             rest = _after(drafted, known[draft.first :])
             if rest is None:
                 self.epoch += 1
-                return False
-            self.num_late_tokens += num_known
+                return None
             drafted = rest
         elif draft.first != len(known) + len(self.drafted):
-            return False
+            return None
         if self.drafted and drafted and (self.is_tree or drafted[0].parent is not None):
-            return False
+            return None
         if not self.drafted:
             self.method = method
         self.drafted += drafted
-        return True
+        return num_late
 
     def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
         """Move past the tokens, at least one, that the target has drawn.

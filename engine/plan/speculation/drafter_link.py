@@ -182,10 +182,10 @@ class DrafterLink:
             view.unsync(draft.first)
             view.no_draft_at = job.next_position
             return
-        was_empty, num_late = not tape.drafted, tape.num_late_tokens
-        method = draft.method or self.drafter.method
+        was_empty, method = not tape.drafted, draft.method or self.drafter.method
         is_author = was_empty or sequence.author is view  # else another drafter was faster
-        if not (is_author and tape.put(draft, sequence.request.token_ids, method)):
+        num_late = tape.put(draft, sequence.request.token_ids, method) if is_author else None
+        if num_late is None:
             view.unsync(draft.first)
             self._drop_stale(draft)
             return
@@ -193,8 +193,8 @@ class DrafterLink:
             sequence.author = view
         if draft.parents is None:
             view.num_synced = job.next_position + len(draft.token_ids)
-        self._stats.num_late += tape.num_late_tokens > num_late
-        self._stats.note_dropped("late", tape.num_late_tokens - num_late)
+        self._stats.num_late += num_late > 0
+        self._stats.note_dropped("late", num_late)
 
     def _is_outbid(self, sequence: DraftedSequence, view: DraftView, draft: Draft) -> bool:
         """True if the rival, which the step waits for, promises more than this draft.

@@ -23,12 +23,11 @@ from engine.plan.speculation.draft_tape import (
 )
 from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
-from engine.plan.speculation.drafting_state import RequestDrafting
+from engine.plan.speculation.drafting_state import RequestDrafting, why_not_drafted
 from engine.plan.speculation.length_policy import Candidate, LengthPolicy, StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.policy_choice import PolicyChoice
 from engine.plan.speculation.recent_gain import RecentGain
-from engine.plan.speculation.request_drafting import why_not_drafted
 from engine.plan.speculation.spec_stats import SpecStats
 from engine.plan.speculation.speculation_config import DraftingChange, DraftingRules, SpeculationConfig
 from engine.plan.step_records import FeatureRows, ScheduledRequest

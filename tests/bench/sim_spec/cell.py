@@ -16,8 +16,8 @@ from typing import Literal
 from engine.loop.engine import Engine
 from engine.plan.metrics.batch_metrics import EngineGauges
 from engine.plan.request import GenerationRequest, SamplingParams
+from engine.plan.speculation.recent_gain import expected_tokens, theoretical_speedup
 from engine.plan.speculation.speculation_config import LengthPolicyName
-from engine.plan.speculation.theoretical_speedup import expected_tokens, theoretical_speedup
 from tests.bench.sim_spec.pair import SetDrafter, SetTarget
 from tests.support.engines import EngineShape, make_parts
 from tests.support.virtual_time import run_in_virtual_time

@@ -103,14 +103,14 @@ class DrawnTokens:
     def verdict(self, sampling: SamplingInputs, drafts: DraftRows | None) -> Verified:
         """What the step commits; drafts are chains judged by `match`, without log-probabilities."""
         token_ids = self.host.numpy()[self.places]
-        errors = dict(self.bad)
-        for row in np.flatnonzero(token_ids < 0).tolist():
-            is_finite = token_ids[row] == NOTHING_LEFT_HERE
-            errors[row] = NOTHING_LEFT if is_finite else NOT_FINITE
+        failed = np.flatnonzero(token_ids < 0).tolist()
+        not_finite = frozenset(row for row in failed if token_ids[row] != NOTHING_LEFT_HERE)
+        errors = self.bad | {row: NOT_FINITE if row in not_finite else NOTHING_LEFT for row in failed}
         token_ids[list(errors)] = NO_TOKEN
         if drafts is None:
             return Verified(SampledRows(token_ids.tolist(), self._logprobs(token_ids), errors or None))
-        return commit_rows(None, sampling, drafts, Draws(token_ids, errors), drafts.follow(token_ids))
+        draws = Draws(token_ids, errors, not_finite)
+        return commit_rows(None, sampling, drafts, draws, drafts.follow(token_ids))
 
     def _logprobs(self, token_ids: Int64) -> tuple[TokenLogprobs | None, ...] | None:
         if not self.scored:

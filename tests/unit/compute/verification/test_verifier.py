@@ -276,3 +276,11 @@ def test_the_device_commits_what_the_cpu_commits(verification: Verification) -> 
             logits.to(device), inputs_of(rows), there
         )
         assert found.rows == verify(verification, logits, rows, drafts).rows
+
+
+def test_without_logits_the_draws_say_which_failed_rows_are_not_finite() -> None:
+    drafts = DraftRows.of(drafts_at([0], [[7, 8, 9]]))  # the first draft is refused: no other row is reached
+    draws = Draws(np.array([1, NO_TOKEN, NO_TOKEN, 4]), {1: "one reason", 2: "another"}, frozenset({2}))
+    rows = commit_rows(None, inputs_of([GREEDY] * 4), drafts, draws, drafts.follow(draws.token_ids)).rows
+    assert rows.token_ids == [1, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    assert rows.row_errors is None and rows.spoiled_rows == (2,)

@@ -103,7 +103,7 @@ def test_damaged_blocks_are_cleaned_and_those_behind_them_not_found() -> None:
     assert read is not None
     decision = disk.batcher.step()
     assert decision.inputs is not None
-    assert set(decision.inputs.scrub_blocks) == set(read.block_ids[1:])
+    assert set(decision.inputs.moves.scrub_blocks) == set(read.block_ids[1:])
     assert shape_of(decision) == [("a", 4, 14, True)]
 
 
@@ -236,7 +236,7 @@ def test_a_block_that_is_yet_to_be_zeroed_is_not_read_into() -> None:
     disk.batcher.add(make_request("b", [1, 2], max_tokens=2))
     decision = disk.batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (2,)
+    assert decision.inputs.moves.scrub_blocks == (2,)
     assert kv.reserve(6) is None, "the device may not have come to it"
     disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
     assert kv.reserve(6) is not None

@@ -236,7 +236,7 @@ def test_a_prompt_in_progress_can_be_preempted_and_starts_again() -> None:
     assert (decision.preempted, shape_of(decision)) == (("b",), [("a", 6, 1, True)])
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (1, 2, 3, 4), "one of them is a's by now"
+    assert decision.inputs.moves.scrub_blocks == (1, 2, 3, 4), "one of them is a's by now"
     while batcher.has_work:
         run_step(batcher, runner)
     assert a.output_token_ids == expected_output(a.token_ids[:1], 9)

@@ -277,7 +277,7 @@ def test_a_fork_is_computed_from_a_parent_that_has_drafts() -> None:
     child = bench.add("a2", range(6), arrival=1, fork_of="a")
     decision, _ = bench.step()
     assert entries(decision) == [("a2", 5, 1, 0), ("a", 6, 5, 4)]
-    assert decision.inputs is not None and len(decision.inputs.block_copies) == 1
+    assert decision.inputs is not None and len(decision.inputs.moves.block_copies) == 1
     bench.draft_right(child, 3)
     bench.draft_right(a, 3)
     while bench.batcher.has_work:
@@ -401,7 +401,7 @@ def test_a_failing_row_ends_its_request_after_the_tokens_before_it() -> None:
     assert bench.batcher.kv.pool.num_free_kept == 0, "what it published may be spoiled too"
     following = bench.batcher.step()
     assert following.inputs is not None
-    assert set(following.inputs.scrub_blocks) == {0, 2}, "all that it held, with the drafts' blocks"
+    assert set(following.inputs.moves.scrub_blocks) == {0, 2}, "all that it held, with the drafts' blocks"
     bench.batcher.commit(following, bench.runner.run(following.inputs).rows)
     assert b.output_token_ids == expected_output([10, 11, 12], 3)
 
@@ -432,7 +432,7 @@ def test_spoiled_rows_behind_the_last_token_cost_a_recomputation_and_all_further
     while bench.batcher.has_work:
         decision = bench.batcher.step()
         assert decision.inputs is not None
-        scrubbed |= set(decision.inputs.scrub_blocks)
+        scrubbed |= set(decision.inputs.moves.scrub_blocks)
         bench.batcher.commit(decision, bench.runner.run(decision.inputs).rows)
         assert all(job.request.request_id != "a" for job in bench.decoder.links[0].jobs(ahead=True))
     assert scrubbed, "what the spoiled rows wrote is zeroed before anybody reads it"
@@ -452,7 +452,7 @@ def test_rows_that_fail_behind_the_end_of_a_request_are_scrubbed(row: int) -> No
     bench.add("b", 30, arrival=5, max_tokens=2)
     decision = bench.batcher.step()
     assert decision.inputs is not None
-    assert set(decision.inputs.scrub_blocks) == {1, 2}, "the first block was full of good tokens"
+    assert set(decision.inputs.moves.scrub_blocks) == {1, 2}, "the first block was full of good tokens"
     bench.batcher.commit(decision, bench.runner.run(decision.inputs).rows)
 
 

@@ -63,11 +63,11 @@ def test_a_failed_row_ends_its_request_alone_and_its_blocks_are_scrubbed() -> No
     assert second == (b, 8, 1, 6, None, None)
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (0, 1)
+    assert decision.inputs.moves.scrub_blocks == (0, 1)
     batcher.commit(decision, SampledRows([8]))
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == ()
+    assert decision.inputs.moves.scrub_blocks == ()
 
 
 def test_a_row_that_fails_after_good_ones_is_scrubbed_too() -> None:
@@ -78,7 +78,7 @@ def test_a_row_that_fails_after_good_ones_is_scrubbed_too() -> None:
     batcher.commit(batcher.step(), SampledRows([7, 8], row_errors={1: "not finite"}))
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (1, 3)
+    assert decision.inputs.moves.scrub_blocks == (1, 3)
 
 
 def test_scrubbing_waits_for_a_step_that_runs() -> None:
@@ -89,11 +89,11 @@ def test_scrubbing_waits_for_a_step_that_runs() -> None:
     batcher.add(make_request("b"))
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (0,)
+    assert decision.inputs.moves.scrub_blocks == (0,)
     batcher.abandon(decision)
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (0,), "nobody knows whether the abandoned step did it"
+    assert decision.inputs.moves.scrub_blocks == (0,), "nobody knows whether the abandoned step did it"
 
 
 def test_a_waiting_request_is_ended_in_the_queue() -> None:
@@ -133,7 +133,7 @@ def test_a_request_ended_in_flight_keeps_its_blocks_until_the_step_lands() -> No
     assert "a" not in batcher.kv
     decision = batcher.step()
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (0, 1), "whatever that step wrote was never checked"
+    assert decision.inputs.moves.scrub_blocks == (0, 1), "whatever that step wrote was never checked"
     assert len(batcher.commit(decision, SampledRows([9]))) == 1
 
 
@@ -174,7 +174,7 @@ def test_a_failed_step_of_one_request_ends_it_and_nobody_else() -> None:
     assert (len(batcher.running), len(batcher.queue)) == (1, 1)
     decision = batcher.step()
     assert decision.inputs is not None
-    assert set(decision.inputs.scrub_blocks) == {0, 1}
+    assert set(decision.inputs.moves.scrub_blocks) == {0, 1}
     assert [entry.request_id for entry in decision.scheduled] == ["c", "d"]
 
 

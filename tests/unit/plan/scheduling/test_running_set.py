@@ -150,7 +150,7 @@ def leave(running: RunningSet, request: Request) -> tuple[int, ...]:
     assert request.request_id in running.kv, "row and blocks stay until they are vacated"
     running.kv.free(request.request_id)
     assert request.request_id not in running.kv
-    return running.block_moves().scrub
+    return running.block_moves().scrub_blocks
 
 
 def test_blocks_proven_good_are_not_scrubbed() -> None:
@@ -163,7 +163,7 @@ def test_blocks_of_a_prompt_in_progress_are_scrubbed() -> None:
     request = make_request("a", 8)
     running.admit(request)
     assert leave(running, request) == (0, 1)
-    assert running.block_moves().scrub == (), "they are handed out once"
+    assert running.block_moves().scrub_blocks == (), "they are handed out once"
 
 
 def test_doubted_blocks_are_scrubbed_but_not_those_another_still_holds() -> None:
@@ -187,7 +187,7 @@ def test_scrubbing_can_be_given_back() -> None:
     running = make_running()
     running.kv.scrub((3, 4))
     running.kv.scrub((1,))
-    assert running.block_moves().scrub == (3, 4, 1)
+    assert running.block_moves().scrub_blocks == (3, 4, 1)
 
 
 def test_a_row_is_needed_for_each_running_request() -> None:

@@ -6,13 +6,13 @@ import pytest
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.step_records import LogitAdjustment, SamplingInputs
-from tests.support.factories import make_request
+from tests.support.factories import drawn_by, make_request
 
 
 def gather_one(request: Request) -> SamplingInputs:
     table = SamplingTable(2)
     table.write(1, request)
-    return table.gather(np.array([1]), [request], np.array([request.num_tokens]))
+    return drawn_by(table, np.array([1]), [request], np.array([request.num_tokens]))
 
 
 def test_columns_follow_the_rows_asked_for() -> None:
@@ -21,7 +21,7 @@ def test_columns_follow_the_rows_asked_for() -> None:
     b = make_request("b", 6, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=9, logprobs=2)
     table.write(2, a)
     table.write(0, b)
-    columns = table.gather(np.array([0, 2]), [b, a], np.array([6, 4]))
+    columns = drawn_by(table, np.array([0, 2]), [b, a], np.array([6, 4]))
     assert columns.temperature.tolist() == [0.5, 0.0]
     assert columns.top_k.tolist() == [3, 0]
     assert columns.top_p.tolist() == [0.75, 1.0]
@@ -41,7 +41,7 @@ def test_a_row_forgets_who_sat_there_before() -> None:
     table.write(0, make_request("a", logit_bias=((1, 2.0),), logprobs=5, top_k=4))
     b = make_request("b")
     table.write(0, b)
-    columns = table.gather(np.array([0]), [b], np.array([4]))
+    columns = drawn_by(table, np.array([0]), [b], np.array([4]))
     assert (columns.top_k[0], columns.num_logprobs[0], columns.adjustments) == (0, -1, ())
 
 
@@ -49,7 +49,7 @@ def test_gathered_columns_do_not_change_with_the_table() -> None:
     table = SamplingTable(1)
     a = make_request("a", temperature=0.5)
     table.write(0, a)
-    columns = table.gather(np.array([0]), [a], np.array([4]))
+    columns = drawn_by(table, np.array([0]), [a], np.array([4]))
     table.write(0, make_request("b", temperature=0.75))
     assert columns.temperature.tolist() == [0.5]
 
@@ -94,7 +94,7 @@ def test_the_stop_set_is_banned_until_min_tokens_are_out() -> None:
     table.write(0, request)
     banned = []
     for _ in range(3):
-        columns = table.gather(np.array([0]), [request], np.array([request.num_tokens]))
+        columns = drawn_by(table, np.array([0]), [request], np.array([request.num_tokens]))
         banned.append([adjustment.banned_token_ids for adjustment in columns.adjustments])
         request.append(1)
     assert banned == [[(2, 9)], [(2, 9)], []]
@@ -113,7 +113,9 @@ def test_adjustments_name_their_row() -> None:
     ]
     for row, request in enumerate(requests):
         table.write(row, request)
-    columns = table.gather(np.array([2, 0, 1]), [requests[2], requests[0], requests[1]], np.array([4, 4, 4]))
+    columns = drawn_by(
+        table, np.array([2, 0, 1]), [requests[2], requests[0], requests[1]], np.array([4, 4, 4])
+    )
     assert [(adjustment.row, bool(adjustment.logit_bias)) for adjustment in columns.adjustments] == [
         (0, False),
         (2, True),
@@ -124,7 +126,7 @@ def banned_after(request: Request, *path: int) -> tuple[int, ...]:
     """What the row that follows the request's tokens and these drafts may not draw."""
     table = SamplingTable(1)
     table.write(0, request)
-    columns = table.gather(np.array([0]), [request], np.array([request.num_tokens]), [path])
+    columns = drawn_by(table, np.array([0]), [request], np.array([request.num_tokens]), [path])
     return columns.adjustments[0].banned_token_ids if columns.adjustments else ()
 
 

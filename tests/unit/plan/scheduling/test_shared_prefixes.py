@@ -108,7 +108,7 @@ def test_a_failed_row_takes_back_what_it_was_drawn_from() -> None:
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("c", 0, 9, True)]
     assert decision.inputs is not None
-    assert decision.inputs.scrub_blocks == (0, 1, 3), "block 2 was a's own, and proven"
+    assert decision.inputs.moves.scrub_blocks == (0, 1, 3), "block 2 was a's own, and proven"
 
 
 def test_a_cancel_in_flight_keeps_what_was_published_and_scrubs_the_rest() -> None:
@@ -123,7 +123,7 @@ def test_a_cancel_in_flight_keeps_what_was_published_and_scrubs_the_rest() -> No
     batcher.add(make_request("c", [*PREFIX, 91], max_tokens=1))
     decision, _ = run_step(batcher, runner)
     assert decision.inputs is not None
-    assert (shape_of(decision), decision.inputs.scrub_blocks) == ([("c", 8, 1, True)], (3,))
+    assert (shape_of(decision), decision.inputs.moves.scrub_blocks) == ([("c", 8, 1, True)], (3,))
 
 
 def test_a_preempted_request_finds_its_own_blocks() -> None:
@@ -219,12 +219,12 @@ def test_choices_share_the_prompt_and_copy_its_last_block() -> None:
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("a", 10, 1, True), ("b", 9, 1, True), ("c", 9, 1, True)]
     assert decision.inputs is not None
-    assert decision.inputs.block_copies == ((2, 3), (2, 4))
+    assert decision.inputs.moves.block_copies == ((2, 3), (2, 4))
     assert [batcher.kv.block_ids(name) for name in "abc"] == [(0, 1, 2), (0, 1, 3), (0, 1, 4)]
     assert [batcher.kv.pool.ref_count(block) for block in range(5)] == [3, 3, 1, 1, 1]
     decision, _ = run_step(batcher, runner)
     assert decision.inputs is not None
-    assert decision.inputs.block_copies == ()
+    assert decision.inputs.moves.block_copies == ()
     run_all(batcher, runner)
     assert_text_is_right(a, b, c)
 
@@ -239,7 +239,7 @@ def test_a_last_token_in_a_block_of_its_own_needs_no_copy() -> None:
     run_step(batcher, runner)
     decision, _ = run_step(batcher, runner)
     assert decision.inputs is not None
-    assert (shape_of(decision)[1], decision.inputs.block_copies) == (("b", 8, 1, True), ())
+    assert (shape_of(decision)[1], decision.inputs.moves.block_copies) == (("b", 8, 1, True), ())
     assert batcher.kv.block_ids("b") == (0, 1, 3)
 
 
@@ -296,7 +296,7 @@ def test_after_a_failed_step_a_fork_computes_its_last_block() -> None:
     batcher.abandon(batcher.step())
     decision, _ = run_step(batcher, runner)
     assert decision.inputs is not None
-    assert (shape_of(decision)[1], decision.inputs.block_copies) == (("b", 8, 2, True), ())
+    assert (shape_of(decision)[1], decision.inputs.moves.block_copies) == (("b", 8, 2, True), ())
     run_all(batcher, runner)
     assert_text_is_right(a, b)
 

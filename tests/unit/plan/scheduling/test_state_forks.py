@@ -51,11 +51,11 @@ def test_forks_begin_on_a_copy_of_the_slot_and_compute_the_last_token_alone() ->
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("a", 10, 1, True), ("b", 9, 1, True), ("c", 9, 1, True)]
     inputs = inputs_of(decision)
-    assert inputs.state_copies == ((0, 1), (0, 2))
-    assert inputs.block_copies == ((2, 3), (2, 4))
-    assert (inputs.held_back, inputs.state_restores) == ((), ())
+    assert inputs.moves.state_copies == ((0, 1), (0, 2))
+    assert inputs.moves.block_copies == ((2, 3), (2, 4))
+    assert (inputs.held_back, inputs.moves.state_restores) == ((), ())
     decision, _ = run_step(batcher, runner)
-    assert (inputs_of(decision).state_copies, inputs_of(decision).block_copies) == ((), ())
+    assert (inputs_of(decision).moves.state_copies, inputs_of(decision).moves.block_copies) == ((), ())
     while batcher.has_work:
         run_step(batcher, runner)
     batcher.kv.check_integrity()
@@ -88,7 +88,7 @@ def test_a_state_that_has_moved_on_is_not_copied() -> None:
     shapes: list[list[tuple[str, int, int, bool]]] = []
     while "b" not in {entry[0] for shape in shapes for entry in shape}:
         decision, _ = run_step(batcher, runner)
-        copies += inputs_of(decision).state_copies
+        copies += inputs_of(decision).moves.state_copies
         shapes.append(shape_of(decision))
     assert shapes[-1][-1] == ("b", 0, 10, True) and copies == []
 
@@ -101,7 +101,7 @@ def test_a_prompt_of_one_token_has_no_state_to_copy() -> None:
     run_step(batcher, runner)
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision)[1:] == [("b", 0, 1, True), ("c", 0, 1, True)]
-    assert inputs_of(decision).state_copies == ()
+    assert inputs_of(decision).moves.state_copies == ()
 
 
 def test_a_failed_step_leaves_no_state_to_fork_from() -> None:
@@ -118,12 +118,12 @@ def test_forks_of_a_failed_step_begin_anew() -> None:
     decision = start(batcher, choices(10, number=2))
     batcher.commit(decision, runner.run(inputs_of(decision)).rows)
     decision = batcher.step()
-    assert inputs_of(decision).state_copies == ((0, 1),)
+    assert inputs_of(decision).moves.state_copies == ((0, 1),)
     batcher.preempt_for_memory(decision)
     firsts: dict[str, int] = {}
     while batcher.has_work:
         decision, _ = run_step(batcher, runner)
-        assert inputs_of(decision).state_copies == ()
+        assert inputs_of(decision).moves.state_copies == ()
         for entry in decision.scheduled:
             firsts.setdefault(entry.request_id, entry.first_position)
     assert firsts == {"a": 0, "b": 0}
@@ -142,7 +142,7 @@ def test_what_is_held_back_is_not_saved_as_if_it_were_computed() -> None:
         batcher = make_batcher(rewindable=Rewindable.DRAFTS, num_snapshots=2, prefix_caching=True)
         batcher.running.lookup.stops.least = 8
         decision = start(batcher, choices(8, number))
-        saves = inputs_of(decision).state_saves
+        saves = inputs_of(decision).moves.state_saves
         assert [copy.source for copy in saves] == [source for source, _ in expected]
 
 

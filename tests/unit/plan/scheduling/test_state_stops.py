@@ -45,7 +45,8 @@ def ends_of(decisions: list[BatchDecision], request_id: str) -> list[int]:
 
 
 def num_saves(decisions: list[BatchDecision]) -> int:
-    return sum(len(decision.inputs.state_saves) for decision in decisions if decision.inputs is not None)
+    inputs = [decision.inputs for decision in decisions if decision.inputs is not None]
+    return sum(len(each.moves.state_saves) for each in inputs)
 
 
 def test_a_prompt_is_computed_up_to_each_period_and_its_last_whole_block() -> None:
@@ -109,7 +110,7 @@ def test_what_a_step_saved_that_failed_is_not_kept() -> None:
     batcher = state_batcher()
     batcher.add(make_request("a", list(range(77)), max_tokens=2))
     decision = batcher.step()
-    assert decision.inputs is not None and decision.inputs.state_saves
+    assert decision.inputs is not None and decision.inputs.moves.state_saves
     assert batcher.kv.snapshots.pending("a") == (8,)
     batcher.abandon(decision)
     assert batcher.kv.snapshots.pending("a") == ()

@@ -61,19 +61,19 @@ def test_a_state_goes_to_the_host_with_its_blocks_and_comes_back() -> None:
     decision, _ = run_step(batcher, runner)
     assert (decision.preempted, decision.swapped) == (("b",), ("b",))
     inputs = inputs_of(decision)
-    assert (inputs.states_out, inputs.states_in) == (((1, 0),), ())
-    assert inputs.swap_out == ((2, 0), (3, 1))
+    assert (inputs.moves.states_out, inputs.moves.states_in) == (((1, 0),), ())
+    assert inputs.moves.swap_out == ((2, 0), (3, 1))
     assert b.num_computed_tokens == 8
     decision, _ = run_step(batcher, runner)
-    assert inputs_of(decision).states_out == ()
+    assert inputs_of(decision).moves.states_out == ()
     decision = swap_in(batcher, runner, b)
     inputs = inputs_of(decision)
     row = batcher.kv.row("b")
-    assert (inputs.states_out, inputs.states_in) == ((), ((0, row),))
+    assert (inputs.moves.states_out, inputs.moves.states_in) == ((), ((0, row),))
     assert ("b", 8, 1, True) in shape_of(decision), "nothing is computed again"
     batcher.commit(decision, runner.run(inputs).rows)
     decision, _ = run_step(batcher, runner)
-    assert inputs_of(decision).states_in == ()
+    assert inputs_of(decision).moves.states_in == ()
     finish(batcher, runner, a, b)
 
 
@@ -82,7 +82,7 @@ def test_without_room_for_both_it_is_computed_again(room: dict[str, int]) -> Non
     batcher, runner, a, b = start(**room)
     decision, _ = run_step(batcher, runner)
     assert (decision.preempted, decision.swapped) == (("b",), ())
-    assert (inputs_of(decision).states_out, b.num_computed_tokens) == ((), 0)
+    assert (inputs_of(decision).moves.states_out, b.num_computed_tokens) == ((), 0)
     finish(batcher, runner, a, b)
 
 
@@ -149,5 +149,5 @@ def test_published_blocks_are_found_as_far_as_they_go_and_no_snapshot_is_taken()
     batcher, runner, _a, b = start(prefix_caching=True, num_snapshots=4)
     run_step(batcher, runner)
     inputs = inputs_of(swap_in(batcher, runner, b))
-    assert inputs.state_restores == () and len(inputs.states_in) == 1
-    assert len(inputs.swap_in) <= 2
+    assert inputs.moves.state_restores == () and len(inputs.moves.states_in) == 1
+    assert len(inputs.moves.swap_in) <= 2

@@ -127,7 +127,7 @@ def test_who_stops_keeps_its_blocks_until_the_step_ahead_lands_and_gets_no_token
     assert "a" not in batcher.kv
     third = batcher.step()
     assert third.inputs is not None
-    assert third.inputs.scrub_blocks == (), "its row was good, so all of it was"
+    assert third.inputs.moves.scrub_blocks == (), "its row was good, so all of it was"
 
 
 def test_what_ends_outside_while_two_steps_fly() -> None:
@@ -141,7 +141,7 @@ def test_what_ends_outside_while_two_steps_fly() -> None:
     assert "a" not in batcher.kv
     assert a.output_token_ids == [7]
     third = batcher.step()
-    assert third.inputs is not None and third.inputs.scrub_blocks == (0, 2)
+    assert third.inputs is not None and third.inputs.moves.scrub_blocks == (0, 2)
 
 
 def test_a_row_that_failed_ends_its_request_and_is_scrubbed_when_the_step_ahead_lands() -> None:
@@ -152,18 +152,18 @@ def test_a_row_that_failed_ends_its_request_and_is_scrubbed_when_the_step_ahead_
     assert (failed.request, failed.finish_reason, failed.error) == (a, FinishReason.ERROR, "not finite")
     third = batcher.step_ahead(second)
     assert third is not None and third.inputs is not None
-    assert third.inputs.scrub_blocks == (), "the second may still write there"
+    assert third.inputs.moves.scrub_blocks == (), "the second may still write there"
     assert shape_of(third) == [("b", 6, 1, True)]
     committed = batcher.commit(second, SampledRows([0, 6]))
     assert [token.request for token in committed] == [b], "whatever its row says"
     assert "a" not in batcher.kv
     fourth = batcher.step_ahead(third)
     assert fourth is not None and fourth.inputs is not None
-    assert set(fourth.inputs.scrub_blocks) == {0, 2}, "a step ahead scrubs too"
+    assert set(fourth.inputs.moves.scrub_blocks) == {0, 2}, "a step ahead scrubs too"
     batcher.abandon(third)
     fifth = batcher.step()
     assert fifth.inputs is not None
-    assert set(fifth.inputs.scrub_blocks) == {0, 2}, "nobody knows whether the dropped one did"
+    assert set(fifth.inputs.moves.scrub_blocks) == {0, 2}, "nobody knows whether the dropped one did"
 
 
 # What is drawn once the tokens before it are known.
@@ -349,16 +349,16 @@ def test_blocks_are_moved_by_one_step_only() -> None:
     first, second = two_steps(batcher)
     assert first.inputs is not None and second.inputs is not None
     assert first.swapped == ("b",)
-    assert len(first.inputs.swap_out) == 2
-    assert second.inputs.swap_out == (), "its blocks are another's by now"
+    assert len(first.inputs.moves.swap_out) == 2
+    assert second.inputs.moves.swap_out == (), "its blocks are another's by now"
     batcher = make_batcher()
     batcher.add(make_request("a", 3, max_tokens=9))
     batcher.add(make_request("b", range(3), arrival=1, fork_of="a"))
     batcher.commit(batcher.step(), SampledRows([1]))
     first, second = two_steps(batcher)
     assert first.inputs is not None and second.inputs is not None
-    assert len(first.inputs.block_copies) == 1
-    assert second.inputs.block_copies == ()
+    assert len(first.inputs.moves.block_copies) == 1
+    assert second.inputs.moves.block_copies == ()
 
 
 # When a step fails.

@@ -3,9 +3,9 @@ import pytest
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
-from engine.plan.scheduling.step_inputs import BlockMoves, ScheduledItem, build_step_inputs
+from engine.plan.scheduling.step_inputs import ScheduledItem, build_step_inputs
 from engine.plan.speculation.draft_tape import DraftedToken
-from engine.plan.step_records import LogitAdjustment, ScheduledRequest, StepInputs
+from engine.plan.step_records import BlockMoves, LogitAdjustment, ScheduledRequest, StepInputs
 from tests.support.factories import make_kv, make_request
 
 
@@ -17,7 +17,7 @@ def build(kv: PagedKvManager, *work: tuple[Request, int, int]) -> StepInputs:
         table.write(kv.row(request.request_id), request)
         samples = first + count == request.num_tokens
         items.append(ScheduledItem(ScheduledRequest(request.request_id, first, count, samples), request))
-    return build_step_inputs(items, kv, table, BlockMoves(scrub=(7,)))
+    return build_step_inputs(items, kv, table, BlockMoves(scrub_blocks=(7,)))
 
 
 def build_verify(kv: PagedKvManager, *work: tuple[Request, tuple[DraftedToken, ...]]) -> StepInputs:
@@ -31,7 +31,7 @@ def build_verify(kv: PagedKvManager, *work: tuple[Request, tuple[DraftedToken, .
             request.request_id, request.num_tokens - 1, count, True, num_drafts=len(drafted)
         )
         items.append(ScheduledItem(scheduled, request, drafted))
-    return build_step_inputs(items, kv, table)
+    return build_step_inputs(items, kv, table, BlockMoves())
 
 
 def test_a_mixed_step_exactly() -> None:
@@ -57,8 +57,8 @@ def test_a_mixed_step_exactly() -> None:
     assert inputs.sampling.seed.tolist() == [1, 3]
     assert inputs.sampling.position.tolist() == [6, 3]
     assert inputs.sampling.adjustments == (LogitAdjustment(row=1, logit_bias=((5, 1.0),)),)
-    assert inputs.scrub_blocks == (7,)
-    assert inputs.block_copies == ()
+    assert inputs.moves.scrub_blocks == (7,)
+    assert inputs.moves.block_copies == ()
 
 
 def test_array_types() -> None:
@@ -185,7 +185,7 @@ def test_a_chunk_that_samples_nothing_beside_drafts_has_no_row() -> None:
         ScheduledItem(ScheduledRequest("chunk", 0, 3, False), chunk),
         ScheduledItem(ScheduledRequest("decode", 1, 3, True, 2), decode, (DraftedToken(9), DraftedToken(10))),
     ]
-    inputs = build_step_inputs(items, kv, table)
+    inputs = build_step_inputs(items, kv, table, BlockMoves())
     assert inputs.logits_rows.tolist() == [3, 4, 5]
     assert inputs.drafts is not None
     assert inputs.drafts.first_row.tolist() == [0]
@@ -224,4 +224,4 @@ def test_a_scored_prompt_has_no_rows_behind_its_end() -> None:
     table.write(kv.row("scored"), scored)
     scored.append(22)
     items = [ScheduledItem(ScheduledRequest("scored", 2, 1, True), scored)]
-    assert build_step_inputs(items, kv, table).prompt_rows is None
+    assert build_step_inputs(items, kv, table, BlockMoves()).prompt_rows is None

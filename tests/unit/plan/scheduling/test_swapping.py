@@ -6,7 +6,7 @@ import pytest
 
 from engine.plan.request import FinishReason, Request, RequestStatus
 from engine.plan.scheduling.batcher import ContinuousBatcher
-from engine.plan.step_records import BatchDecision, StepInputs
+from engine.plan.step_records import BatchDecision, BlockMoves, StepInputs
 from tests.support.factories import make_batcher, make_request, make_runner, preempted, run_step, shape_of
 from tests.support.fakes import FakeRunner, expected_output
 
@@ -49,17 +49,17 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
     batcher, runner, a, b = start()
     decision, _ = run_step(batcher, runner)
     assert (decision.preempted, decision.swapped) == (("b",), ("b",))
-    assert inputs_of(decision).swap_out == ((2, 0), (3, 1))
+    assert inputs_of(decision).moves.swap_out == ((2, 0), (3, 1))
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.SWAPPED, 8, 1)
     assert b.preemptions[0][1] == "swap"
     assert (batcher.kv.host.num_saved, len(batcher.queue)) == (1, 1)
     while b.status is RequestStatus.SWAPPED:
         decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 8, 1, True)], "nothing is computed again"
-    assert inputs_of(decision).swap_in == ((0, 2), (1, 3))
+    assert inputs_of(decision).moves.swap_in == ((0, 2), (1, 3))
     assert batcher.kv.host.num_saved == 0
     decision, _ = run_step(batcher, runner)
-    assert (inputs_of(decision).swap_out, inputs_of(decision).swap_in) == ((), ())
+    assert (inputs_of(decision).moves.swap_out, inputs_of(decision).moves.swap_in) == ((), ())
     finish(batcher, runner, a, b)
 
 
@@ -83,7 +83,7 @@ def test_blocks_still_found_on_the_device_are_not_copied_back() -> None:
     decision, _ = run_step(batcher, runner)
     assert shape_of(decision) == [("b", 8, 1, True)]
     assert batcher.kv.block_ids("b")[:2] == (2, 3)
-    assert inputs_of(decision).swap_in == ()
+    assert inputs_of(decision).moves.swap_in == ()
     finish(batcher, runner, b)
 
 
@@ -120,7 +120,7 @@ def test_a_request_cancelled_while_it_comes_back_leaves_nothing() -> None:
     run_step(batcher, runner)
     batcher.finish("a", FinishReason.ABORT)
     decision = batcher.step()
-    assert inputs_of(decision).swap_in != ()
+    assert inputs_of(decision).moves.swap_in != ()
     batcher.finish("b", FinishReason.ABORT)
     batcher.commit(decision, runner.run(inputs_of(decision)).rows)
     finish(batcher, runner)
@@ -132,7 +132,7 @@ def test_kv_that_may_not_have_been_saved_is_computed_again() -> None:
     batcher.abandon(batcher.step())
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert (batcher.kv.host.num_saved, batcher.kv.host.num_free) == (0, 8)
-    assert inputs_of(run_step(batcher, runner)[0]).swap_out == ()
+    assert inputs_of(run_step(batcher, runner)[0]).moves.swap_out == ()
     finish(batcher, runner, a, b)
 
 
@@ -143,7 +143,7 @@ def test_kv_that_may_not_have_come_back_is_brought_again() -> None:
     decision = batcher.step()
     batcher.abandon(decision)
     again = batcher.step()
-    assert inputs_of(again).swap_in == inputs_of(decision).swap_in != ()
+    assert inputs_of(again).moves.swap_in == inputs_of(decision).moves.swap_in != ()
     batcher.commit(again, runner.run(inputs_of(again)).rows)
     finish(batcher, runner, b)
 
@@ -156,7 +156,7 @@ def test_who_is_preempted_before_it_is_back_stays_on_the_host() -> None:
     batcher.running.preempt(b)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.SWAPPED, 8)
     assert batcher.kv.host.num_saved == 1
-    assert batcher.kv.host.copies()[:2] == ((), ())
+    assert batcher.kv.host.copies() == BlockMoves()
 
 
 def test_who_gives_way_when_memory_runs_out_is_computed_again() -> None:
@@ -178,7 +178,7 @@ def test_kv_not_saved_yet_is_given_up_when_its_request_is_seated_again() -> None
     run_step(batcher, runner)
     seats.preempt(b)
     seats.admit(b)
-    assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()[:2]) == (0, 8, ((), ()))
+    assert (b.num_computed_tokens, kv.host.num_free, kv.host.copies()) == (0, 8, BlockMoves())
 
 
 def test_nobody_is_preempted_more_often_than_the_limit() -> None:

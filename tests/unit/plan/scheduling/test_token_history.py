@@ -17,7 +17,7 @@ from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.scheduling.token_history import TokenHistory
 from engine.plan.step_records import BatchDecision, DraftInputs, TokenCounts
 from tests.support.engines import EngineShape, make_decoder
-from tests.support.factories import make_batcher, make_request, make_runner
+from tests.support.factories import drawn_by, make_batcher, make_request, make_runner
 from tests.support.fake_drafters import FakeDrafter
 from tests.support.sampling_reference import counted
 
@@ -91,7 +91,7 @@ def test_a_row_reads_what_is_new_and_not_the_context_again(sampling: dict[str, A
     def gather() -> None:
         """A round of four drafts: five rows."""
         paths = [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 1)]
-        table.gather(np.zeros(5, np.int64), [request] * 5, np.arange(5), paths)
+        drawn_by(table, np.zeros(5, np.int64), [request] * 5, np.arange(5), paths)
 
     gather()
     tokens.num_read = 0

@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.plan.speculation.recent_gain import NO_DRAFTS, FormulaTerms, RecentGain
-from engine.plan.speculation.theoretical_speedup import theoretical_speedup
+from engine.plan.speculation.recent_gain import NO_DRAFTS, FormulaTerms, RecentGain, theoretical_speedup
 
 
 def test_before_the_first_round_drafts_gain_and_lose_nothing() -> None:
