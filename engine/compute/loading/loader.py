@@ -18,7 +18,7 @@ from engine.compute import attention
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.own_attention import built_with
 from engine.compute.loading.gguf_model import load_gguf_model
-from engine.compute.loading.layer_probe import ProbeResult, probe_layers
+from engine.compute.loading.layer_probe import ProbeResult, prepare_layers, probe_layers
 from engine.compute.loading.model_files import (
     check_model_files,
     count_tensors,
@@ -29,12 +29,13 @@ from engine.compute.loading.model_files import (
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
-from engine.compute.loading.quantized_files import keep_stored, unpack_files
-from engine.compute.loading.stored_weights import StoredWeight
+from engine.compute.loading.quantized_files import unpack_files
+from engine.compute.loading.stored_places import StoredPlaces
 from engine.compute.loading.support import (
     check_num_layers,
     exact_context_limit,
     find_model_class,
+    make_model,
     read_architecture,
     weight_format_of,
     without_padding,
@@ -130,11 +131,17 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         probe = _probe_without_weights(architecture.config, dtype)
     else:
         names = _TEXT_HALF_NAMES if architecture.is_text_half else None
-        model, stored = _load_weights(directory, architecture.config, dtype, names)
+        keeps_stored = on_kernels and settings.quantization == "none"
+        model, places = _load_weights(directory, architecture.config, dtype, names, keeps_stored)
+        if not places.fill(model):
+            log.info("the weights are unpacked: the model has some of them otherwise than its files")
+            model, places = _load_weights(directory, architecture.config, dtype, names)
         model = model.to(device)
-        probe = probe_layers(model, model.config.get_text_config(decoder=True))
-        if on_kernels and settings.quantization == "none":
-            keep_stored(model, stored)
+        if places.modules:
+            prepare_layers(model)
+            probe = _probe_without_weights(architecture.config, dtype)
+        else:
+            probe = probe_layers(model, model.config.get_text_config(decoder=True))
     return LoadedModel(
         model=model,
         config=model.config.get_text_config(decoder=True),
@@ -253,24 +260,29 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
 
 
 def _load_weights(
-    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, names: Mapping[str, str] | None = None
-) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    names: Mapping[str, str] | None = None,
+    keeps_stored: bool = False,
+) -> tuple[PreTrainedModel, StoredPlaces]:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
 
-    `names` are how expressions in the weights' names are to be changed. Of a quantized one also the weights
-    that blocks hold exactly, by the names of their projections.
+    `names` are how expressions in the weights' names are to be changed. With `keeps_stored`, weights of a
+    quantized one that kernels multiply as they are have yet to be put into the places given.
     """
     attention.register()
     # A copy: setting the attention changes the configuration, which a second model may share.
     config = copy.deepcopy(config)
     weight_format = weight_format_of(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
-    stored: dict[str, StoredWeight] = {}
+    places = StoredPlaces()
     if weight_format is not None:
         log.info("the weights are stored as %s", weight_format.words)
         config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
-        unpacked = unpack_files(directory, weight_format, dtype)
-        stored = unpacked.stored
+        outline = _outline(config, dtype) if keeps_stored else None
+        unpacked = unpack_files(directory, weight_format, dtype, outline=outline)
+        places = unpacked.places
         source = {"pretrained_model_name_or_path": None, "state_dict": unpacked.tensors}
     try:
         with no_progress_bars(), no_remarks():
@@ -294,7 +306,17 @@ def _load_weights(
         if found := sorted(map(str, report.get(problem) or ())):
             raise misfit(directory, problem, found)
     model.config.use_cache = False
-    return model.eval().requires_grad_(False), stored
+    return model.eval().requires_grad_(False), places
+
+
+def _outline(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's shapes."""
+
+    def make() -> PreTrainedModel:
+        with torch.device("meta"), no_remarks():
+            return make_model(without_padding(config), dtype=dtype)
+
+    return on_meta_device(make)
 
 
 def misfit(directory: Path, problem: str, keys: Sequence[str]) -> StartRefused:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Format
 
 from engine.compute.native.block_panels import BlockPanels, joined
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.records import BLOCKS, MIXED, NUMBERS
-from tests.support.gguf_blocks import Format, random_blocks
+from tests.support.gguf_blocks import random_blocks
 from tests.support.native import FLOAT32_FORM, compiled_kernels
 
 DTYPES = {torch.bfloat16: "auto", torch.float32: FLOAT32_FORM}
