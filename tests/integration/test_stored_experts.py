@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredWeight
 from engine.compute.native.experts import NativeExperts
-from engine.compute.native.records import BLOCKS, MIXED
+from engine.compute.native.records import BLOCKS, MIXED, NUMBERS
 from engine.compute.native.stored import packed_experts
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.native import compiled_kernels
@@ -40,8 +40,8 @@ def in_pieces(weight: StoredWeight, count: int) -> list[StoredWeight]:
     ("kinds", "kept_as"),
     [
         ((Format.Q8_0, Format.Q8_0, Format.Q4_0), {BLOCKS}),
-        ((Format.BF16, Format.Q8_0, Format.F16), {MIXED}),
-        ((Format.F32, Format.F32, Format.F32), {MIXED}),
+        ((Format.BF16, Format.Q8_0, Format.F16), {MIXED, NUMBERS}),
+        ((Format.F32, Format.F32, Format.F32), {NUMBERS}),
     ],
 )
 def test_experts_of_any_formats(kinds: tuple[Format, ...], kept_as: set[int], one_by_one: bool) -> None:

@@ -17,13 +17,13 @@ from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.model_source import resolve_model
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
+from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredFloats, StoredLinear
 from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import with_kernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
-from engine.compute.native.records import BLOCKS, ELEMENTS
+from engine.compute.native.records import BLOCKS, ELEMENTS, NUMBERS
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.runner.packed_forward import PackedForward
@@ -33,13 +33,22 @@ from engine.errors import StartRefused
 from tests.support.gguf_blocks import BLOCK_FORMATS
 from tests.support.hybrid_gguf import save_hybrid_gguf
 from tests.support.native import FLOAT32_FORM, compiled_home
-from tests.support.packed import as_loaded
-from tests.support.quantized_checkpoints import Checkpoint, awq, compressed_integers, save_quantized
+from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
+from tests.support.quantized_checkpoints import (
+    Checkpoint,
+    awq,
+    compressed_fp8,
+    compressed_integers,
+    fp8,
+    mxfp4,
+    save_quantized,
+)
 from tests.support.speculated import single_threaded
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import tiny_model
 
 _STORED = (StoredLinear, StoredEmbedding, StoredExperts)
+MAPS = Path("/proc/self/maps")
 Q4_K_M = (Format.Q4_K, Format.Q6_K, Format.Q5_0, Format.Q8_0)
 
 
@@ -93,6 +102,113 @@ def test_quantized_safetensors_are_multiplied_as_they_are(checkpoint: Checkpoint
     projections = [part for part in loaded.model.modules() if isinstance(part, NativeLinear)]
     assert {part is head: part.weights.kind for part in projections} == {True: ELEMENTS, False: BLOCKS}
     assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
+
+
+FLOATS = {
+    "tensor": compressed_fp8("tensor"),
+    "channel": compressed_fp8("channel"),
+    "blocks": fp8((128, 128)),
+    "powers": fp8((128, 128), powers=True),
+    "one": fp8(None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", FLOATS.values(), ids=FLOATS)
+def test_eight_bit_floats_are_multiplied_as_they_are(
+    checkpoint: Checkpoint, dtype: str, tmp_path: Path
+) -> None:
+    """Nothing is rounded, neither weights nor inputs: in float32 the logits are the dequantised model's."""
+    model = tiny_model("qwen3")
+    numbers = save_quantized(tmp_path / "model", checkpoint, "qwen3")
+    model.load_state_dict(numbers)
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    loaded = served(tmp_path / "model", dtype)
+    found = weight_bytes_by_format(loaded.model)
+    count = sum(each.numel() for name, each in numbers.items() if "_proj." in name)
+    assert count < found["F8_E4M3"] <= (1 + 32 / 512) * count
+    head = loaded.model.get_output_embeddings()
+    projections = [part for part in loaded.model.modules() if isinstance(part, NativeLinear)]
+    assert {part is head: part.weights.kind for part in projections} == {True: ELEMENTS, False: NUMBERS}
+    limit = 1e-5 if dtype == "float32" else 0.05
+    assert logits_distance(packed_sample(PackedForward(loaded)), expected) < limit
+
+
+def test_eight_bit_floats_with_smaller_blocks_are_unpacked(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.load_state_dict(save_quantized(tmp_path / "model", fp8((32, 32))))
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    loaded = served(tmp_path / "model")
+    assert weight_bytes_by_format(loaded.model).keys() == {"F32"}
+    assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_of_eight_bit_floats(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.load_state_dict(save_quantized(tmp_path / "model", fp8((128, 128)), family))
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    loaded = served(tmp_path / "model")
+    experts = [part for part in loaded.model.modules() if isinstance(part, NativeExperts)]
+    assert experts and {kind_of(part.gate_up) for part in experts} == {NUMBERS}
+    assert logits_distance(packed_sample(PackedForward(loaded)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt_oss_keeps_its_experts_in_four_bits(dtype: str, tmp_path: Path) -> None:
+    """With their biases and limits; what differs is the rounding of inputs."""
+    model = tiny_model("gpt_oss")
+    numbers = save_quantized(tmp_path / "model", mxfp4(), "gpt_oss")
+    model.load_state_dict(numbers)
+    expected = packed_sample(PackedForward(as_loaded(model)))
+    unpacked = stored(tmp_path / "model")
+    assert sum(isinstance(part, StoredExperts) for part in unpacked.model.modules()) == len(unpacked.layers)
+    assert logits_distance(packed_sample(PackedForward(unpacked)), expected) < 1e-5
+    loaded = served(tmp_path / "model", dtype)
+    experts = [part for part in loaded.model.modules() if isinstance(part, NativeExperts)]
+    assert len(experts) == len(loaded.layers)
+    assert {kind_of(own) for part in experts for own in (part.gate_up, part.down)} == {BLOCKS}
+    weights = sum(each.numel() for name, each in numbers.items() if name.endswith("_proj"))
+    assert weight_bytes_by_format(loaded.model)["MXFP4"] == weights * 4.25 / 8
+    assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "family"), [(fp8((128, 128)), "llama"), (mxfp4(), "gpt_oss")], ids=["fp8", "mxfp4"]
+)
+def test_a_tokens_logits_are_the_same_bits_in_any_company(
+    checkpoint: Checkpoint, family: str, tmp_path: Path
+) -> None:
+    """One token a sequence and step, or up to 32 of each: drafts and crowds change no text."""
+    save_quantized(tmp_path / "model", checkpoint, family, head_dim=32)
+    loaded = served(tmp_path / "model", "bfloat16")
+    assert isinstance(loaded.model.base_model, NativeDecoder)
+    forward = PackedForward(loaded)
+    lengths = [70, 5, 40]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+
+    def logits(max_chunk: int) -> torch.Tensor:
+        rng = np.random.default_rng(max_chunk)
+        steps = random_schedule(rng, lengths, max_chunk)
+        return torch.cat(run_schedule(forward, texts, steps, 4, rng))
+
+    alone = logits(1)
+    assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="this system does not list what is mapped")
+def test_kept_weights_lie_in_their_file_until_kernels_take_them(tmp_path: Path) -> None:
+    save_quantized(tmp_path / "model", fp8((128, 128)), "qwen3")
+    loaded = stored(tmp_path / "model")
+    linears = [part.stored for part in loaded.model.modules() if isinstance(part, StoredLinear)]
+    assert len(linears) == 7 * len(loaded.layers)
+    ranges = [
+        line.split()[0].split("-") for line in MAPS.read_text().splitlines() if "model.safetensors" in line
+    ]
+    mapped = [range(int(first, 16), int(stop, 16)) for first, stop in ranges]
+    assert all(
+        isinstance(each, StoredFloats) and any(each.place in one for one in mapped) for each in linears
+    )
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import gguf
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ SCALES_AT = {
     Format.Q6_K: (208,),
     Format.IQ4_NL: (0,),
     Format.IQ4_XS: (0,),
+    Format.MXFP4: (),
 }
 # The standard deviation of what comes out of random bytes.
 _SPREADS = {
@@ -38,6 +41,7 @@ _SPREADS = {
     Format.Q6_K: 8.1,
     Format.IQ4_NL: 0.42,
     Format.IQ4_XS: 7.8,
+    Format.MXFP4: 0.012,
 }
 BLOCK_FORMATS = tuple(SCALES_AT)
 
@@ -52,6 +56,9 @@ def random_blocks(
     rng = np.random.default_rng(seed)
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (out, in_features // numbers, size), dtype=np.uint8)
+    if kind is Format.MXFP4:  # its scales are powers of two, by their exponents
+        least = 118 if spread is None else 118 + round(math.log2(spread / _SPREADS[kind]))
+        blocks[:, :, 0] = rng.integers(least, least + 3, blocks.shape[:2])
     for at in SCALES_AT[kind]:
         factor = 1.0 if spread is None else spread / _SPREADS[kind]
         scales = factor * rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])

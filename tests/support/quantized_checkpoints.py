@@ -24,6 +24,7 @@ NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a sign
 FP4 = tuple(each / 12 for each in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3))
 
 
@@ -46,13 +47,15 @@ class Checkpoint:
     store: Store
 
 
-def save_quantized(directory: Path, checkpoint: Checkpoint, family: str = "llama") -> dict[str, Tensor]:
+def save_quantized(
+    directory: Path, checkpoint: Checkpoint, family: str = "llama", **changes: Any
+) -> dict[str, Tensor]:
     """A tiny model in `directory`, its projections but the head stored so; returns all its weights.
 
     Experts are projections, too, each stored alone as in published checkpoints.
     """
-    save_tiny_model(family, directory)
-    model, generator = tiny_model(family), torch.Generator().manual_seed(0)
+    save_tiny_model(family, directory, **changes)
+    model, generator = tiny_model(family, **changes), torch.Generator().manual_seed(0)
     plain = {name: weights.clone() for name, weights in model.state_dict().items()}
     stored = dict(plain)
 
@@ -61,10 +64,17 @@ def save_quantized(directory: Path, checkpoint: Checkpoint, family: str = "llama
         stored.update({f"{name}.{ending}": each.contiguous() for ending, each in made.tensors.items()})
         return made.numbers
 
+    is_mxfp4 = checkpoint.settings.get("quant_method") == "mxfp4"  # in which experts alone are stored
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head" and module.out_features > 1:
+        if isinstance(module, nn.Linear) and not is_mxfp4 and name != "lm_head" and module.out_features > 1:
             del stored[f"{name}.weight"]
             plain[f"{name}.weight"] = store(name, module.out_features, module.in_features)
+        elif hasattr(module, "gate_up_proj_bias"):
+            for own in ("gate_up_proj", "down_proj"):
+                count, width, out = stored.pop(f"{name}.{own}").shape
+                made = mxfp4_experts(count, out, width, generator)
+                stored.update({f"{name}.{own}_{ending}": each for ending, each in made.tensors.items()})
+                plain[f"{name}.{own}"] = made.numbers.mT.contiguous()
         elif hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             gate_up, down = (stored.pop(f"{name}.{own}_proj") for own in ("gate_up", "down"))
             for expert in range(len(down)):
@@ -212,6 +222,26 @@ def fp8(block: tuple[int, int] | None, *, powers: bool = False) -> Checkpoint:
 
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     return Checkpoint(settings, store)
+
+
+def mxfp4() -> Checkpoint:
+    """gpt-oss's."""
+
+    def store(out: int, width: int, generator: torch.Generator) -> Stored:
+        made = mxfp4_experts(1, out, width, generator)
+        return Stored({ending: each[0] for ending, each in made.tensors.items()}, made.numbers[0])
+
+    return Checkpoint({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, store)
+
+
+def mxfp4_experts(count: int, out: int, width: int, generator: torch.Generator) -> Stored:
+    """All experts of a layer, [count, out, width]: a byte has two neighbours, 32 of them a power of two."""
+    codes = torch.randint(0, 16, (count, out, width // 32, 32), generator=generator)
+    exponents = torch.randint(119, 124, (count, out, width // 32), generator=generator)
+    table = torch.tensor(E2M1 + tuple(-each for each in E2M1))
+    numbers = (table[codes] * torch.exp2(exponents.float() - 127)[..., None]).flatten(-2)
+    packed_codes = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return Stored({"blocks": packed_codes, "scales": exponents.to(torch.uint8)}, numbers)
 
 
 def bitsandbytes(kind: str, *, nested: bool = False) -> Checkpoint:

@@ -392,10 +392,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny_model(family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_model(
+    family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Write model, tokenizer and generation_config into `directory` (made if missing) and return it."""
     directory.mkdir(parents=True, exist_ok=True)
-    tiny_model(family, seed, dtype).save_pretrained(directory)
+    tiny_model(family, seed, dtype, **changes).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID], "pad_token_id": BOS_ID}
     (directory / "generation_config.json").write_text(json.dumps(generation))

@@ -39,7 +39,7 @@ BLOCK_FORMATS = frozenset(
     {
         *(Format.Q4_0, Format.Q4_1, Format.Q5_0, Format.Q5_1, Format.Q8_0),
         *(Format.Q2_K, Format.Q3_K, Format.Q4_K, Format.Q5_K, Format.Q6_K),
-        *(Format.IQ4_NL, Format.IQ4_XS),
+        *(Format.IQ4_NL, Format.IQ4_XS, Format.MXFP4),
     }
 )
 _PLAIN_FORMATS = frozenset({Format.F32, Format.F16, Format.BF16})

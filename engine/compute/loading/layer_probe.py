@@ -53,9 +53,7 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     `config` is the text model's. Raises UnsupportedModel for anything paged attention would not honour.
     """
     states = read_layer_states(model)
-    tell_layers_apart(model)
-    hand_on_keywords(model)
-    keep_latents(model, OUR_NAMES)
+    prepare_layers(model)
     if len(states) == config.num_hidden_layers and HYBRID not in _layer_types(config):
         seen, logits = _run(model)
     else:
@@ -69,6 +67,13 @@ def probe_layers(model: PreTrainedModel, config: PreTrainedConfig) -> ProbeResul
     places = {index: place for place, index in enumerate(layers)}
     shapes = (_in_chunks(index, _placed(layer, places), config) for index, layer in layers.items())
     return ProbeResult(tuple(shapes), tuple(layers), states, int(logits.shape[-1]))
+
+
+def prepare_layers(model: PreTrainedModel) -> None:
+    """Have layers tell paged attention what it needs of them; for a model that is not probed itself."""
+    tell_layers_apart(model)
+    hand_on_keywords(model)
+    keep_latents(model, OUR_NAMES)
 
 
 class _Refusal(Exception):

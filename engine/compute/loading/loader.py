@@ -21,7 +21,7 @@ from engine.compute.cuda.coded_choice import NO_KINDS, kept_kinds, multiply_code
 from engine.compute.cuda.weight_rounding import round_linears
 from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.gguf_model import load_gguf_model
-from engine.compute.loading.layer_probe import ProbeResult, probe_layers
+from engine.compute.loading.layer_probe import ProbeResult, prepare_layers, probe_layers
 from engine.compute.loading.model_files import (
     check_model_files,
     count_tensors,
@@ -32,8 +32,8 @@ from engine.compute.loading.model_files import (
     weight_files,
 )
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
-from engine.compute.loading.quantized_files import KeptCodes, keep_codes, keep_stored, unpack_files
-from engine.compute.loading.stored_weights import StoredWeight
+from engine.compute.loading.quantized_files import KeptCodes, keep_codes, unpack_files
+from engine.compute.loading.stored_places import StoredPlaces
 from engine.compute.loading.support import (
     check_num_layers,
     exact_context_limit,
@@ -135,14 +135,20 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     else:
         names = _TEXT_HALF_NAMES if architecture.is_text_half else None
         kinds = kept_kinds(device, settings)
-        model, stored = _load_weights(directory, architecture.config, dtype, names, Keeping(kinds, device))
+        keeping = Keeping(kinds, device, on_kernels and settings.quantization == "none")
+        model, places = _load_weights(directory, architecture.config, dtype, names, keeping)
+        if not places.fill(model):
+            log.info("the weights are unpacked: the model has some of them otherwise than its files")
+            model, places = _load_weights(directory, architecture.config, dtype, names)
         if kinds and settings.quantization != "none":
             round_linears(model, settings.quantization, device)
         model = model.to(device)
         multiply_codes(model, dtype)
-        probe = probe_layers(model, model.config.get_text_config(decoder=True))
-        if on_kernels and settings.quantization == "none":
-            keep_stored(model, stored)
+        if places.modules:
+            prepare_layers(model)
+            probe = _probe_without_weights(architecture.config, dtype)
+        else:
+            probe = probe_layers(model, model.config.get_text_config(decoder=True))
     return LoadedModel(
         model=model,
         config=model.config.get_text_config(decoder=True),
@@ -261,10 +267,14 @@ def read_eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[i
 
 
 class Keeping(NamedTuple):
-    """The kinds of codes that are not unpacked, and the device that they go to."""
+    """The kinds of codes that are not unpacked, and the device that they go to.
+
+    With `is_for_kernels` what the CPU's kernels multiply as it is stored stays so.
+    """
 
     kinds: frozenset[CodeKind] = NO_KINDS
     device: torch.device = torch.device("cpu")
+    is_for_kernels: bool = False
 
 
 _NOTHING_KEPT = Keeping()
@@ -276,31 +286,32 @@ def _load_weights(
     dtype: torch.dtype,
     names: Mapping[str, str] | None = None,
     keeping: Keeping = _NOTHING_KEPT,
-) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
+) -> tuple[PreTrainedModel, StoredPlaces]:
     """The model on the CPU under our attention, every weight taken from the files. Raises StartRefused.
 
-    `names` are how expressions in the weights' names are to be changed. Of a quantized one also the weights
-    that blocks hold exactly, by the names of their projections; what codes hold stays in codes, as `keeping`
-    says, on its device.
+    `names` are how expressions in the weights' names are to be changed. Of a quantized one, what codes hold
+    stays in codes, and what the CPU's kernels multiply as it is has yet to be put into the places given, as
+    `keeping` says.
     """
     attention.register()
     # A copy: setting the attention changes the configuration, which a second model may share.
     own_config = copy.deepcopy(config)
     weight_format = weight_format_of(config)
     if weight_format is None:
-        return _from_weights(directory, own_config, dtype, names), {}
+        return _from_weights(directory, own_config, dtype, names), StoredPlaces()
     log.info("the weights are stored as %s", weight_format.words(keeping.kinds))
     own_config.quantization_config = None  # what is unpacked must not be quantized by packages of the format
-    shapes = _linear_shapes(own_config) if keeping.kinds else {}
+    shapes = _linear_shapes(own_config, dtype) if keeping.kinds else {}
     kept = KeptCodes(shapes, keeping.kinds, keeping.device)
-    unpacked = unpack_files(directory, weight_format, dtype, kept=kept)
+    outline = _outline(own_config, dtype) if keeping.is_for_kernels else None
+    unpacked = unpack_files(directory, weight_format, dtype, outline=outline, kept=kept)
     model = _from_weights(directory, own_config, dtype, names, unpacked.tensors)
     if not keep_codes(model, unpacked):
         log.warning("the weights are unpacked: %s changes them as it is loaded", type(model).__name__)
         return _load_weights(directory, config, dtype, names)
     if keeping.kinds and unpacked.expanded:
         log.info("%d projections become numbers of %s", len(unpacked.expanded), _name(dtype))
-    return model, unpacked.stored
+    return model, unpacked.places
 
 
 def _from_weights(
@@ -340,19 +351,24 @@ def _from_weights(
     return loaded
 
 
-def _linear_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """Those of all projections of such a model that are only called; none where it cannot be outlined."""
+def _outline(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's shapes."""
 
-    def make() -> dict[str, torch.Size]:
+    def make() -> PreTrainedModel:
         with torch.device("meta"), no_remarks():
-            linears = called_linears(make_model(without_padding(config)))
-            return {name: linear.weight.shape for name, linear in linears.items()}
+            return make_model(without_padding(config), dtype=dtype)
 
+    return on_meta_device(make)
+
+
+def _linear_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Those of all projections of such a model that are only called; none where it cannot be outlined."""
     try:
-        return on_meta_device(make)
+        linears = called_linears(_outline(config, dtype))
     except Exception as error:  # a model's code may do anything with a tensor
         log.info("the weights are unpacked: %s", first_line(error))
         return {}
+    return {name: linear.weight.shape for name, linear in linears.items()}
 
 
 def misfit(directory: Path, problem: str, keys: Sequence[str]) -> StartRefused:

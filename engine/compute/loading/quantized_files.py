@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Format
 from safetensors import safe_open
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 from engine.compute.loading.coded_weights import CodedLinear, CodedWeight, CodeKind, foreseen_linear
 from engine.compute.loading.model_files import first_line, weight_files
-from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredLinear, StoredWeight
-from engine.compute.loading.weight_formats import WeightFormat
-from engine.compute.native.families import called_linears, has_read_experts
+from engine.compute.loading.stored_places import StoredPlaces, find_stored_places
+from engine.compute.loading.stored_weights import Stored, StoredMxfp4, StoredWeight
+from engine.compute.loading.weight_formats import Parts, WeightFormat
+from engine.compute.native.families import called_linears
 from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
-_SAMPLE = 32  # outputs that are compared
 _BITS_OF = {"F8_E4M3": 8, "I8": 8, "U8": 8, "F16": 16, "BF16": 16, "I64": 64, "F64": 64}  # else 32
 # What belongs to rounding that is not done: of inputs, outputs, keys and values.
 _UNUSED = (
@@ -48,14 +47,14 @@ NO_CODES = KeptCodes({}, frozenset(), torch.device("cpu"))
 
 @dataclass(slots=True)
 class Unpacked:
-    """Every tensor by its name in the model, and those projections that blocks of GGUF's hold exactly.
+    """Every tensor by its name in the model, and what stands in place of some of its modules.
 
     Of projections whose codes are kept `tensors` has a stand-in without memory, which is nobody else's;
-    `expanded` are the others.
+    `expanded` are those that became numbers.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    stored: dict[str, StoredWeight] = field(default_factory=dict)
+    places: StoredPlaces = field(default_factory=StoredPlaces)
     coded: dict[str, CodedWeight] = field(default_factory=dict)
     expanded: list[str] = field(default_factory=list)
 
@@ -65,40 +64,54 @@ def unpack_files(
     weight_format: WeightFormat,
     dtype: torch.dtype,
     wanted: Callable[[str], bool] = lambda _: True,
+    outline: nn.Module | None = None,
     kept: KeptCodes = NO_CODES,
 ) -> Unpacked:
     """The checkpoint in `directory`, its quantized weights as numbers of `dtype`, or as codes where `kept`.
 
-    Only tensors of `wanted` names are read. Raises StartRefused for what does not fit the format.
+    Only tensors of `wanted` names are read. With the model's `outline`, weights that kernels multiply as they
+    are stay so, and tensors of no size stand for them. Raises StartRefused for what does not fit the format.
     """
-    files = {name: path for name, path in _names_by_file(directory).items() if wanted(name)}
+    files = _OpenFiles(directory, wanted)
     unpacked = Unpacked()
     found = unpacked.tensors
-    for prefix, endings in _projections(list(files), weight_format).items():
-        parts = {ending: _read(files, f"{prefix}.{ending}") for ending in endings}
+    stored: dict[str, Stored] = {}
+    for prefix, endings in _projections(files.names, weight_format).items():
+        parts = {ending: files.take(f"{prefix}{weight_format.joint}{ending}") for ending in endings}
         try:
             if (coded := _coded(prefix, parts, weight_format, kept)) is not None:
                 unpacked.coded[prefix] = coded
                 found[f"{prefix}.weight"] = torch.zeros((), dtype=dtype).expand(kept.shapes[prefix])
-            else:
-                unpacked.expanded.append(prefix)
-                codes, scales = weight_format.unpack(parts)
-                found[f"{prefix}.weight"] = (codes * scales).to(dtype)
-                if (stored := in_blocks(codes, scales)) is not None:
-                    unpacked.stored[prefix] = stored
+                continue
+            as_stored, numbers = _read_projection(parts, weight_format, dtype, outline is not None)
         except Exception as error:  # a damaged file fails in any of a dozen ways
             raise StartRefused(
                 f"{directory}: {prefix} is not stored as {weight_format.name} ({first_line(error)})."
             ) from error
-        for ending in endings:
-            files.pop(f"{prefix}.{ending}")
-    for name in files:
+        if as_stored is not None:
+            stored[prefix] = as_stored
+        if numbers is not None:
+            unpacked.expanded.append(prefix)
+            found[weight_format.weight_name(prefix)] = numbers
+    found.update(_plain_tensors(files, directory, weight_format))
+    if outline is not None:
+        unpacked.places = find_stored_places(outline, stored, dtype)
+        for prefix in stored.keys() - unpacked.places.taken:
+            found[weight_format.weight_name(prefix)] = _as_parameter(stored[prefix]).to(dtype)
+        found.update(unpacked.places.placeholders)
+    return unpacked
+
+
+def _plain_tensors(files: _OpenFiles, directory: Path, weight_format: WeightFormat) -> dict[str, Tensor]:
+    """What no projection has taken. Raises StartRefused for codes without a scale."""
+    found: dict[str, Tensor] = {}
+    for name in list(files.names):
         if name.endswith(tuple(f".{ending}" for ending in _UNUSED)):
             continue
-        found[name] = _read(files, name)
+        found[name] = files.take(name)
         if name.endswith("weight") and (found[name].itemsize == 1 or not found[name].is_floating_point()):
             raise StartRefused(f"{directory}: {name} has no scale, as {weight_format.name} would give it.")
-    return unpacked
+    return found
 
 
 def _coded(
@@ -131,10 +144,10 @@ def foresee_codes(
     outline: nn.Module, directory: Path, weight_format: WeightFormat, kinds: Collection[CodeKind]
 ) -> None:
     """Have projections of a model without weights take about what their codes will, by the files."""
-    files = _names_by_file(directory)
+    files = _OpenFiles(directory, lambda _: True)
     linears = called_linears(outline)
-    for prefix, endings in _projections(list(files), weight_format).items():
-        heads = [_head(files, f"{prefix}.{ending}") for ending in endings]
+    for prefix, endings in _projections(files.names, weight_format).items():
+        heads = [files.head(f"{prefix}{weight_format.joint}{ending}") for ending in endings]
         is_fp8 = any(dtype == "F8_E4M3" for _, dtype in heads)
         kept = CodeKind.FP8 in kinds if is_fp8 else weight_format.is_whole and CodeKind.INT8 in kinds
         if kept and prefix in linears:
@@ -142,54 +155,25 @@ def foresee_codes(
             outline.set_submodule(prefix, foreseen_linear(linears[prefix], num_bytes))
 
 
-def _head(files: dict[str, Path], name: str) -> tuple[int, str]:
-    """The bytes of a tensor, and the name of its dtype, without reading it."""
-    with safe_open(files[name], framework="pt") as file:
-        piece = file.get_slice(name)
-        dtype = str(piece.get_dtype())
-        return math.prod(piece.get_shape()) * _BITS_OF.get(dtype, 32) // 8, dtype
+def _read_projection(
+    parts: Parts, weight_format: WeightFormat, dtype: torch.dtype, keeps: bool
+) -> tuple[Stored | None, Tensor | None]:
+    """One projection as it is stored, if it `keeps` that and can, else as numbers."""
+    kept = weight_format.kept(parts) if keeps else None
+    if kept is not None:
+        return kept, None
+    codes, scales = weight_format.unpack(parts)
+    if keeps and (blocks := in_blocks(codes, scales)) is not None:
+        return blocks, None
+    return None, (codes * scales).to(dtype)
 
 
-def keep_stored(model: Any, stored: dict[str, StoredWeight]) -> None:
-    """Have projections and experts of `model` keep their weights in blocks, in place of numbers."""
-    for name, module in list(model.named_modules()):
-        weight = stored.get(name)
-        if has_read_experts(module):
-            experts = _experts(name, module, stored)
-            if experts is not None:
-                model.set_submodule(name, StoredExperts(experts, module.act_fn))
-        elif weight is not None and type(module) is nn.Linear and _are_numbers_of(weight, module.weight):
-            bias = None if module.bias is None else module.bias.detach()
-            model.set_submodule(name, StoredLinear(weight, bias))
-
-
-def _experts(name: str, module: Any, stored: dict[str, StoredWeight]) -> ExpertWeights | None:
-    """The weights of the experts `name`, which files have one by one; None where these are not all blocks."""
-    count = len(module.down_proj)
-    pieces = [
-        [stored.get(f"{name}.{expert}.{own}") for expert in range(count)]
-        for own in ("gate_proj", "up_proj", "down_proj")
-    ]
-    found = [[piece for piece in own if piece is not None] for own in pieces]
-    if any(len(own) < count for own in found):
-        return None
-    weights = ExpertWeights(count, *found)
-    gates, ups = module.gate_up_proj.chunk(2, dim=1)
-    alike = zip(found, (gates, ups, module.down_proj), strict=True)
-    are_alike = weights.fits(module) and all(
-        _are_numbers_of(piece, numbers)
-        for own, given in alike
-        for piece, numbers in zip(own, given, strict=True)
-    )
-    return weights if are_alike else None
-
-
-def _are_numbers_of(weight: StoredWeight, numbers: Tensor) -> bool:
-    """Whether weights [out, in] are those stored, as far as a few outputs show."""
-    sample = np.arange(min(_SAMPLE, weight.out))
-    return numbers.shape == (weight.out, weight.in_features) and torch.equal(
-        numbers[: len(sample)], weight.numbers(sample).to(numbers.dtype)
-    )
+def _as_parameter(weight: Stored) -> Tensor:
+    """The numbers as the model has them, which has gpt-oss's experts the other way round."""
+    numbers = weight.numbers()
+    if isinstance(weight, StoredMxfp4):
+        return numbers.view(*weight.codes.shape[:-2], -1).mT
+    return numbers
 
 
 def in_blocks(codes: Tensor, scales: Tensor) -> StoredWeight | None:
@@ -229,26 +213,37 @@ def _nibbles(codes: Tensor) -> Tensor:
     return (codes[..., :16] | codes[..., 16:] << 4).to(torch.uint8)
 
 
-def _names_by_file(directory: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    files: dict[str, Path] = {}
-    for path in weight_files(directory):
-        with safe_open(path, framework="pt") as file:
-            files.update(dict.fromkeys(file.keys(), path))
-    return files
-
-
-def _projections(names: Sequence[str], weight_format: WeightFormat) -> dict[str, list[str]]:
+def _projections(names: Collection[str], weight_format: WeightFormat) -> dict[str, list[str]]:
     """The quantized projections, each with the endings that it has."""
-    marker = f".{weight_format.marker}"
+    joint = weight_format.joint
+    marker = f"{joint}{weight_format.marker}"
     known, prefixes = set(names), [name.removesuffix(marker) for name in names if name.endswith(marker)]
     return {
-        prefix: [ending for ending in weight_format.endings if f"{prefix}.{ending}" in known]
+        prefix: [ending for ending in weight_format.endings if f"{prefix}{joint}{ending}" in known]
         for prefix in prefixes
     }
 
 
-def _read(files: dict[str, Path], name: str) -> Tensor:
-    with safe_open(files[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+class _OpenFiles:
+    """The tensors of a checkpoint that are yet to be taken; each file is mapped once for all of its own."""
+
+    def __init__(self, directory: Path, wanted: Callable[[str], bool]) -> None:
+        self._files: dict[str, Any] = {}
+        for path in weight_files(directory):
+            file: Any = safe_open(path, framework="pt")
+            self._files.update({name: file for name in file.keys() if wanted(name)})  # noqa: SIM118 - no mapping
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def take(self, name: str) -> Tensor:
+        """Once."""
+        tensor: Tensor = self._files.pop(name).get_tensor(name)
+        return tensor
+
+    def head(self, name: str) -> tuple[int, str]:
+        """The bytes of a tensor, and the name of its dtype, without reading it."""
+        piece = self._files[name].get_slice(name)
+        dtype = str(piece.get_dtype())
+        return math.prod(piece.get_shape()) * _BITS_OF.get(dtype, 32) // 8, dtype

@@ -1,4 +1,4 @@
-"""Weights as a GGUF file stores them, and modules that unpack them for each use: exact, and slow.
+"""Weights as files store them, and modules that unpack them for each use: exact, and slow.
 
 They stand in a model until compiled kernels take the weights over; where these cannot be had, they stay.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 _PLAIN = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gates, as rows.h has them
+FLOAT_SPAN = 128  # inputs that have one scale in the kernels' panels of 8-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,21 @@ class StoredWeight:
     out: int
     in_features: int
     order: NDArray[np.int64] | None = None
+
+    @property
+    def name(self) -> str:
+        """The format's, as files call it."""
+        return str(self.format.name)
+
+    @property
+    def place(self) -> int:
+        """The address of what is stored."""
+        return self.blocks.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored takes."""
+        return self.blocks.nbytes
 
     @property
     def is_blocks(self) -> bool:
@@ -57,10 +74,97 @@ class StoredWeight:
             whole.madvise(mmap.MADV_DONTNEED, begin, size)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFloats:
+    """Weights [out, in_features] of 8-bit floats, `codes` (E4M3, none NaN), as a safetensors file has them.
+
+    `scales`, float32 [out, spans], are what they are multiplied with by 128 inputs.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    name: str = "F8_E4M3"
+
+    @property
+    def out(self) -> int:
+        """Outputs."""
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.codes.shape[1]
+
+    @property
+    def place(self) -> int:
+        """See StoredWeight."""
+        return self.codes.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """See StoredWeight."""
+        return self.codes.nbytes
+
+    def numbers(self, outputs: NDArray[np.int64] | slice = slice(None)) -> torch.Tensor:
+        """See StoredWeight."""
+        codes = self.codes[outputs].float()
+        return codes * self.scales[outputs].repeat_interleave(FLOAT_SPAN, dim=1)[:, : codes.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMxfp4:
+    """Weights [out, in_features] as MXFP4 in a safetensors file.
+
+    `codes` is uint8 [..., in_features / 32, 16], of which each byte has two neighbours, the low bits first,
+    and `exponents` uint8 [..., in_features / 32]; what is in front of these is all outputs, in order.
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    name: str = "MXFP4"
+
+    @property
+    def out(self) -> int:
+        """Outputs."""
+        return self.exponents.numel() // self.exponents.shape[-1]
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.exponents.shape[-1] * 32
+
+    @property
+    def place(self) -> int:
+        """See StoredWeight."""
+        return self.codes.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """See StoredWeight."""
+        return self.codes.nbytes + self.exponents.nbytes
+
+    def as_blocks(self, outputs: NDArray[np.int64] | slice = slice(None)) -> StoredWeight:
+        """Some outputs as a GGUF file has them: a copy."""
+        exponents = self.exponents.flatten(0, -2)[outputs]
+        codes = self.codes.flatten(0, -3)[outputs]
+        apart = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [outputs, blocks, 32]
+        blocks = torch.cat((exponents[..., None], apart[..., :16] | apart[..., 16:] << 4), dim=-1)
+        out = len(exponents)
+        rows = blocks.reshape(out, -1).numpy()
+        return StoredWeight(GGMLQuantizationType.MXFP4, rows, out, self.in_features)
+
+    def numbers(self, outputs: NDArray[np.int64] | slice = slice(None)) -> torch.Tensor:
+        """See StoredWeight."""
+        return self.as_blocks(outputs).numbers()
+
+
+Stored: TypeAlias = StoredWeight | StoredFloats | StoredMxfp4
+
+
 class StoredLinear(nn.Module):
     """A projection with stored weights, computed in float32."""
 
-    def __init__(self, stored: StoredWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, stored: Stored, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.stored = stored
         self.in_features, self.out_features = stored.in_features, stored.out
@@ -91,13 +195,15 @@ class StoredEmbedding(nn.Module):
 class ExpertWeights:
     """The experts of a layer, [width, hidden] gates and ups and [hidden, width] downs of `count` of them.
 
-    Each of the three holds one expert's outputs behind the other's, in one piece or several.
+    Each of the three holds one expert's outputs behind the other's, in one piece or several. `biases` are
+    added: [count, 2 * width] with each gate's before its up's, and [count, hidden]; None for none.
     """
 
     count: int
-    gate: Sequence[StoredWeight]
-    up: Sequence[StoredWeight]
-    down: Sequence[StoredWeight]
+    gate: Sequence[Stored]
+    up: Sequence[Stored]
+    down: Sequence[Stored]
+    biases: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, kw_only=True)
 
     @property
     def hidden(self) -> int:
@@ -110,7 +216,7 @@ class ExpertWeights:
         return self.down[0].in_features
 
     @property
-    def pieces(self) -> tuple[StoredWeight, ...]:
+    def pieces(self) -> tuple[Stored, ...]:
         """All of them."""
         return (*self.gate, *self.up, *self.down)
 
@@ -119,11 +225,14 @@ class ExpertWeights:
         outs = [sum(piece.out for piece in pieces) for pieces in (self.gate, self.up, self.down)]
         widths = [{piece.in_features for piece in pieces} for pieces in (self.gate, self.up, self.down)]
         count, hidden, width = self.count, self.hidden, self.width
+        gate_up, down = experts.gate_up_proj, experts.down_proj
+        if self.biases is not None:  # such experts have theirs the other way round
+            gate_up, down = gate_up.mT, down.mT
         return (
             outs == [count * width, count * width, count * hidden]
             and widths == [{hidden}, {hidden}, {width}]
-            and tuple(experts.gate_up_proj.shape) == (count, 2 * width, hidden)
-            and tuple(experts.down_proj.shape) == (count, hidden, width)
+            and tuple(gate_up.shape) == (count, 2 * width, hidden)
+            and tuple(down.shape) == (count, hidden, width)
         )
 
 
@@ -131,10 +240,11 @@ class StoredExperts(nn.Module):
     """The experts of a layer with stored weights, computed in float32, one after the other.
 
     Called as transformers' are: rows [N, hidden], those that each row goes through and their shares, both
-    [N, each]; a number that no expert has is left out.
+    [N, each]; a number that no expert has is left out. Of gpt-oss's, which have biases and limits, `act_fn`
+    is None.
     """
 
-    def __init__(self, stored: ExpertWeights, act_fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, stored: ExpertWeights, act_fn: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         super().__init__()
         self.stored = stored
         self.act_fn = act_fn
@@ -150,14 +260,25 @@ class StoredExperts(nn.Module):
                 continue
             rows, places = (top_k_index == expert).nonzero(as_tuple=True)
             x = hidden_states[rows].float()
-            act = self.act_fn(x @ _of_expert(stored.gate, expert, stored.width).T)
-            act = act * (x @ _of_expert(stored.up, expert, stored.width).T)
-            y = act @ _of_expert(stored.down, expert, stored.hidden).T
+            gate = x @ _of_expert(stored.gate, expert, stored.width).T
+            up = x @ _of_expert(stored.up, expert, stored.width).T
+            y = self._gated(gate, up, expert) @ _of_expert(stored.down, expert, stored.hidden).T
+            if stored.biases is not None:
+                y = y + stored.biases[1][expert].float()
             summed.index_add_(0, rows, y * top_k_weights[rows, places, None].float())
         return summed.to(hidden_states.dtype)
 
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor, expert: int) -> torch.Tensor:
+        if self.stored.biases is not None:
+            of_gate, of_up = self.stored.biases[0][expert].float().chunk(2)
+            gate, up = gate + of_gate, up + of_up
+        if self.act_fn is not None:
+            return self.act_fn(gate) * up
+        gate = gate.clamp(max=LIMIT)
+        return gate * torch.sigmoid(gate * ALPHA) * (up.clamp(-LIMIT, LIMIT) + 1)
 
-def _of_expert(pieces: Sequence[StoredWeight], expert: int, outputs: int) -> torch.Tensor:
+
+def _of_expert(pieces: Sequence[Stored], expert: int, outputs: int) -> torch.Tensor:
     """The weights of one of several experts with so many outputs each, in float32."""
     first = expert * outputs
     for piece in pieces:

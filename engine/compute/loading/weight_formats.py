@@ -7,7 +7,7 @@ needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +21,15 @@ from engine.compute.loading.coded_weights import (
     float_codes,
     integer_codes,
 )
+from engine.compute.loading.stored_weights import FLOAT_SPAN, Stored, StoredFloats, StoredMxfp4
 
 Parts = Mapping[str, Tensor]  # the tensors of one projection, by the last part of their names
 
 # How the columns of eight neighbours lie in 32 bits of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COMPRESSED = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"})
+# What four bits of MXFP4 stand for.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _ROUNDED_INPUTS = "inputs are not rounded to 8 bits"
 
 
@@ -49,8 +52,10 @@ class WeightFormat:
     """How projections are stored: one with a tensor `marker` is quantized, `endings` are all it may have.
 
     `unpack` gives each weight's code [out, in] and what one is worth, of that shape or spread to it; `note`
-    says what of the format is left out. `inputs` says how inputs are to be rounded to numbers of 8 bits; None
-    leaves them, or rounds to integers, which nothing here does.
+    says what of the format is left out. `keep` gives the weights as they are where a CPU's kernels multiply
+    them so, None for others; without it, and where it gives none, only what they stand for is known. `joint`
+    stands between a projection's name and those of its tensors. `inputs` says how inputs are to be rounded to
+    numbers of 8 bits; None leaves them, or rounds to integers, which nothing here does.
     """
 
     name: str
@@ -58,13 +63,23 @@ class WeightFormat:
     endings: tuple[str, ...]
     unpack: Callable[[Parts], tuple[Tensor, Tensor]]
     note: str = ""
+    keep: Callable[[Parts], Stored | None] | None = None
+    joint: str = "."
     inputs: InputScheme | None = None
     is_whole: bool = True  # codes are whole numbers or numbers of 8 bits, not places in a table
 
     def numbers(self, parts: Parts) -> Tensor:
         """The weights [out, in] in float32."""
         codes, scales = self.unpack(parts)
-        return codes * scales
+        return (codes * scales).float()
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """See `keep`."""
+        return None if self.keep is None else self.keep(parts)
+
+    def weight_name(self, projection: str) -> str:
+        """What the model calls the weights of a projection."""
+        return f"{projection}.weight" if self.joint == "." else projection
 
     def coded(self, parts: Parts, kinds: Collection[CodeKind]) -> CodedWeight | None:
         """The weights as codes of one of `kinds`, on the parts' device; None where they do not fit one."""
@@ -209,7 +224,10 @@ def _read_compressed_tensors(settings: Mapping[str, Any]) -> WeightFormat:
     inputs = {_compressed_inputs(group.get("input_activations") or {}) for group in groups}
     are_floats = {scheme.get("type") for scheme in schemes} == {"float"}
     scheme = inputs.pop() if len(inputs) == 1 and are_floats else None
-    return WeightFormat(f"compressed-tensors, {listed}", "weight_scale", endings, unpack, note, scheme)
+    keep = _keep_floats(blocks)
+    return WeightFormat(
+        f"compressed-tensors, {listed}", "weight_scale", endings, unpack, note, keep, inputs=scheme
+    )
 
 
 def _compressed_inputs(scheme: Mapping[str, Any]) -> InputScheme | None:
@@ -221,6 +239,17 @@ def _compressed_inputs(scheme: Mapping[str, Any]) -> InputScheme | None:
         return None
     group = scheme.get("group_size") if scheme.get("strategy") in ("group", "block") else None
     return InputScheme(int(group or 0), is_fixed=not scheme.get("dynamic"))
+
+
+def _keep_floats(blocks: Sequence[tuple[int, ...]]) -> Callable[[Parts], Stored | None]:
+    """What keeps compressed-tensors' floats of 8 bits."""
+
+    def keep(parts: Parts) -> Stored | None:
+        if not parts.keys() <= {"weight", "weight_scale", "input_scale"}:
+            return None
+        return _kept_floats(parts["weight"], parts["weight_scale"].float(), blocks[0] if blocks else None)
+
+    return keep
 
 
 def _read_bitsandbytes(settings: Mapping[str, Any]) -> WeightFormat:
@@ -254,18 +283,39 @@ def _read_fp8(settings: Mapping[str, Any]) -> WeightFormat:
     size = settings.get("weight_block_size")
     block = None if size is None else (int(size[0]), int(size[1]))
 
+    def scale_of(parts: Parts) -> Tensor:
+        scale = parts["weight_scale_inv"]
+        return _powers(scale) if scale.dtype is torch.uint8 else scale.float()
+
     def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
-        weight, scale = parts["weight"].float(), parts["weight_scale_inv"]
-        if scale.dtype is torch.uint8:  # exponents of two
-            scale = torch.exp2(scale.float() - 127)
-        return weight, _spread(scale.float(), weight.shape, block)
+        weight = parts["weight"].float()
+        return weight, _spread(scale_of(parts), weight.shape, block)
+
+    def keep(parts: Parts) -> Stored | None:
+        return _kept_floats(parts["weight"], scale_of(parts), block)
 
     name = "FP8, a scale each" if block is None else f"FP8, a scale for {block[0]} x {block[1]}"
     inputs = InputScheme(
         0 if block is None else block[1], is_fixed=settings.get("activation_scheme") == "static"
     )
     endings = ("weight", "weight_scale_inv", "activation_scale")
-    return WeightFormat(name, "weight_scale_inv", endings, unpack, _ROUNDED_INPUTS, inputs)
+    return WeightFormat(name, "weight_scale_inv", endings, unpack, _ROUNDED_INPUTS, keep, inputs=inputs)
+
+
+def _read_mxfp4(_settings: Mapping[str, Any]) -> WeightFormat:
+    """OCP's microscaling format as gpt-oss has it: of all experts of a layer, [experts, out, in]."""
+
+    def unpack(parts: Parts) -> tuple[Tensor, Tensor]:
+        codes, exponents = parts["blocks"], parts["scales"]  # [experts, out, blocks, 16] and without the last
+        table = torch.tensor(_E2M1).bfloat16()
+        numbers = table[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-3).int()]
+        # The model has them the other way round.
+        return numbers.mT, _powers(exponents).bfloat16().repeat_interleave(32, dim=-1).mT
+
+    def keep(parts: Parts) -> Stored | None:
+        return StoredMxfp4(parts["blocks"], parts["scales"])
+
+    return WeightFormat("MXFP4", "blocks", ("blocks", "scales"), unpack, keep=keep, joint="_")
 
 
 _READERS: dict[Any, Callable[[Mapping[str, Any]], WeightFormat]] = {
@@ -274,7 +324,29 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "compressed-tensors": _read_compressed_tensors,
     "bitsandbytes": _read_bitsandbytes,
     "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
 }
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Of two, by their exponents in a byte."""
+    return torch.exp2(exponents.float() - 127)
+
+
+def _kept_floats(codes: Tensor, scale: Tensor, block: tuple[int, ...] | None) -> StoredFloats | None:
+    """Such weights as they are, where kernels have a scale for as many; none of them may be NaN."""
+    if codes.dtype is not torch.float8_e4m3fn or codes.shape[1] % 2:
+        return None
+    out, spans = codes.shape[0], -(-codes.shape[1] // FLOAT_SPAN)
+    rows = columns = 0
+    if scale.ndim == 2 and scale.numel() > 1:
+        rows, columns = block or (-(-out // scale.shape[0]), -(-codes.shape[1] // scale.shape[1]))
+        if scale.shape[1] > 1 and columns % FLOAT_SPAN:
+            return None
+    if bool(((codes.view(torch.uint8) & 127) == 127).any()):
+        return None
+    by_span = _spread(scale, torch.Size((out, spans)), (rows, -(-columns // FLOAT_SPAN)))
+    return StoredFloats(codes, by_span.expand(out, spans).contiguous())
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, ...] | None) -> Tensor:

@@ -12,7 +12,8 @@ enum Format : Index {
   PLAIN = 0,  // elements, as slip_pack leaves them
   Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
   Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-  IQ4_NL = 20, IQ4_XS = 23,
+  IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39,
+  F8_E4M3 = 1000,  // of safetensors files; see float_panels.h
 };
 
 inline uint16_t half_at(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
@@ -164,6 +165,14 @@ struct OfIQ4_XS : Layout<4, 0, Value::LISTED, Scale::BYTES_OF_32> {
   }
 };
 
+struct OfMXFP4 : Layout<4, 0, Value::FLOATS, Scale::EXPONENTS> {
+  static constexpr Index STORED = 17;
+  static void read(const uint8_t* p, StoredSpan& to) {
+    to.scale = p[0];
+    put_nibbles(p + 1, to.codes);
+  }
+};
+
 // Calls `work` with an object of the format's type; false for an unknown format, which is every one but Q8_0 in a library
 // that is compiled without SLIP_FORMATS: most models have none, and all that is made for each takes most of the time.
 // Drafters are kept in Q8_0 in any case.
@@ -183,6 +192,7 @@ inline bool with_format(Index format, Work work) {
     case Q6_K: work(OfQ6_K()); return true;
     case IQ4_NL: work(OfIQ4_NL()); return true;
     case IQ4_XS: work(OfIQ4_XS()); return true;
+    case MXFP4: work(OfMXFP4()); return true;
     default: return false;
   }
 #else
@@ -195,16 +205,6 @@ inline bool with_format(Index format, Work work) {
 }  // namespace
 
 extern "C" {
-
-// How many bytes a panel of `k` inputs takes, a multiple of 64; 0 for a format that is not laid out, or not for `k`.
-Index slip_panel_bytes(Index format, Index k) {
-  Index bytes = 0;
-  with_format(format, [&](auto f) {
-    using F = decltype(f);
-    if (k % F::SPAN == 0) bytes = F::panel_bytes(k);
-  });
-  return bytes;
-}
 
 // Rows [out, k] as a GGUF file stores them, as panels; output i is the stored row order[i] (null: i). Outputs that are
 // missing in the last panel are zero.

@@ -14,36 +14,43 @@ constexpr Index BLOCK_PANEL = 32;                 // outputs in a panel
 constexpr int PANEL_PARTS = BLOCK_PANEL / WIDTH;  // registers of their sums
 constexpr Index FOURS = 4 * BLOCK_PANEL;          // bytes of four inputs of each
 
-// What a code stands for: itself less half of their number, itself times a scale plus a least value, or a table's entry.
-enum class Value { CENTRED, FROM_LEAST, LISTED };
+// What a code stands for: itself less half of their number, itself times a scale plus a least value, or an entry of a
+// table, that of IQ4_NL or that of floats of four bits.
+enum class Value { CENTRED, FROM_LEAST, LISTED, FLOATS };
 
-// Scales are one half-precision float for 32 inputs, or one for 256 and an integer for 32 or 16 of these.
-enum class Scale { HALVES, BYTES_OF_32, BYTES_OF_16, NIBBLES_OF_16 };
+// Scales are one half-precision float for 32 inputs, or one for 256 and an integer for 32 or 16 of these; or a power of
+// two for 32, whose exponent is a byte.
+enum class Scale { HALVES, BYTES_OF_32, BYTES_OF_16, NIBBLES_OF_16, EXPONENTS };
 
-// IQ4_NL's and IQ4_XS's numbers.
-constexpr int8_t LISTED_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// IQ4_NL's and IQ4_XS's numbers, and twice those of E2M1.
+struct ListedValues {
+  int8_t of[16];
+};
+constexpr ListedValues IQ4_VALUES{{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+constexpr ListedValues E2M1_VALUES{{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
 
 struct ListedCodes {
   alignas(16) uint8_t codes[16];
-  constexpr ListedCodes() : codes() {
-    for (int i = 0; i < 16; i++) codes[i] = (uint8_t)(LISTED_VALUES[i] + (MULTIPLIES_UNSIGNED ? UNSIGNED_ZERO : 0));
+  constexpr explicit ListedCodes(const ListedValues& values) : codes() {
+    for (int i = 0; i < 16; i++) codes[i] = (uint8_t)(values.of[i] + (MULTIPLIES_UNSIGNED ? UNSIGNED_ZERO : 0));
   }
 };
-constexpr ListedCodes LISTED_CODES;
 
 // `LOW` bits of a code lie together and `HIGH` more elsewhere.
 template <int LOW_BITS, int HIGH_BITS, Value VALUE, Scale SCALE>
 struct Layout {
   static constexpr int LOW = LOW_BITS, HIGH = HIGH_BITS;
-  static constexpr bool IS_CENTRED = VALUE == Value::CENTRED, IS_LISTED = VALUE == Value::LISTED;
-  static constexpr bool HAS_LEAST = VALUE == Value::FROM_LEAST;
-  static constexpr bool HAS_BYTES = SCALE != Scale::HALVES, HAS_NIBBLES = SCALE == Scale::NIBBLES_OF_16;
+  static constexpr bool IS_CENTRED = VALUE == Value::CENTRED, HAS_LEAST = VALUE == Value::FROM_LEAST;
+  static constexpr bool IS_LISTED = !IS_CENTRED && !HAS_LEAST, HAS_EXPONENTS = SCALE == Scale::EXPONENTS;
+  static constexpr bool HAS_BYTES = SCALE != Scale::HALVES && !HAS_EXPONENTS, HAS_NIBBLES = SCALE == Scale::NIBBLES_OF_16;
+  static constexpr ListedValues LISTED = VALUE == Value::FLOATS ? E2M1_VALUES : IQ4_VALUES;
+  static constexpr ListedCodes LISTED_CODES{LISTED};
   static constexpr int PER_SCALE = SCALE == Scale::BYTES_OF_16 || HAS_NIBBLES ? 16 : 32;  // inputs
   static constexpr Index SPAN = HAS_BYTES ? 256 : 32;                                    // inputs of a block
   static constexpr Index NUM_SCALES = SPAN / PER_SCALE;
 
   static constexpr Index HALVES = 2 * BLOCK_PANEL;  // bytes of one for each output
-  static constexpr Index SCALES_AT = HALVES * (HAS_LEAST ? 2 : 1);
+  static constexpr Index SCALES_AT = HAS_EXPONENTS ? BLOCK_PANEL : HALVES * (HAS_LEAST ? 2 : 1);
   static constexpr Index LEASTS_AT = SCALES_AT + (HAS_BYTES ? NUM_SCALES * BLOCK_PANEL : 0);
   static constexpr Index CODES_AT = LEASTS_AT + (HAS_BYTES && HAS_LEAST && !HAS_NIBBLES ? NUM_SCALES * BLOCK_PANEL : 0);
   static constexpr Index CODE_BYTES = FOURS * (LOW + HIGH);  // of 32 inputs
@@ -53,7 +60,7 @@ struct Layout {
   static constexpr bool IS_ABOVE_ZERO = MULTIPLIES_UNSIGNED && !HAS_LEAST;
   static constexpr int RAISED = IS_ABOVE_ZERO && IS_CENTRED ? 8 - LOW - HIGH : 0;
 
-  static constexpr Index panel_bytes(Index k) { return k / SPAN * BYTES; }
+  static constexpr Index panel_bytes(Index k) { return (k / SPAN * BYTES + 63) / 64 * 64; }  // whole cache lines
 };
 
 // Four inputs, those from 4 * J on of 32, of the outputs in register `r`, as `dot` takes them.
@@ -67,7 +74,7 @@ SLIP_INLINE NativeBytes codes_of(const uint8_t* codes, int r) {
   NativeBits found = part(J * L::LOW / 8, J * L::LOW % 8, L::LOW, L::RAISED);
   if constexpr (L::HIGH > 0)
     found |= part(L::LOW + J * L::HIGH / 8, J * L::HIGH % 8, L::HIGH, L::LOW + L::RAISED);
-  if constexpr (L::IS_LISTED) return look_up(LISTED_CODES.codes, (NativeBytes)found);
+  if constexpr (L::IS_LISTED) return look_up(L::LISTED_CODES.codes, (NativeBytes)found);
   if constexpr (L::IS_CENTRED && !MULTIPLIES_UNSIGNED)
     return (NativeBytes)found - (uint8_t)(1 << (L::LOW + L::HIGH - 1));
   return (NativeBytes)found;
@@ -79,7 +86,10 @@ class PanelBlock {
  public:
   SLIP_INLINE PanelBlock(const uint8_t* at, int first) : at_(at), first_(first) {
     repeat<R>(SLIP_EACH_OF(r) {
-      scales_[r] = load_half(at + 2 * WIDTH * (first + r));
+      if constexpr (L::HAS_EXPONENTS)  // of numbers that are twice as large
+        scales_[r] = load_powers(at + WIDTH * (first + r)) * broadcast_part(.5f);
+      else
+        scales_[r] = load_half(at + 2 * WIDTH * (first + r));
       if constexpr (L::RAISED > 0) scales_[r] *= broadcast_part(1.f / (1 << L::RAISED));
       if constexpr (L::HAS_LEAST) leasts_[r] = load_half(at + L::HALVES + 2 * WIDTH * (first + r));
     });
@@ -123,7 +133,7 @@ class PanelBlock {
 
 // A span of one output's weights, in no layout: value = scale * number[i] * (code - zero) + least, as its format says.
 struct StoredSpan {
-  uint16_t scale, least;  // half-precision
+  uint16_t scale, least;  // half-precision; of a power of two its exponent
   int8_t scales[16], leasts[16];
   uint8_t codes[256];
 };
@@ -131,7 +141,8 @@ struct StoredSpan {
 // Puts a span into output `o` of a block, which is zero there.
 template <class L>
 void put_span(const StoredSpan& from, uint8_t* block, Index o) {
-  memcpy(block + 2 * o, &from.scale, 2);
+  if (L::HAS_EXPONENTS) block[o] = (uint8_t)from.scale;
+  else memcpy(block + 2 * o, &from.scale, 2);
   if (L::HAS_LEAST) memcpy(block + L::HALVES + 2 * o, &from.least, 2);
   for (Index i = 0; L::HAS_BYTES && i < L::NUM_SCALES; i++) {
     uint8_t* scale = block + L::SCALES_AT + i * BLOCK_PANEL + o;

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.compute.native.packed_weights import PackedWeights
-from engine.compute.native.records import BLOCKS, MIXED
+from engine.compute.native.records import BLOCKS, MIXED, NUMBERS
 
-PLAIN = 0  # the format of elements; the others are ggml's numbers
+# The formats of elements and of floats of 8 bits with a scale for each 128; all others are ggml's numbers.
+PLAIN, F8_E4M3 = 0, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +37,31 @@ def joined(parts: Sequence[BlockPanels], bias: torch.Tensor | None = None) -> Pa
     All but the last part have whole panels.
     """
     table = torch.cat([part.rows for part in parts])
-    kind = MIXED if any(part.format == PLAIN for part in parts) else BLOCKS
+    kind = _kind_of(parts)
     out = sum(part.out for part in parts)
     return PackedWeights(kind, table, bias, out, parts[0].in_features, parts=tuple(parts))
 
 
-def joined_by_experts(gates: Sequence[BlockPanels], ups: Sequence[BlockPanels], count: int) -> PackedWeights:
+def joined_by_experts(
+    gates: Sequence[BlockPanels],
+    ups: Sequence[BlockPanels],
+    count: int,
+    bias: torch.Tensor | None = None,
+) -> PackedWeights:
     """Gates and ups of `count` experts, each one expert behind the other, as the kernels take both.
 
-    That is each expert's gate before its up. An expert's outputs fill whole panels.
+    That is each expert's gate before its up, as in `bias`. An expert's outputs fill whole panels.
     """
     gate, up = (joined(parts) for parts in (gates, ups))
     table = torch.stack([part.packed.view(count, -1, 2) for part in (gate, up)], dim=1)
-    kind = max(gate.kind, up.kind)
-    return PackedWeights(
-        kind,
-        table.flatten(0, 2).contiguous(),
-        None,
-        gate.out + up.out,
-        gate.in_features,
-        (*gate.parts, *up.parts),
-    )
+    both = (*gate.parts, *up.parts)
+    packed = table.flatten(0, 2).contiguous()
+    return PackedWeights(_kind_of(both), packed, bias, gate.out + up.out, gate.in_features, both)
+
+
+def _kind_of(parts: Sequence[BlockPanels]) -> int:
+    """Whether rows are multiplied with these as integers in blocks, as numbers, or both."""
+    as_numbers = {part.format in (PLAIN, F8_E4M3) for part in parts}
+    if len(as_numbers) > 1:
+        return MIXED
+    return NUMBERS if as_numbers == {True} else BLOCKS

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.compute.loading.stored_weights import ALPHA, LIMIT
 from engine.compute.native.families import has_limited_experts, has_read_experts
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeLinear, activation_of
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Activation, Experts
-
-_LIMITS = 1.702, 7.0  # as rows.h has them
 
 
 class NativeExperts(nn.Module):
@@ -63,7 +62,7 @@ class NativeExperts(nn.Module):
             return False
         gate_up, down = original.gate_up_proj, original.down_proj
         if has_limited_experts(original):
-            if (original.alpha, original.limit) != _LIMITS:
+            if (original.alpha, original.limit) != (ALPHA, LIMIT):
                 return False
             gate_up, down = gate_up.mT, down.mT
         elif activation_of(original.act_fn) is None:

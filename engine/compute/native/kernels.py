@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.compute.attention import LayerCall, PagedRows
 from engine.compute.attention.huge_pages import HugePages
 from engine.compute.attention.kv_rows import SCALE_BYTES
-from engine.compute.native.block_panels import PLAIN, BlockPanels, joined
+from engine.compute.native.block_panels import F8_E4M3, PLAIN, BlockPanels, joined
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import (
@@ -123,6 +123,7 @@ class NativeKernels:
         self._quantize = function("slip_quantize", INDEX, POINTER, POINTER, INDEX, INDEX)
         self._linear = function("slip_linear", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
         self._pack_blocks = function("slip_pack_blocks", INDEX, *[POINTER] * 3, INDEX, INDEX)
+        self._pack_floats = function("slip_pack_floats", *[POINTER] * 3, INDEX, INDEX)
         self._panel_bytes = library_function(loaded, "slip_panel_bytes", INDEX, INDEX, result=INDEX)
         self.has_formats = bool(self._panel_bytes(GGMLQuantizationType.Q4_0, MAX_HEAD_DIM))
         self._read_rows = function("slip_read_rows", ctypes.POINTER(Product), POINTER, POINTER, INDEX)
@@ -196,6 +197,19 @@ class NativeKernels:
         addresses = (stored.ctypes.data, rows, panels.data_ptr())
         self._pack_blocks(self.team.handle, block_format, *addresses, out, in_features)
         return BlockPanels(block_format, panels, out, in_features)
+
+    def pack_floats(self, codes: torch.Tensor, scales: torch.Tensor) -> BlockPanels:
+        """Weights of 8-bit floats (E4M3) in panels: `codes` [out, in], an even number of inputs, none NaN.
+
+        `scales` is float32 [out, spans], what they are multiplied with by 128 inputs.
+        """
+        out, in_features = codes.shape
+        codes, scales = codes.contiguous(), scales.contiguous()
+        shape = -(-out // PANEL), self._panel_bytes(F8_E4M3, in_features)
+        panels = _memory_for(shape, torch.uint8, self._for_blocks)
+        addresses = (codes.data_ptr(), scales.data_ptr(), panels.data_ptr())
+        self._pack_floats(self.team.handle, *addresses, out, in_features)
+        return BlockPanels(F8_E4M3, panels, out, in_features)
 
     def pack_plain(self, weight: torch.Tensor) -> BlockPanels:
         """Weights [out, in] that `packs` allows, as panels of elements."""

@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr Index SOON = 64;                    // inputs between what vectors sum and what is asked for
 constexpr Index MATRIX_ROWS = 2 * UNIT_ROWS;  // of sums that the unit holds beside what they are taken of
 
 // Adds the products of STEP inputs of rows [.., stride] and pairs [STEP / 2][2] of blocks; `SECOND` for over UNIT_ROWS.
@@ -40,12 +39,12 @@ void multiply_rest(const Number* rows, Index n, Index stride, const Element* pai
   multiply_tiles<SECOND>(some[0], STEP, others);
 }
 
-// What `matrix_sums` gives for M rows, by vectors in the unit's own order: the inputs of a step that are even and those
-// that are odd, then both together. So few rows are done before the unit has read their weights.
-template <int M, class Next>
-SLIP_INLINE void vector_sums(const Number* x, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  const ElementPanel columns{panel};
-  const float* const rows = floats_of(x, M * k);  // from where a multiplication takes one for all columns
+// What `matrix_sums` gives for M rows [.., stride], by vectors in the unit's own order: the inputs of a step that are
+// even and those that are odd, then both together. So few rows are done before the unit has read their weights. They
+// are floats, from where a multiplication takes one for all columns.
+template <int M, class Panel, class Next>
+SLIP_INLINE void vector_sums(const float* rows, Index stride, Index k, const Panel& columns, Next next,
+                             float (*sums)[PANEL]) {
   Floats total[M][2];
   clear(total);
   for (Index step = 0; step < k; step += STEP) {
@@ -53,12 +52,11 @@ SLIP_INLINE void vector_sums(const Number* x, Index k, const Element* panel, Nex
     repeat<2>(SLIP_EACH_OF(odd) { clear(part[odd]); });
     for (Index j = step; j < std::min(step + STEP, k); j += 2) {
       next(j / 2);
-      repeat<2>(SLIP_EACH_OF(half) { ask_for(columns.at + (j + SOON + half) * PANEL); });
       repeat<2>(SLIP_EACH_OF(half) {
         repeat<2>(SLIP_EACH_OF(odd) {
           const Floats column = columns.one(j / 2, half, odd);
           repeat<M>(SLIP_EACH_OF(i) {
-            part[odd][i][half] = fma(column, broadcast(rows[i * k + j + odd]), part[odd][i][half]);
+            part[odd][i][half] = fma(column, broadcast(rows[i * stride + j + odd]), part[odd][i][half]);
           });
         });
       });
@@ -74,7 +72,7 @@ SLIP_INLINE void vector_sums(const Number* x, Index k, const Element* panel, Nex
 
 // By the unit; `SECOND` for over UNIT_ROWS.
 template <bool SECOND, class Next>
-void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
+void unit_sums(const Number* x, Index n, Index stride, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
   const Index first = std::min(n, UNIT_ROWS), second = n - first;
   // Sums, by rows and then by half of the columns; two of rows, two of columns.
   const MatrixUnit unit({first, first, second, second, first, second, STEP / 2, STEP / 2});
@@ -89,10 +87,10 @@ void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next nex
   for (; j + STEP <= k; j += STEP) {
     for (Index pair = j / 2; pair < (j + STEP) / 2; pair++) next(pair);
     if constexpr (SECOND)  // rows lie far apart, which no CPU foresees
-      for (Index i = 0; i < n; i++) ask_for(x + j + STEP + i * k);
-    multiply_tiles<SECOND>(x + j, k, panel + j * PANEL);
+      for (Index i = 0; i < n; i++) ask_for(x + j + STEP + i * stride);
+    multiply_tiles<SECOND>(x + j, stride, panel + j * PANEL);
   }
-  if (j < k) multiply_rest<SECOND>(x + j, n, k, panel + j * PANEL, k - j);
+  if (j < k) multiply_rest<SECOND>(x + j, n, stride, panel + j * PANEL, k - j);
   constexpr Index SUM_BYTES = PANEL * sizeof(float);
   _tile_stored(0, sums[0], SUM_BYTES);
   _tile_stored(1, sums[0] + LANES, SUM_BYTES);
@@ -103,10 +101,12 @@ void unit_sums(const Number* x, Index n, Index k, const Element* panel, Next nex
   fence_compiler();
 }
 
-// sums [n][32] = x [n, k] times a panel, n at most MATRIX_ROWS; `next(pair)` is called for each pair of inputs.
+// sums [n][32] = x [n, stride] times k inputs of a panel, n at most MATRIX_ROWS; `next(pair)` is called for each pair of
+// inputs.
 template <class Next>
-void matrix_sums(const Number* x, Index n, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
-  return n > UNIT_ROWS ? unit_sums<true>(x, n, k, panel, next, sums) : unit_sums<false>(x, n, k, panel, next, sums);
+void matrix_sums(const Number* x, Index n, Index stride, Index k, const Element* panel, Next next, float (*sums)[PANEL]) {
+  return n > UNIT_ROWS ? unit_sums<true>(x, n, stride, k, panel, next, sums)
+                       : unit_sums<false>(x, n, stride, k, panel, next, sums);
 }
 
 }  // namespace

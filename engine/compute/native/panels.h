@@ -40,6 +40,19 @@ struct ElementPanel {
   SLIP_INLINE Floats one(Index j, int half, int odd) const { return input_of(at + (2 * j + half) * PANEL, odd); }
 };
 
+// A pair of inputs of the halves from `half` on, as sums are taken of them.
+template <class Panel>
+struct PairOf {
+  const Panel& panel;
+  Index j;
+  int half;
+
+#if SLIP_PAIRED
+  SLIP_INLINE Pair both(int v) const { return panel.both(j, half + v); }
+#endif
+  SLIP_INLINE Floats one(int v, int odd) const { return panel.one(j, half + v, odd); }
+};
+
 }  // namespace
 
 extern "C" {

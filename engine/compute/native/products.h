@@ -3,17 +3,19 @@
 #pragma once
 
 #include "block_products.h"
-#include "matrix_products.h"
+#include "float_panels.h"
 #include "quantize.h"
 #include "team.h"
 
 namespace {
 
+constexpr Index SOON = 64;        // inputs between what is summed for few rows and what is asked for
 constexpr Index ROW_BLOCK = 96;   // rows that one thread takes at once when there are many
 constexpr Index PANEL_BLOCK = 6;  // panels likewise
 
-// What a product's weights are: elements, panels of formats, or panels of which some are elements.
-enum Kind : Index { ELEMENTS = 0, BLOCKS = 1, MIXED = 2 };
+// What a product's weights are: elements; or panels of formats, which are multiplied with rows in blocks, with rows of
+// numbers (elements and floats of 8 bits), or some with these and some with those.
+enum Kind : Index { ELEMENTS = 0, BLOCKS = 1, MIXED = 2, NUMBERS = 3 };
 
 }  // namespace
 
@@ -26,7 +28,7 @@ struct FormatPanel {   // records.py mirrors it
 
 struct Product {       // a linear layer; records.py mirrors it
   Index kind;          // a Kind: what `packed` is, and how it is multiplied
-  const void* packed;  // out / PANEL panels, one after the other; of BLOCKS and MIXED a FormatPanel for each
+  const void* packed;  // out / PANEL panels, one after the other; of all but ELEMENTS a FormatPanel for each
   const Element* bias;    // [out], null for none
   Index out, k;
 };
@@ -99,7 +101,11 @@ void put_some_outputs(const float* sums, const Element* bias, Index count, Targe
 template <int M>
 __attribute__((noinline)) void few_rows(const Number* x, const Columns& w, Target to) {
   alignas(64) float sums[M][PANEL];
-  vector_sums<M>(x, w.k, w.panel.at, w.next_panel(0, 1), sums);
+  const auto next = [at = w.panel.at, next_panel = w.next_panel(0, 1)](Index pair) SLIP_ALWAYS {
+    next_panel(pair);
+    repeat<2>(SLIP_EACH_OF(half) { ask_for(at + (2 * pair + SOON + half) * PANEL); });
+  };
+  vector_sums<M>(floats_of(x, M * w.k), w.k, w.k, w.panel, next, sums);
   for (Index i = 0; i < M; i++) put_outputs(sums[i], w.bias, to.at(i));
 }
 
@@ -111,24 +117,12 @@ inline void tiles(const Number* x, Index n, const Columns& w, Target to) {
   alignas(64) float sums[MATRIX_ROWS][PANEL];
   for (Index part = 0; part < parts; part++) {
     const Index first = part * n / parts, count = (part + 1) * n / parts - first;
-    matrix_sums(x + first * w.k, count, w.k, w.panel.at, w.next_panel(part, parts), sums);
+    matrix_sums(x + first * w.k, count, w.k, w.k, w.panel.at, w.next_panel(part, parts), sums);
     for (Index i = 0; i < count; i++) put_outputs(sums[i], w.bias, to.at(first + i));
   }
 }
 
 #else
-
-// A pair of inputs of the halves from `half` on.
-struct PairOfInputs {
-  const ElementPanel& panel;
-  Index j;
-  int half;
-
-#if SLIP_PAIRED
-  SLIP_INLINE Pair both(int v) const { return panel.both(j, half + v); }
-#endif
-  SLIP_INLINE Floats one(int v, int odd) const { return panel.one(j, half + v, odd); }
-};
 
 // x[M, k] times as many halves of the columns as a tile has vectors, from `half` on. Within another function its sums
 // would not all stay in registers.
@@ -138,7 +132,7 @@ __attribute__((noinline)) void tile(const Number* x, const Columns& w, int half,
   clear(sums);
   for (Index j = 0; j < w.k / 2; j++) {
     next_panel(j);
-    multiply(sums, x + 2 * j, w.k, PairOfInputs{w.panel, j, half});
+    multiply(sums, x + 2 * j, w.k, PairOf<ElementPanel>{w.panel, j, half});
   }
   repeat<M>(SLIP_EACH_OF(i) {
     repeat<tile_vectors<M>()>(SLIP_EACH_OF(v) {
@@ -170,6 +164,8 @@ inline void tiles(const Number* x, Index n, const Columns& w, Target to) {
 
 #endif
 
+inline bool takes_blocks(const Product& w) { return w.kind == BLOCKS || w.kind == MIXED; }
+
 // Rows of x as products take them; null what the product's kind has no use for.
 struct Rows {
   const Number* numbers;
@@ -180,12 +176,12 @@ struct Rows {
 class Input {
  public:
   Input(Worker& me, const Product& w, const Element* x, Index n, RowBlock* shared)
-      : w_(w), x_(x), blocks_(me, x, w.kind >= BLOCKS ? n : 0, w.k, shared) {}
+      : w_(w), x_(x), blocks_(me, x, takes_blocks(w) ? n : 0, w.k, shared) {}
 
   // The rows from `first` up to `stop`, for a piece of the work.
   Rows rows(Index first, Index stop) {
     return {w_.kind == BLOCKS ? nullptr : as_numbers(x_ + first * w_.k, (stop - first) * w_.k),
-            w_.kind >= BLOCKS ? blocks_.get() + first * (w_.k / BLOCK) : nullptr};
+            takes_blocks(w_) ? blocks_.get() + first * (w_.k / BLOCK) : nullptr};
   }
 
  private:
@@ -195,7 +191,7 @@ class Input {
 };
 
 // How many blocks n rows are; 0 where the product takes none.
-inline Index num_row_blocks(const Product& w, Index n) { return w.kind >= BLOCKS ? n * (w.k / BLOCK) : 0; }
+inline Index num_row_blocks(const Product& w, Index n) { return takes_blocks(w) ? n * (w.k / BLOCK) : 0; }
 
 inline Index num_panels(const Product& w) { return (w.out + PANEL - 1) / PANEL; }
 
@@ -204,12 +200,13 @@ void times_panel(const Product& w, Index p, const Rows& rows, Index n, Target to
   const Index k = w.k, first = p * PANEL, pair_bytes = 2 * PANEL * sizeof(Element);
   const Element* bias = w.bias ? w.bias + first : nullptr;
   const Number* x = rows.numbers;
-  const bool has_formats = w.kind >= BLOCKS;
+  const bool has_formats = w.kind != ELEMENTS;
   const FormatPanel format = has_formats ? ((const FormatPanel*)w.packed)[p] : FormatPanel{};
   if (format.format != PLAIN) {
     const Index count = std::min(PANEL, w.out - first);
     alignas(64) float sums[ROW_BLOCK][BLOCK_PANEL];
-    times_block_panel(format.format, (const uint8_t*)format.at, rows.blocks, n, k, sums);
+    if (format.format == F8_E4M3) times_float_panel((const uint8_t*)format.at, x, n, k, sums);
+    else times_block_panel(format.format, (const uint8_t*)format.at, rows.blocks, n, k, sums);
     for (Index i = 0; i < n; i++) put_some_outputs(sums[i], bias, count, to.at(i));
     return;
   }

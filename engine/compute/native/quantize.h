@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include "block_formats.h"
-#include "panels.h"
+#include "float_panels.h"
 
 namespace {
 

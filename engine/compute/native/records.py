@@ -7,7 +7,7 @@ from enum import IntEnum
 
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-ELEMENTS, BLOCKS, MIXED = 0, 1, 2  # kinds of products, as products.h numbers them
+ELEMENTS, BLOCKS, MIXED, NUMBERS = 0, 1, 2, 3  # kinds of products, as products.h numbers them
 
 
 class NormKind(IntEnum):

@@ -12,9 +12,12 @@ from torch import nn
 from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.stored_weights import (
+    Stored,
     StoredEmbedding,
     StoredExperts,
+    StoredFloats,
     StoredLinear,
+    StoredMxfp4,
     StoredWeight,
 )
 from engine.compute.native.block_panels import BlockPanels, joined, joined_by_experts
@@ -23,6 +26,7 @@ from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeEmbedding, NativeLinear, activation_of
+from engine.compute.native.records import Activation
 
 log = logging.getLogger("slipstream.model")
 
@@ -50,8 +54,8 @@ def take_weights(loaded: LoadedModel, settings: ModelSettings, home: Path) -> Lo
         log.warning("weights are unpacked for each use, which is slow: %s", reason)
         return loaded
     packer = _Packer(kernels)
-    for name, module in stored.items():
-        made = packer.made(module)
+    for name in list(stored):
+        made = packer.made(stored.pop(name))
         if made is None:
             log.warning("the kernels do not multiply %s: it is unpacked for each use, which is slow", name)
         else:
@@ -75,7 +79,7 @@ class _Packer:
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
-        self._packed: dict[int, BlockPanels | None] = {}
+        self._packed: dict[int, tuple[StoredWeight, BlockPanels | None]] = {}  # kept, for their ids are
 
     def made(self, module: StoredLinear | StoredEmbedding | StoredExperts) -> nn.Module | None:
         """The module in panels; None where its weights are not multiplied as they should be."""
@@ -91,7 +95,8 @@ class _Packer:
 
     def experts(self, module: StoredExperts) -> NativeExperts | None:
         """Those of a layer, each piece of them packed."""
-        stored, activation = module.stored, activation_of(module.act_fn)
+        stored = module.stored
+        activation = Activation.SWIGLU_LIMITED if module.act_fn is None else activation_of(module.act_fn)
         if activation is None or stored.width % PANEL or stored.hidden % PANEL:
             return None
         gate, up, down = (
@@ -100,22 +105,36 @@ class _Packer:
         found = [[each for each in panels if each is not None] for panels in (gate, up, down)]
         if sum(map(len, found)) < len(stored.pieces):
             return None
-        gate_up = joined_by_experts(found[0], found[1], stored.count)
-        return NativeExperts.of(self._kernels, gate_up, joined(found[2]), activation)
+        gate_up_bias, down_bias = (
+            None if bias is None else bias.to(self._kernels.dtype).flatten()
+            for bias in stored.biases or (None, None)
+        )
+        gate_up = joined_by_experts(found[0], found[1], stored.count, gate_up_bias)
+        return NativeExperts.of(self._kernels, gate_up, joined(found[2], down_bias), activation)
 
-    def _pack(self, weight: StoredWeight) -> BlockPanels | None:
+    def _pack(self, weight: Stored) -> BlockPanels | None:
+        if not isinstance(weight, StoredWeight):  # no two modules have it
+            return _pack(self._kernels, weight)
         if id(weight) not in self._packed:
-            self._packed[id(weight)] = _pack(self._kernels, weight)
-        return self._packed[id(weight)]
+            self._packed[id(weight)] = weight, _pack(self._kernels, weight)
+        return self._packed[id(weight)][1]
 
 
-def _pack(kernels: NativeKernels, weight: StoredWeight) -> BlockPanels | None:
+def _pack(kernels: NativeKernels, weight: Stored) -> BlockPanels | None:
     """The weights in panels; None where they are not multiplied as they should be."""
-    if not weight.is_blocks:
+    if isinstance(weight, StoredMxfp4):
+        weight = weight.as_blocks()
+    if isinstance(weight, StoredFloats):
+        panels = kernels.pack_floats(weight.codes.view(torch.uint8), weight.scales)
+    elif not weight.is_blocks:
         return kernels.pack_plain(weight.numbers().to(kernels.dtype))
-    panels = kernels.pack_blocks(int(weight.format), weight.blocks, weight.in_features, weight.order)
+    elif not kernels.packs_format(int(weight.format), weight.in_features):
+        return None
+    else:
+        panels = kernels.pack_blocks(int(weight.format), weight.blocks, weight.in_features, weight.order)
     x = torch.randn(2, weight.in_features, generator=torch.Generator().manual_seed(0)).to(kernels.dtype)
     found = kernels.linear(x, joined([panels]))[:, :_SAMPLE].float()
     expected = x.float() @ weight.numbers(np.arange(min(_SAMPLE, weight.out))).T
-    weight.leave_memory()
+    if isinstance(weight, StoredWeight):
+        weight.leave_memory()
     return panels if (found - expected).norm() <= _LIMIT * expected.norm() else None

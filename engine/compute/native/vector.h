@@ -383,6 +383,17 @@ SLIP_INLINE Native load_half(const void* p) {
 #endif
 }
 
+// One register of powers of two by their exponents, bytes that are 127 above them; 0 for the least.
+SLIP_INLINE Native load_powers(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+#elif defined(__AVX2__)
+  return (Native)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+#else
+  return (Native)(NativeBits{p[0], p[1], p[2], p[3]} << 23);
+#endif
+}
+
 // The half-precision number nearest to one, and what such a number is.
 SLIP_INLINE uint16_t half_of(float number) {
 #if defined(__x86_64__)

@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType
 from torch import nn
 
 from engine.compute.loading.coded_weights import CodedLinear
-from engine.compute.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear, StoredWeight
-from engine.compute.native.block_panels import PLAIN
+from engine.compute.loading.stored_weights import Stored, StoredEmbedding, StoredExperts, StoredLinear
+from engine.compute.native.block_panels import F8_E4M3, PLAIN
 from engine.compute.native.modules import NativeEmbedding, NativeLinear
 from engine.compute.native.packed_weights import PackedWeights
 
@@ -43,8 +43,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, str, int]]:
             yield from ((each.data_ptr(), coded.kind.value, each.nbytes) for each in coded.tensors)
 
 
-def _stored(weight: StoredWeight) -> tuple[int, str, int]:
-    return weight.blocks.ctypes.data, weight.format.name, weight.blocks.nbytes
+def _stored(weight: Stored) -> tuple[int, str, int]:
+    return weight.place, weight.name, weight.nbytes
 
 
 def _packed(weights: PackedWeights) -> Iterator[tuple[int, str, int]]:
@@ -54,7 +54,11 @@ def _packed(weights: PackedWeights) -> Iterator[tuple[int, str, int]]:
         yield _tensor(weights.packed)
     for part in weights.parts:
         place, name, size = _tensor(part.panels)
-        yield place, name if part.format == PLAIN else GGMLQuantizationType(part.format).name, size
+        yield place, name if part.format == PLAIN else _format_name(part.format), size
+
+
+def _format_name(number: int) -> str:
+    return "F8_E4M3" if number == F8_E4M3 else GGMLQuantizationType(number).name
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[int, str, int]:

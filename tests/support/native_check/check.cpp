@@ -176,6 +176,7 @@ void check_blocks(Format format, std::vector<Index> halves) {
   const Index k = 512, out = 40, spans = k / F::SPAN, row_bytes = spans * F::STORED;
   std::vector<uint8_t> stored(out * row_bytes), panels(2 * slip_panel_bytes(format, k));
   for (auto& byte : stored) byte = (uint8_t)generator();
+  for (Index span = 0; F::HAS_EXPONENTS && span < out * spans; span++) stored[span * F::STORED] = 118 + generator() % 3;
   for (Index span = 0; span < out * spans; span++)
     for (Index at : halves) {  // 0.001 to 0.008
       const uint16_t half = (uint16_t)(0x1400 + generator() % 0xC00 + (generator() % 2 << 15));
@@ -194,8 +195,8 @@ void check_blocks(Format format, std::vector<Index> halves) {
     F::read(stored.data() + i / F::SPAN * F::STORED, span);
     const Index within = i % F::SPAN, number = within / F::PER_SCALE;
     const int code = span.codes[within], middle = F::IS_CENTRED ? 1 << (F::LOW + F::HIGH - 1) : 0;
-    exact[i] = half_value(span.scale) * (F::HAS_BYTES ? span.scales[number] : 1) *
-               (F::IS_LISTED ? LISTED_VALUES[code] : code - middle);
+    exact[i] = (F::HAS_EXPONENTS ? std::ldexp(1., span.scale - 128) : half_value(span.scale)) * (F::HAS_BYTES ? span.scales[number] : 1) *
+               (F::IS_LISTED ? F::LISTED.of[code] : code - middle);
     if (F::HAS_LEAST) exact[i] += half_value(span.least) * (F::HAS_BYTES ? -span.leasts[number] : 1);
   }
   const auto x = noise(40 * k, 1.f / std::sqrt((float)k));
@@ -223,6 +224,41 @@ void check_blocks(Format format, std::vector<Index> halves) {
   }
 }
 
+// Floats of 8 bits, all but NaN, with a scale for each 128 inputs, of which the last are fewer.
+void check_floats() {
+  const Index k = 418, out = 40, spans = 4;
+  std::vector<uint8_t> codes(out * k), panels(2 * slip_panel_bytes(F8_E4M3, k));
+  std::vector<float> scales(out * spans);
+  for (auto& code : codes) code = (uint8_t)(generator() % 127 | (generator() % 2) << 7);
+  for (auto& scale : scales) scale = 1e-4f * (float)(1 + generator() % 50);
+  std::vector<double> exact(out * k);
+  for (Index i = 0; i < out * k; i++) {
+    const int code = codes[i], exponent = code >> 3 & 15, fraction = code & 7;
+    const double size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    exact[i] = (code >> 7 ? -size : size) * scales[i / k * spans + i % k / 128];
+  }
+  Team three(3);
+  slip_pack_floats(&three, codes.data(), scales.data(), panels.data(), out, k);
+  const FormatPanel table[2] = {{F8_E4M3, panels.data()}, {F8_E4M3, panels.data() + slip_panel_bytes(F8_E4M3, k)}};
+  const Product product{NUMBERS, table, nullptr, out, k};
+  const auto x = noise(40 * k, 1.f / std::sqrt((float)k));
+  std::vector<Element> whole(40 * out), few(40 * out);
+  slip_linear(&three, &product, x.data(), whole.data(), 40);
+  for (Index i = 0; i < 40; i++)
+    for (Index o = 0; o < out; o++) {
+      double expected = 0, size = 0;
+      for (Index j = 0; j < k; j++) {
+        const double term = (double)value(x[i * k + j]) * exact[o * k + j];
+        expected += term, size += std::abs(term);
+      }
+      check(std::abs(value(whole[i * out + o]) - expected) <= ROUNDING * std::abs(expected) + 1e-5 * size, "floats", i, o);
+    }
+  for (Index n : {1, 2, 3, 7, 33}) {
+    slip_linear(&three, &product, x.data() + 2 * k, few.data(), n);
+    check(is_same(few.data(), whole.data() + 2 * out, n * out), "floats in other company", n);
+  }
+}
+
 void check_all_blocks() {
   check_blocks<OfQ4_0>(Q4_0, {0});
   check_blocks<OfQ4_1>(Q4_1, {0, 2});
@@ -236,6 +272,7 @@ void check_all_blocks() {
   check_blocks<OfQ6_K>(Q6_K, {208});
   check_blocks<OfIQ4_NL>(IQ4_NL, {0});
   check_blocks<OfIQ4_XS>(IQ4_XS, {0});
+  check_blocks<OfMXFP4>(MXFP4, {});
 }
 
 void check_rows() {
@@ -362,6 +399,7 @@ int main() {
   check_quantized(Q8_0, 0.51 / 127);
   check_quantized(Q4_1, 2. / 15);
   check_all_blocks();
+  check_floats();
   check_rows();
   check_rotation();
   for (Index dim : {32, 96}) {

@@ -191,10 +191,10 @@ def test_quantized_weights_are_named_and_weighed_as_numbers(tmp_path: Path) -> N
 
 
 def test_a_format_that_is_not_served_is_a_problem_in_the_words_of_loading(tmp_path: Path) -> None:
-    save_quantized(tmp_path, Checkpoint({"quant_method": "mxfp4"}, awq().store))
+    save_quantized(tmp_path, Checkpoint({"quant_method": "quip"}, awq().store))
     (problem,) = diagnose(settings_for(tmp_path)).problems
     assert problem.startswith(
-        "LlamaForCausalLM cannot be served exactly: its weights are quantized by 'mxfp4'"
+        "LlamaForCausalLM cannot be served exactly: its weights are quantized by 'quip'"
     )
     with pytest.raises(UnsupportedModel) as refused:
         load_model(tmp_path, settings_for(tmp_path).model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Format
@@ -14,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.quantized_files import in_blocks
+from engine.compute.loading.stored_weights import StoredFloats, StoredMxfp4
 from engine.compute.loading.weight_formats import FormatRefused, read_weight_format
 from engine.errors import StartRefused
 from tests.support.quantized_checkpoints import (
@@ -25,6 +27,7 @@ from tests.support.quantized_checkpoints import (
     compressed_w8a8,
     fp8,
     gptq,
+    mxfp4,
     save_quantized,
 )
 
@@ -47,10 +50,15 @@ FORMATS = {
     "deepseek": fp8((24, 48)),
     "deepseek-powers": fp8((32, 32), powers=True),
     "deepseek-tensor": fp8(None),
+    "deepseek-128": fp8((128, 128)),
+    "deepseek-powers-128": fp8((24, 128), powers=True),
     "nf4": bitsandbytes("nf4"),
     "nf4-nested": bitsandbytes("nf4", nested=True),
     "fp4": bitsandbytes("fp4"),
 }
+
+
+FORMATS_OF_EXPERTS = {"mxfp4": mxfp4()}
 
 
 @pytest.mark.parametrize("checkpoint", FORMATS.values(), ids=FORMATS)
@@ -60,6 +68,47 @@ def test_weights_are_what_the_format_says(checkpoint: Checkpoint, tmp_path: Path
     assert found.keys() == expected.keys()
     for name, weights in expected.items():
         torch.testing.assert_close(found[name], weights, rtol=1e-6, atol=1e-9)
+
+
+def test_gpt_oss_has_mxfp4_experts(tmp_path: Path) -> None:
+    expected = save_quantized(tmp_path, mxfp4(), "gpt_oss")
+    found = load_model(tmp_path, FLOAT32).model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weights) for name, weights in expected.items())
+
+
+KEPT = {
+    "fp8-tensor": StoredFloats,
+    "fp8-channel": StoredFloats,
+    "fp8-block": None,  # a scale for 32 inputs
+    "deepseek": None,
+    "deepseek-128": StoredFloats,
+    "deepseek-powers-128": StoredFloats,
+    "deepseek-tensor": StoredFloats,
+    "mxfp4": StoredMxfp4,
+    "w8a8": None,
+    "awq": None,
+}
+
+
+@pytest.mark.parametrize(("name", "kept_as"), KEPT.items())
+def test_what_the_kernels_multiply_is_kept_bit_by_bit(name: str, kept_as: type | None) -> None:
+    checkpoint = (FORMATS | FORMATS_OF_EXPERTS)[name]
+    made = checkpoint.store(200, 320, torch.Generator().manual_seed(5))
+    tensors = {ending: each for ending, each in made.tensors.items() if ending != "input_scale"}
+    kept = read_weight_format(checkpoint.settings).kept(tensors)
+    assert (None if kept is None else type(kept)) == kept_as
+    if kept is not None:
+        assert torch.equal(kept.numbers(), made.numbers)
+        assert torch.equal(kept.numbers(np.array([7, 199])), made.numbers[[7, 199]])
+        assert (kept.out, kept.in_features) == (200, 320)
+
+
+def test_floats_that_are_no_numbers_are_not_kept() -> None:
+    made = FORMATS["fp8-channel"].store(64, 64, torch.Generator().manual_seed(5))
+    tensors = {ending: each for ending, each in made.tensors.items() if ending != "input_scale"}
+    tensors["weight"][3, 5] = torch.nan
+    assert read_weight_format(FORMATS["fp8-channel"].settings).kept(tensors) is None
 
 
 def test_a_model_computes_in_its_own_dtype(tmp_path: Path) -> None:
@@ -106,7 +155,6 @@ def test_blocks_hold_exactly_what_integers_with_a_scale_stand_for(
     ("settings", "reason"),
     [
         ({"quant_method": "quip"}, "quantized by 'quip', which is not known"),
-        ({"quant_method": "mxfp4"}, "quantized by 'mxfp4'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits, served are 2, 4 and 8"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ of 4 bits in version 'gemv'"),
         ({"load_in_8bit": True}, "bitsandbytes of 8 bits"),
