@@ -142,7 +142,8 @@ def to_bytes(numbers: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, to
     most = MOST_OF_BYTES[kept]
     numbers = numbers.float()
     largest = numbers.abs().amax(-1)
-    inverse = torch.where((largest > _LEAST) & largest.isfinite(), most / largest, 0.0)
+    quotient = torch.tensor(most) / largest  # a plain number would be multiplied with a reciprocal
+    inverse = torch.where((largest > _LEAST) & largest.isfinite(), quotient, 0.0)
     scaled = (numbers * inverse[..., None]).nan_to_num(0.0)
     return (scaled if kept.is_floating_point else scaled.round()).to(kept), largest / most
 

@@ -42,7 +42,7 @@ def numbers_of_all_sizes() -> torch.Tensor:
 def all_of(kept: torch.dtype) -> torch.Tensor:
     """Every number of the type, in order."""
     every = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).view(kept).float()
-    return every[every.abs() <= MOST_OF_BYTES[kept]].unique()
+    return torch.tensor(sorted({number for number in every.tolist() if abs(number) <= MOST_OF_BYTES[kept]}))
 
 
 @each_kind
@@ -50,7 +50,7 @@ def test_a_row_becomes_the_nearest_numbers_of_its_type(kept: torch.dtype) -> Non
     numbers = numbers_of_all_sizes()
     found, scales = to_bytes(numbers, kept)
     assert found.dtype is kept and (found.float().abs().amax(-1) == MOST_OF_BYTES[kept]).all()
-    steps = torch.tensor([upper - lower for lower, upper in pairwise(all_of(kept).tolist())]).unique()
+    steps = {upper - lower for lower, upper in pairwise(all_of(kept).tolist())}
     assert len(steps) == (1 if kept is INT8 else 15)  # one step, or one for each exponent
     nearest = (numbers[..., None] / scales[:, None, None] - all_of(kept)).abs().amin(-1)
     distance = (numbers / scales[:, None] - found.float()).abs()
