@@ -48,7 +48,7 @@ CpuKernels = Annotated[
     Literal["auto", "amx", "bf16", "vnni", "avx512", "v3", "neon"], BeforeValidator(lower_case)
 ]
 Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(lower_case)]
-KvDtype = Annotated[Literal["auto", "int8"], BeforeValidator(lower_case)]
+KvDtype = Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(lower_case)]
 Policy = Annotated[
     Literal["fcfs", "sjf", "priority", "deadline", "orca", "fair"], BeforeValidator(lower_case)
 ]
@@ -179,7 +179,9 @@ class CacheSettings(Section):
         0.9, gt=0, le=1, description="share of a GPU's memory for weights, K/V and work space"
     )
     kv_cache_dtype: KvDtype = Field(
-        "auto", description="what K/V is kept in; auto = as computed, int8 = half the memory, nearly exact"
+        "auto",
+        description="what K/V is kept in; auto = as computed, int8 = half the memory, nearly exact, "
+        "fp8 = as much on a GPU, rounded more",
     )
     swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V and states; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")

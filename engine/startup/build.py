@@ -76,7 +76,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
 
     loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, block_size)
     loaded = with_fast_layers(loaded, settings.model, block_size, reload)
-    check_kept_kv(loaded)
+    check_kept_kv(loaded, block_size)
     use_kernels(sources, loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)

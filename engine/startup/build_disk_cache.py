@@ -64,6 +64,7 @@ def kv_fingerprint(settings: Settings, loaded: LoadedModel, weights: str, kv: Kv
         else torch.backends.cpu.get_cpu_capability(),
         loaded.max_model_len,  # some position embeddings are scaled by it
         kv.block_size,
+        kv.dtype,  # what bytes mean
         [(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in kv.tensors],
     )
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]

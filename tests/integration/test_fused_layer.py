@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.attention.kv_rows import to_bytes
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native.observation import observe
 from engine.compute.runner import packed_forward
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.self_check import packed_difference, packed_sample
+from engine.compute.runner.self_check import logits_distance, packed_difference, packed_sample
 from tests.support.attention_noise import Chunk, scattered_step
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
@@ -41,6 +42,7 @@ from engine.compute.cuda.row_products import (  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
+from tests.support.interpreter import with_all_numbers  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -50,6 +52,7 @@ pytestmark = [
 
 FAMILIES = ["llama", "qwen3"]
 BLOCK_SIZE = 4
+BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def backend() -> TritonAttention:
@@ -125,6 +128,52 @@ def test_places_that_no_token_fills_write_nothing() -> None:
     low, high = qkv[:, :8].chunk(2, dim=1)
     expected = torch.cat((low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()), 1)
     torch.testing.assert_close(query[:, 0], expected)
+
+
+@pytest.mark.parametrize("kept", BYTES.values(), ids=BYTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_rounded_to_the_bytes_that_a_plain_layer_stores(
+    dtype: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as what its rotated keys, rounded to the model's numbers, become by themselves."""
+    with_all_numbers(monkeypatch)
+    inputs, num_blocks = scattered_step([Chunk(3, 5), Chunk(9)], BLOCK_SIZE)
+    count, layer = len(inputs.token_ids), LayerKv(2, 12, 12)
+    kv, plain, expected = (
+        KvTensors((layer,), num_blocks, BLOCK_SIZE, dtype, torch.device("cpu"), kind)
+        for kind in (kept, None, kept)
+    )
+    qkv = torch.randn(count, 8 * 12).to(dtype)
+    qkv[2, 6 * 12] = torch.inf  # of a value
+    turn = torch.rand(count, 6).repeat(1, 2)
+    rotation = turn.cos().to(dtype), turn.sin().to(dtype)
+    for each in (kv, plain):
+        backend().plan(inputs, each).rotate_and_write(0, qkv, rotation, None)
+    rows = kv.rows_of(torch.from_numpy(inputs.slot_mapping), 2)
+    stored = [pages.view(-1, 12)[rows].view(count, 2, 12) for pages in plain.tensors]
+    expected.write(0, rows, *stored)
+    sick = int(inputs.slot_mapping[2]) // BLOCK_SIZE
+    healthy = [block for block in range(num_blocks) if block != sick]
+    for found, wanted in zip(kv.tensors, expected.tensors, strict=True):
+        assert torch.equal(found[healthy], wanted[healthy])
+    assert not kv.read(0, torch.tensor([sick]))[1].isfinite().all()
+    assert kv.read(0, torch.tensor(healthy))[1].isfinite().all()
+    assert (to_bytes(stored[0], kept)[1] > 0).all()
+
+
+@pytest.mark.parametrize("kept", BYTES.values(), ids=BYTES)
+def test_fused_layers_keep_what_plain_ones_keep_in_bytes(
+    kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_all_numbers(monkeypatch)
+    loaded = replace(as_loaded(tiny_model("llama")), kept_kv=kept)
+    forward = PackedForward(loaded)
+    plain, kept_plain = packed_sample(forward), packed_sample(forward, kept)
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
+    forward = PackedForward(loaded)
+    forward.backend = backend()
+    distance = logits_distance(packed_sample(forward, kept), kept_plain)
+    assert distance < logits_distance(kept_plain, plain) / 10
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "self_attn.q_norm", "mlp.down_proj"])

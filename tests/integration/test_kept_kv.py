@@ -19,7 +19,8 @@ from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import as_loaded
 from tests.support.tiny_models import save_tiny_model, tiny_model
 
-INT8 = CacheSettings(kv_cache_dtype="int8")
+INT8, FP8 = CacheSettings(kv_cache_dtype="int8"), CacheSettings(kv_cache_dtype="fp8")
+BLOCK_SIZE = 16
 
 
 def test_a_start_has_twice_the_room_and_the_doctor_foresees_it(tmp_path: Path) -> None:
@@ -37,14 +38,11 @@ def test_a_start_has_twice_the_room_and_the_doctor_foresees_it(tmp_path: Path) -
 def test_without_the_flag_nothing_changes() -> None:
     loaded = as_loaded(tiny_model("llama"))
     assert with_kept_kv(loaded, CacheSettings()) is loaded
-    check_kept_kv(loaded)
+    check_kept_kv(loaded, BLOCK_SIZE)
 
 
 def test_models_that_cannot_have_it_are_refused() -> None:
     loaded = as_loaded(tiny_model("llama"))
-    on_cuda = replace(loaded, device=torch.device("cuda", 0))
-    with pytest.raises(StartRefused, match="--kv-cache-dtype int8: it is for CPUs, the model is on cuda:0"):
-        with_kept_kv(on_cuda, INT8)
     odd = replace(loaded, layers=(replace(loaded.layers[0], key_dim=6),))
     with pytest.raises(StartRefused, match="heads of 6 numbers are no multiple of 4"):
         with_kept_kv(odd, INT8)
@@ -53,13 +51,30 @@ def test_models_that_cannot_have_it_are_refused() -> None:
         with_kept_kv(recurrent, INT8)
 
 
+def test_who_has_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that convert them; who has none is told of the integers."""
+    loaded = as_loaded(tiny_model("llama"))
+    on_cuda = replace(loaded, device=torch.device("cuda", 0))
+    with pytest.raises(StartRefused, match="fp8: it is for GPUs, the model is on cpu; int8 is served there"):
+        with_kept_kv(loaded, FP8)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    refusal = r"fp8: cuda:0 is of compute capability \(8, 6\), it needs \(8, 9\); int8 is served there"
+    with pytest.raises(StartRefused, match=refusal):
+        with_kept_kv(on_cuda, FP8)
+    assert with_kept_kv(on_cuda, INT8).kv_dtype is torch.int8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert with_kept_kv(on_cuda, FP8).kv_dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("name", "kept"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
 def test_a_model_that_it_spoils_is_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = with_kept_kv(as_loaded(tiny_model("llama")), INT8)
+    loaded = replace(as_loaded(tiny_model("llama")), kept_kv=kept)
     with caplog.at_level("INFO", "slipstream.model"):
-        check_kept_kv(loaded)
-    assert "K/V in 8-bit integers: logits changed by" in caplog.text
+        check_kept_kv(loaded, BLOCK_SIZE)
+    assert f"K/V in {name}: logits changed by" in caplog.text
     monkeypatch.setattr(kept_kv, "_LIMIT", 0.0)
-    with pytest.raises(StartRefused, match="--kv-cache-dtype int8: it changes the logits by"):
-        check_kept_kv(loaded)
+    with pytest.raises(StartRefused, match=f"--kv-cache-dtype {name}: it changes the logits by"):
+        check_kept_kv(loaded, BLOCK_SIZE)

@@ -14,7 +14,7 @@ import torch
 from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from tests.support.attention_cases import assert_close, decodes, matrix, mixed
+from tests.support.attention_cases import assert_close, decodes, matrix, mixed, small
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
 from tests.support.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
 
@@ -22,12 +22,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from triton.runtime import interpreter  # noqa: E402
-
 from engine.compute.cuda import triton_attention  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
+from tests.support.interpreter import with_all_numbers  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -40,37 +39,87 @@ CPU = torch.device("cpu")
 SHARED_MEMORY = 200_000
 
 
+BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+each_kind = pytest.mark.parametrize("kept", BYTES.values(), ids=BYTES)
+
+
 @pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as its bits and would multiply those."""
-    create_dot = interpreter.InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != interpreter.tl.bfloat16:
-            return handle
-        numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(numbers, interpreter.tl.float32)
-
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widened(a), widened(b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+def all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_all_numbers(monkeypatch)
 
 
 def backend(processors: int = 4) -> TritonAttention:
     return TritonAttention(Gpu(processors, SHARED_MEMORY))
 
 
-def check(noise: Noise, processors: int = 4) -> None:
-    """Ours, with NaN in every slot that it must not read, against the reference in float32."""
-    ours = attend(noise, backend(processors), CPU, noise.dtype, poisoned=True)
-    expected = attend(noise, ReferenceAttention(), CPU, torch.float32)
-    assert_close(ours, expected, noise.dtype)
+def check(noise: Noise, processors: int = 4, kept: torch.dtype | None = None) -> None:
+    """Ours, with NaN in every slot that it must not read, against the reference in float32.
+
+    Both over K/V `kept` in the same bytes.
+    """
+    ours = attend(noise, backend(processors), CPU, noise.dtype, poisoned=True, kept=kept)
+    expected = attend(noise, ReferenceAttention(), CPU, torch.float32, kept=kept)
+    assert_close(ours, expected, noise.dtype if kept is None else weights_of(noise.dtype))
+
+
+def weights_of(dtype: torch.dtype) -> torch.dtype:
+    """What the weights of values in bytes are rounded to."""
+    return torch.bfloat16 if dtype.itemsize == 2 else dtype
 
 
 @pytest.mark.parametrize("name", matrix(4))
 def test_a_step_is_attended_as_by_the_reference(name: str) -> None:
     check(matrix(4)[name])
+
+
+IN_BYTES = small(
+    (
+        *("decodes", "one prompt", "chunk after a long context", "sinks", "sinks, soft cap and window"),
+        *("a tree beyond a tile", "a tree beyond a tile, window", "a tree beyond a tile, chunks"),
+        *("window 17", "chunks of 7", "blocks of 1", "blocks of 5", "blocks of 64", "9 heads of each"),
+        *("dims 80 and 80", "dims 128 and 128", "dims 24 and 8", "bfloat16", "float16"),
+    )
+)
+
+
+@each_kind
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_pages_of_bytes_are_read_as_by_the_reference(name: str, kept: torch.dtype) -> None:
+    check(IN_BYTES[name], kept=kept)
+
+
+@each_kind
+def test_pages_of_bytes_are_read_by_any_number_of_runs(kept: torch.dtype) -> None:
+    chunks = [Chunk(700), Chunk(1), Chunk(600, 5), random_tree(np.random.default_rng(3), 620, 18)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(Noise(chunks, LayerKv(1, 16, 16), heads_of_each=2, dtype=dtype), 1000, kept)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tokens_are_rounded_as_by_the_reference(dtype: torch.dtype, kept: torch.dtype) -> None:
+    """To the bit, and nothing else of the pages is written; a number that is none makes one row sick."""
+    layer = LayerKv(3, 12, 20)  # neither heads nor dims fill their tiles
+    chunks = [Chunk(5, 40), Chunk(30), Chunk(0, 3)]
+    inputs, num_blocks = scattered_step(chunks, 16)
+    ours, theirs = (KvTensors((layer,), num_blocks, 16, dtype, CPU, kept) for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.logspace(-7, 4, len(inputs.token_ids))[:, None, None]
+    key, value = (
+        (sizes * torch.randn(len(inputs.token_ids), 3, dim, generator=generator)).to(dtype)
+        for dim in (12, 20)
+    )
+    key[2], value[7] = 0.0, 1e-36
+    for tensor in (*ours.tensors, *theirs.tensors):
+        tensor.fill_(60)
+    backend().plan(inputs, ours).write(0, key, value)
+    ReferenceAttention().plan(inputs, theirs).write(0, key, value)
+    assert all(map(torch.equal, ours.tensors, theirs.tensors))
+    for wrong in (torch.inf, torch.nan):
+        key[4, 1, 3] = wrong
+        backend().plan(inputs, ours).write(0, key, value)
+        read, _ = ours.read(0, torch.arange(num_blocks))
+        assert int((~read.isfinite()).any(-1).sum()) == 1
 
 
 @pytest.mark.parametrize("window", [None, 150])

@@ -24,7 +24,7 @@ class TabledReference:
     """
 
     def workforce(self, kv: KvTensors) -> Workforce:
-        return Workforce.of(4, kv.dtype.itemsize)
+        return Workforce.of(4, kv.compute_dtype.itemsize)
 
     def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
         return ReferenceAttention().plan(inputs, kv)

@@ -43,7 +43,8 @@ MOST_STACK_BYTES = 512
 STAGES = 3
 INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts", "num_rows")
 ALIGNED = ("query_", "key_", "value_", "row_stride", "vocab_size")
-ITEM_BYTES = {"bf16": 2, "fp32": 4}
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FP8_CAPABILITY = 89
 
 
 class Model(NamedTuple):
@@ -55,6 +56,7 @@ class Model(NamedTuple):
     has_window: bool = False
     has_cap: bool = False
     has_sinks: bool = False
+    pages: str = "plain"
 
 
 MODELS = (
@@ -63,18 +65,30 @@ MODELS = (
     Model(256, 2, has_window=True, has_cap=True),
     Model(64, 9),
     Model(128, 4, "fp32"),
+    *(
+        Model(dim, group, dtype, pages=pages)
+        for pages in ("int8", "fp8")
+        for dim, group, dtype in ((128, 4, "bf16"), (64, 9, "fp16"), (256, 2, "bf16"), (128, 4, "fp32"))
+    ),
 )
+
+
+def kinds_of_pages(capability: int) -> tuple[str, ...]:
+    """What K/V may be kept in on such a GPU."""
+    return ("plain", "int8", "fp8") if capability >= FP8_CAPABILITY else ("plain", "int8")
 
 
 def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
     """Every tile of every model: (what it is, the tile, bytes of a number)."""
     for model in MODELS:
+        if model.pages not in kinds_of_pages(capability):
+            continue
         itemsize = ITEM_BYTES[model.dtype]
         for kind in Workforce.of(132, itemsize).kinds:
             tile = TritonTile(
                 kind.queries,
                 kind.heads(model.group),
-                kind.keys_at_once(has_trees=kind.expects_trees),
+                kind.keys_at_once(has_trees=kind.expects_trees, in_bytes=model.pages != "plain"),
                 model.group,
                 num_kv_heads=8,
                 key_dim=model.dim,
@@ -85,8 +99,9 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
                 has_trees=kind.expects_trees,
                 has_sinks=model.has_sinks,
                 most_stages=kind.stages,
+                pages=model.pages,
             ).fitted(itemsize, SHARED_MEMORY[capability])
-            yield f"{kind.name} {model.dim}x{model.group} {model.dtype}", tile, itemsize
+            yield f"{kind.name} {model.dim}x{model.group} {model.pages} {model.dtype}", tile, itemsize
 
 
 def compile_kernel(
@@ -102,6 +117,8 @@ def compile_kernel(
     `types` are those of arguments that have others than their names say.
     """
     named = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    if _pages(constants) != "plain":
+        named |= dict.fromkeys(("keys", "values"), "*i8")
     types = {name: (types or {}).get(name, kind) for name, kind in named.items()}
     aligned = [["tt.divisibility", 16]]
     hints = {
@@ -115,6 +132,11 @@ def compile_kernel(
     return registers, stack, compiled.metadata.shared
 
 
+def _pages(constants: dict[str, Any]) -> str:
+    pages: str = constants["TILE"].pages if "TILE" in constants else constants.get("PAGES", "plain")
+    return pages
+
+
 LAYERS: list[tuple[Any, dict[str, Any]]] = [
     *((norm_kernel, {"HAS_ADDED": added, "WIDTH": 4096, "PADDED": 4096}) for added in (False, True)),
     (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024}),
@@ -122,9 +144,9 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             rotate_kernel,
             {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
-            | {"DIM": 128, "PADDED_HALF": 64, "BLOCK_SIZE": 16},
+            | {"DIM": 128, "PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
         )
-        for norms in (False, True)
+        for norms, pages in ((False, "plain"), (True, "plain"), (True, "int8"), (True, "fp8"))
     ),
     *(
         (
@@ -284,10 +306,13 @@ def main() -> int:
         }
         print(capability, "merge:", *compile_kernel(merge_kernel, "bf16", merge, capability))
         dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
-        store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, **dims}
-        print(capability, "store:", *compile_kernel(store_kernel, "bf16", store, capability))
+        for pages in kinds_of_pages(capability):
+            store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, "PAGES": pages, **dims}
+            print(capability, f"store {pages}:", *compile_kernel(store_kernel, "bf16", store, capability))
         print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
         for kernel, constants in (*FILTER, *LAYERS):
+            if _pages(constants) not in kinds_of_pages(capability):
+                continue
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
         for name, (registers, stack, shared) in compile_coded(capability):
             is_good = shared <= limit and stack <= MOST_STACK_BYTES

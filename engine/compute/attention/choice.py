@@ -18,16 +18,22 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 
 log = logging.getLogger("slipstream.model")
 
+_SCALE_ROUNDING = 2**-8  # of a weight times its row's scale, in bfloat16
 _LEAST_CAPABILITY = (8, 0)  # the first with bfloat16 products and asynchronous copies
 
 
 def choose_backend(
-    device: torch.device, rows: RowAttention | None = None, *, biased: bool = False
+    device: torch.device,
+    rows: RowAttention | None = None,
+    *,
+    biased: bool = False,
+    kept: torch.dtype | None = None,
 ) -> AttentionBackend:
     """The fastest backend that works on `device`; `rows` attends from all rows on a CPU, if there is such.
 
     A `biased` model, whose keys are scored by their positions, gets one without compiled kernels. On CUDA the
-    fastest is Triton's, tried with one small step; where it cannot be had, one line of the log says why.
+    fastest is Triton's, tried with one small step over K/V `kept` as it will be; where it cannot be had, one
+    line of the log says why.
     """
     if device.type == "cpu":
         return CpuAttention(None if biased else rows)
@@ -36,14 +42,14 @@ def choose_backend(
     try:
         if biased:
             raise RuntimeError("it knows no bias by position (ALiBi)")
-        return _triton(device)
+        return _triton(device, kept)
     except Exception as error:  # whatever a compiler, a driver or a missing package may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("Attention on %s is the slow reference: %s", device, reason)
         return ReferenceAttention()
 
 
-def _triton(device: torch.device) -> AttentionBackend:
+def _triton(device: torch.device, kept: torch.dtype | None) -> AttentionBackend:
     if torch.version.cuda is None:
         raise RuntimeError("this build of torch is not for CUDA")
     capability = torch.cuda.get_device_capability(device)
@@ -54,15 +60,16 @@ def _triton(device: torch.device) -> AttentionBackend:
     from engine.compute.cuda.triton_attention import Gpu, TritonAttention
 
     backend = TritonAttention(Gpu.of(device))
-    _try(backend, device)
+    _try(backend, device, kept)
     return backend
 
 
-def _try(backend: AttentionBackend, device: torch.device) -> None:
-    """Attend from one token to itself, and wait for it."""
-    kv = KvTensors((LayerKv(1, 64, 64),), 1, 16, torch.float16, device)
+def _try(backend: AttentionBackend, device: torch.device, kept: torch.dtype | None) -> None:
+    """Attend from one token to itself, and wait for it. Its numbers are kept in bytes without loss."""
+    kv = KvTensors((LayerKv(1, 64, 64),), 1, 16, torch.float16, device, kept)
     context = AttentionContext(pack_step([Part([0], 0, 1, [0])], 16), kv, backend)
-    token = torch.ones(1, 1, 64, dtype=kv.dtype, device=device)
+    token = torch.ones(1, 1, 64, dtype=kv.compute_dtype, device=device)
     attended = context.attend(token, token, token, LayerCall(0, 1.0))
-    if not torch.equal(attended, token):
+    rounding = 0.0 if kept is None else _SCALE_ROUNDING
+    if not torch.allclose(attended, token, rtol=rounding, atol=0.0):
         raise RuntimeError("triton's kernels compute wrong results here")

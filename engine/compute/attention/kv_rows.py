@@ -1,17 +1,22 @@
-"""One tensor of pages as rows of numbers: as they are, or as integers of 8 bits with a scale for each row.
+"""One tensor of pages as rows of numbers: as they are, or in 8 bits each with a scale for each row.
 
-A row is one token's key or value of one head. Its integers and its scale follow from its numbers alone: so a
+A row is one token's key or value of one head. Its bytes and its scale follow from its numbers alone: so a
 token's K/V is the same however a sequence was cut into steps, shared or rewound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 SCALE_BYTES = 4  # of a float32
-_MOST = 127.0
+# Kinds of numbers of 8 bits that rows are kept in, and the largest of each.
+MOST_OF_BYTES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+)
 _LEAST = 1e-30  # as byte_rows.h has it: a row whose largest is less counts as zeros
 
 
@@ -87,33 +92,35 @@ class LeadingNumbers:
         return self._keys.read(blocks)[..., : self._dim]
 
 
-class Int8Rows:
-    """Integers of 8 bits. Each head of a block has its rows of them, and behind these their scales.
+class ByteRows:
+    """Numbers of the 8-bit type `kept`. Each head of a block has its rows, and behind these their scales.
 
     `pages` is int8 [num_blocks, num_kv_heads, block_size, dim + SCALE_BYTES], of which no row is one token's.
     """
 
-    def __init__(self, pages: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, pages: torch.Tensor, dtype: torch.dtype, kept: torch.dtype) -> None:
         self._shape = pages.shape
         block_size, dim = pages.shape[2], pages.shape[3] - SCALE_BYTES
         self._heads = pages.flatten(2).flatten(0, 1)
-        self._integers = self._heads[:, : block_size * dim].view(-1, block_size, dim)
+        self._bytes = self._heads[:, : block_size * dim].view(-1, block_size, dim)
         self._scales = self._heads[:, block_size * dim :].view(torch.float32)  # [heads, block_size]
         self._dtype = dtype
+        self._kept = kept
 
     def write(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
         """See KvRows."""
         place = self._place(rows)
-        self._integers[place], self._scales[place] = to_int8(numbers)
+        kept, scales = to_bytes(numbers, self._kept)
+        self._bytes[place], self._scales[place] = kept.view(torch.int8), scales
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See KvRows."""
         source, target = self._place(sources), self._place(targets)
-        self._integers[target], self._scales[target] = self._integers[source], self._scales[source]
+        self._bytes[target], self._scales[target] = self._bytes[source], self._scales[source]
 
     def gather(self, heads: torch.Tensor) -> torch.Tensor:
         """See KvRows."""
-        numbers: torch.Tensor = self._integers[heads] * self._scales[heads][..., None]
+        numbers = self._bytes[heads].view(self._kept).float() * self._scales[heads][..., None]
         return numbers.to(self._dtype).flatten(1)
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -126,16 +133,19 @@ class Int8Rows:
         return heads, rows - heads * self._shape[2]
 
 
-def to_int8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., dim] as integers [..., dim] from -127 to 127 and scales [...] to multiply them with.
+def to_bytes(numbers: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., dim] in the 8-bit type `kept`, and scales [...] to multiply them with.
 
-    A row with numbers that are not finite gets a scale that is not.
+    The largest number of a row is the largest of its type. A row with numbers that are not finite gets a
+    scale that is not.
     """
+    most = MOST_OF_BYTES[kept]
     numbers = numbers.float()
     largest = numbers.abs().amax(-1)
-    inverse = torch.where((largest > _LEAST) & largest.isfinite(), _MOST / largest, 0.0)
-    integers = (numbers * inverse[..., None]).nan_to_num(0.0).round().to(torch.int8)
-    return integers, largest / _MOST
+    quotient = torch.tensor(most) / largest  # a plain number would be multiplied with a reciprocal
+    inverse = torch.where((largest > _LEAST) & largest.isfinite(), quotient, 0.0)
+    scaled = (numbers * inverse[..., None]).nan_to_num(0.0)
+    return (scaled if kept.is_floating_point else scaled.round()).to(kept), largest / most
 
 
 class Scratch:

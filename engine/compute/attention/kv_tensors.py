@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from engine.compute.attention.huge_pages import HugePages, fill_in_background
-from engine.compute.attention.kv_rows import SCALE_BYTES, Int8Rows, KvRows, LeadingNumbers, PlainRows, Scratch
+from engine.compute.attention.kv_rows import (
+    MOST_OF_BYTES,
+    SCALE_BYTES,
+    ByteRows,
+    KvRows,
+    LeadingNumbers,
+    PlainRows,
+    Scratch,
+)
 from engine.compute.attention.layer_kv import LayerKv
 from engine.plan.step_records import BlockCopy, Int32, Int64
 
@@ -49,7 +57,8 @@ class KvTensors:
     A layer that shares another's keys and values has that one's tensors, which only the other one writes. A
     layer whose values are in its keys has one tensor for both.
 
-    Numbers of `compute_dtype` go in and come out; `dtype` is kept: the same, or int8 as `Int8Rows` has it.
+    Numbers of `compute_dtype` go in and come out; `dtype` is kept: the same, or one of 8 bits as `ByteRows`
+    has it. `tensor_dtype` is that of the tensors themselves: there int8, whatever the bytes mean.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class KvTensors:
         self.block_size = block_size
         self.compute_dtype = dtype
         self.dtype = kept or dtype
+        self.tensor_dtype = torch.int8 if self.dtype in MOST_OF_BYTES else self.dtype
         self.device = device
         self.block_bytes = bytes_per_block(self.layers, block_size, self.dtype)  # of one, in all layers
         pages = HugePages(num_blocks * self.block_bytes)
@@ -169,12 +179,12 @@ class KvTensors:
     def _zeros(self, pages: HugePages, num_kv_heads: int, dim: int) -> torch.Tensor:
         shape = (self.num_blocks, num_kv_heads, self.block_size, _width(dim, self.dtype))
         if self.device.type == "cpu":
-            return pages.zeros(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return pages.zeros(shape, self.tensor_dtype)
+        return torch.zeros(shape, dtype=self.tensor_dtype, device=self.device)
 
     def _rows(self, tensors: Sequence[torch.Tensor]) -> list[KvRows]:
-        if self.dtype is torch.int8:
-            return [Int8Rows(tensor, self.compute_dtype) for tensor in tensors]
+        if self.dtype in MOST_OF_BYTES:
+            return [ByteRows(tensor, self.compute_dtype, self.dtype) for tensor in tensors]
         scratch = Scratch(self.dtype, self.device)
         return [PlainRows(tensor, scratch) for tensor in tensors]
 
@@ -186,4 +196,4 @@ def _kept_dims(layer: LayerKv) -> tuple[int, ...]:
 
 def _width(dim: int, dtype: torch.dtype) -> int:
     """How many numbers of `dtype` a row of `dim` takes."""
-    return dim + SCALE_BYTES if dtype is torch.int8 else dim
+    return dim + SCALE_BYTES if dtype in MOST_OF_BYTES else dim

@@ -70,7 +70,7 @@ class SwapTensors:
         """Bring host blocks, the sources, which `copy_out` wrote, back into device blocks, the targets."""
         for batch in self._batches(copies):
             staging = torch.empty(
-                (len(batch), self._width), dtype=self._kv.dtype, device=self._kv.device
+                (len(batch), self._width), dtype=self._kv.tensor_dtype, device=self._kv.device
             )  # [batch, numbers of a block]
             for run in self._runs([copy.source for copy in batch]):
                 staging[run.rows].copy_(run.host, non_blocking=True)
@@ -95,7 +95,7 @@ class SwapTensors:
             first = last + 1
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
-        shape, dtype = (num_blocks, self._width), self._kv.dtype
+        shape, dtype = (num_blocks, self._width), self._kv.tensor_dtype
         if self._kv.device.type == "cuda":
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -28,7 +28,7 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     compiled or run. Attention that is not Triton's leaves the model as it is.
     """
     backend = PackedForward(loaded).backend
-    if not isinstance(backend, TritonAttention) or loaded.kept_kv is not None:
+    if not isinstance(backend, TritonAttention):
         return loaded
     try:
         count = fuse_layers(loaded, backend, block_size)

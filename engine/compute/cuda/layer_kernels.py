@@ -9,6 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.compute.cuda.triton_pages import (
+    as_bytes,
+    inverse_of,
+    largest_of,
+    row_start,
+    scale_of,
+    scale_pointers,
+)
+
 
 @triton.jit
 def norm_kernel(
@@ -54,6 +63,28 @@ def gate_kernel(gate_up, gated, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK
 
 
 @triton.jit
+def _store_halves(pages, place, halves, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """A row's halves to its `place`, (head counted through all blocks, offset)."""
+    HALF: tl.constexpr = DIM // 2
+    head, offset = place
+    low, high = halves
+    columns = tl.arange(0, low.shape[0])
+    mask = columns < HALF
+    target = pages + row_start(head, offset, DIM, BLOCK_SIZE, PAGES) + columns
+    if PAGES == "plain":
+        tl.store(target, low, mask=mask)
+        tl.store(target + HALF, high, mask=mask)
+    else:
+        low_numbers, high_numbers = low.to(tl.float32), high.to(tl.float32)
+        low_largest, high_largest = largest_of(low_numbers, 0), largest_of(high_numbers, 0)
+        largest = tl.maximum(low_largest, high_largest) + (low_largest + high_largest) * 0.0
+        inverse = inverse_of(largest, PAGES)
+        tl.store(target, as_bytes(low_numbers, inverse, PAGES), mask=mask)
+        tl.store(target + HALF, as_bytes(high_numbers, inverse, PAGES), mask=mask)
+        tl.store(scale_pointers(pages, head, offset, DIM, BLOCK_SIZE), scale_of(largest, PAGES))
+
+
+@triton.jit
 def rotate_kernel(
     qkv,
     cosines,
@@ -71,6 +102,7 @@ def rotate_kernel(
     DIM: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """One head of one token, of rows [queries, keys, values]; grid (tokens * (heads + 2 * K/V heads)).
 
@@ -114,7 +146,7 @@ def rotate_kernel(
         if head >= NUM_HEADS + NUM_KV_HEADS:
             pages = values
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-        place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        target = pages + place * DIM + columns
-        tl.store(target, low.to(keys.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, high.to(keys.dtype.element_ty), mask=mask)
+        place = (slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
+        # Rounded first: a layer that is not fused stores the same bytes.
+        halves = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)
+        _store_halves(pages, place, halves, DIM, BLOCK_SIZE, PAGES)

@@ -17,6 +17,7 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.cuda.layer_kernels import rotate_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.compute.cuda.triton_pages import pages_of
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded
 from engine.compute.cuda.triton_work import HeadShape, TileKind, Workforce
@@ -54,7 +55,7 @@ class TritonAttention:
 
     def workforce(self, kv: KvTensors) -> Workforce:
         """The processors that the work over `kv` is divided among."""
-        return Workforce.of(self._gpu.processors, kv.dtype.itemsize)
+        return Workforce.of(self._gpu.processors, kv.compute_dtype.itemsize)
 
     def step(self, tables: StepTables, kv: KvTensors) -> TritonStep:
         """A step over tables that the caller fills, and may refill once the step was recorded."""
@@ -69,7 +70,8 @@ class TritonStep:
         self._tables = tables
         self._kv = kv
         self._tiles: dict[tuple[str, int, LayerKv, bool, bool], TritonTile] = {}
-        self._kinds = Workforce.of(gpu.processors, kv.dtype.itemsize).kinds
+        self._kinds = Workforce.of(gpu.processors, kv.compute_dtype.itemsize).kinds
+        self._pages = pages_of(kv.dtype)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See StepAttention."""
@@ -90,6 +92,7 @@ class TritonStep:
             PADDED_VALUE_DIM=padded(shape.value_dim),
             BLOCK_SIZE=self._kv.block_size,
             HEADS=1 << (shape.num_kv_heads - 1).bit_length(),
+            PAGES=self._pages,
         )
 
     def rotate_and_write(
@@ -120,6 +123,7 @@ class TritonStep:
             DIM=dim,
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
             BLOCK_SIZE=self._kv.block_size,
+            PAGES=self._pages,
             num_warps=1,  # for half a head
         )
         return query
@@ -193,7 +197,7 @@ class TritonStep:
             arrays["tree_bits"].shape[1],
             TILE=tile,
             num_warps=tile.num_warps,
-            num_stages=max(1, tile.stages(self._kv.dtype.itemsize, self._gpu.shared_memory)),
+            num_stages=max(1, tile.stages(self._kv.compute_dtype.itemsize, self._gpu.shared_memory)),
         )
 
     def _tile(self, kind: TileKind, num_heads: int, call: LayerCall) -> TritonTile:
@@ -204,7 +208,7 @@ class TritonStep:
         tile = TritonTile(
             queries=kind.queries,
             heads=heads,
-            keys=kind.keys_at_once(has_trees=has_trees),
+            keys=kind.keys_at_once(has_trees=has_trees, in_bytes=self._pages != "plain"),
             group=group,
             num_kv_heads=layer.num_kv_heads,
             key_dim=layer.key_dim,
@@ -216,8 +220,9 @@ class TritonStep:
             has_sinks=call.sinks is not None,
             has_trees=has_trees,
             most_stages=kind.stages,
+            pages=self._pages,
         )
-        return tile.fitted(self._kv.dtype.itemsize, self._gpu.shared_memory)
+        return tile.fitted(self._kv.compute_dtype.itemsize, self._gpu.shared_memory)
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,16 +13,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.compute.cuda.triton_pages import (
+    as_bytes,
+    as_numbers,
+    inverse_of,
+    largest_of,
+    row_start,
+    scale_of,
+    scale_pointers,
+    scales_before,
+)
+
 ITEM_COLUMNS = tl.constexpr(5)
 MERGE_COLUMNS = tl.constexpr(4)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_rows(tensor, rows, wanted, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of a tensor in which they lie densely: [rows, PADDED], zeros where one is not wanted."""
+def _load_rows(
+    tensor,
+    head,
+    slots,
+    wanted,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The rows in `slots`, counted through all heads: [rows, PADDED], zeros where one is not wanted."""
     dims = tl.arange(0, PADDED)[None, :]
-    pointers = tensor + rows[:, None] * DIM + dims
+    if TILE.pages == "plain":
+        pointers = tensor + slots[:, None] * DIM + dims
+    else:
+        pointers = tensor + (slots * DIM + scales_before(head, TILE.block_size))[:, None] + dims
     if MASKED:
         mask = wanted[:, None]
         if DIM != PADDED:
@@ -80,6 +103,15 @@ def _visible(start, wanted, rows, sequence, window, TILE: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(pages, head, offset, wanted, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """What each row of bytes is multiplied with: [1, rows]."""
+    pointers = scale_pointers(pages, head, offset, DIM, TILE.block_size)
+    if MASKED:
+        return tl.load(pointers, mask=wanted, other=0.0)[None, :]
+    return tl.load(pointers)[None, :]
+
+
+@triton.jit
 def _sweep(
     state,
     first,
@@ -95,7 +127,9 @@ def _sweep(
 ):
     """Take the keys [first, stop) into the running (sum of values, highest score, weight) of each row.
 
-    With MASKED, keys outside `readable` are not even loaded: what lies there may be no number.
+    With MASKED, keys outside `readable` are not even loaded: what lies there may be no number. A row's scale
+    is taken to its score, or to its weight: there it is one product for all of the row's numbers. Weights of
+    values in bytes are bfloat16 where others are of 16 bits: scaled ones may be too small for float16.
     """
     total, highest, weight = state
     readable_first, readable_stop = readable
@@ -103,6 +137,9 @@ def _sweep(
     scale, cap, window = scaling
     # Loading ahead pays in long sweeps; of a few keys' tree bits it would only fill registers.
     STAGES: tl.constexpr = 1 if MASKED and TILE.has_trees else None
+    PAGES: tl.constexpr = TILE.pages
+    IN_BYTES: tl.constexpr = PAGES != "plain"
+    VALUE_TYPE: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.bfloat16
     for start in tl.range(first, stop, TILE.keys, num_stages=STAGES):
         key = start + tl.arange(0, TILE.keys)
         wanted = (key >= readable_first) & (key < readable_stop)
@@ -110,9 +147,13 @@ def _sweep(
             block = tl.load(table + key // TILE.block_size, mask=wanted, other=0)
         else:
             block = tl.load(table + key // TILE.block_size)
-        slots = (block.to(tl.int64) * TILE.num_kv_heads + kv_head) * TILE.block_size + key % TILE.block_size
-        key_tile = _load_rows(keys, slots, wanted, TILE.key_dim, TILE.padded_key_dim, MASKED)
+        head, offset = block.to(tl.int64) * TILE.num_kv_heads + kv_head, key % TILE.block_size
+        slots = head * TILE.block_size + offset
+        key_rows = _load_rows(keys, head, slots, wanted, TILE.key_dim, TILE.padded_key_dim, TILE, MASKED)
+        key_tile = as_numbers(key_rows, query.dtype, PAGES)
         scores = tl.dot(query, tl.trans(key_tile), input_precision="tf32x3") * scale
+        if IN_BYTES:
+            scores *= _load_scales(keys, head, offset, wanted, TILE.key_dim, TILE, MASKED)
         if TILE.has_cap:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # the hyperbolic tangent
         if MASKED:
@@ -122,7 +163,12 @@ def _sweep(
         shrink = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
         weight = weight * shrink + tl.sum(weights, 1)
-        value_tile = _load_rows(values, slots, wanted, TILE.value_dim, TILE.padded_value_dim, MASKED)
+        value_rows = _load_rows(
+            values, head, slots, wanted, TILE.value_dim, TILE.padded_value_dim, TILE, MASKED
+        )
+        value_tile = as_numbers(value_rows, VALUE_TYPE, PAGES)
+        if IN_BYTES:
+            weights *= _load_scales(values, head, offset, wanted, TILE.value_dim, TILE, MASKED)
         total = total * shrink[:, None]
         total = tl.dot(weights.to(value_tile.dtype), value_tile, total, input_precision="tf32x3")
         highest = new_highest
@@ -340,13 +386,23 @@ def _store_token(
     PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM]."""
-    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED)[None, :]
-    mask = (heads < NUM_KV_HEADS) & (dims < DIM)
-    rows = tl.load(new + token * token_stride + heads.to(tl.int64) * head_stride + dims, mask=mask)
-    target = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-    tl.store(tensor + target * DIM + dims, rows, mask=mask)
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
+    is_head = heads < NUM_KV_HEADS
+    mask = is_head[:, None] & (dims < DIM)
+    sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
+    head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
+    targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
+    if PAGES == "plain":
+        tl.store(targets, tl.load(sources, mask=mask), mask=mask)
+    else:
+        rows = tl.load(sources, mask=mask, other=0.0).to(tl.float32)
+        largest = largest_of(rows, 1)
+        tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
+        scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
+        tl.store(scales, scale_of(largest, PAGES), mask=is_head)
 
 
 @triton.jit
@@ -367,6 +423,7 @@ def store_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token."""
     token = tl.program_id(0).to(tl.int64)
@@ -385,6 +442,7 @@ def store_kernel(
         PADDED_KEY_DIM,
         BLOCK_SIZE,
         HEADS,
+        PAGES,
     )
     _store_token(
         value,
@@ -398,4 +456,5 @@ def store_kernel(
         PADDED_VALUE_DIM,
         BLOCK_SIZE,
         HEADS,
+        PAGES,
     )

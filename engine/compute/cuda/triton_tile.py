@@ -13,7 +13,8 @@ class TritonTile:
 
     `group` heads share a K/V head in the whole model, in `head_tiles` tiles. What is `padded` is the next
     power of two that a matrix product takes. `in_chunks` has the window be a chunk that tokens see alone.
-    Up to `most_stages` steps of keys are on their way at once, the one that is worked on included.
+    Up to `most_stages` steps of keys are on their way at once, the one that is worked on included. `pages`
+    says what they are read from, as PAGES of triton_pages.
     """
 
     queries: int
@@ -30,6 +31,7 @@ class TritonTile:
     in_chunks: bool = False
     has_sinks: bool = False
     most_stages: int = 3
+    pages: str = "plain"
 
     def __repr__(self) -> str:
         """All that a kernel takes from it: by these words Triton finds what it compiled, even long ago."""

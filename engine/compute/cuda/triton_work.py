@@ -19,6 +19,8 @@ Indices = NDArray[np.intp]
 
 # The most keys at a time of a kernel for draft trees: three words of bits hold them, wherever they begin.
 _MOST_TREE_KEYS = 64
+# The most of a kernel whose tiles have many rows, over keys in bytes: more of them outgrow its registers.
+_MOST_BYTE_KEYS, _MANY_ROWS = 64, 128
 
 
 class HeadShape(NamedTuple):
@@ -58,9 +60,11 @@ class TileKind(NamedTuple):
         """How many of the `group` heads that share a K/V head one tile takes."""
         return min(group, self.max_heads)
 
-    def keys_at_once(self, *, has_trees: bool) -> int:
+    def keys_at_once(self, *, has_trees: bool, in_bytes: bool = False) -> int:
         """How many keys one step of its kernel takes."""
-        return min(self.keys, _MOST_TREE_KEYS) if has_trees else self.keys
+        is_full = in_bytes and self.queries >= _MANY_ROWS
+        most = _MOST_BYTE_KEYS if is_full else self.keys
+        return min(most, self.keys, _MOST_TREE_KEYS) if has_trees else min(most, self.keys)
 
     def programs_of_an_item(self, shape: HeadShape) -> int:
         """How many programs the heads of one item take."""

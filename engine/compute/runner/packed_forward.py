@@ -44,7 +44,10 @@ class PackedForward:
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(
-            loaded.device, loaded.kernels, biased=any(layer.biased for layer in loaded.layers)
+            loaded.device,
+            loaded.kernels,
+            biased=any(layer.biased for layer in loaded.layers),
+            kept=loaded.kept_kv,
         )
         base = loaded.model.base_model
         self._decoder = base if isinstance(base, NativeDecoder) else None

@@ -74,9 +74,13 @@ def plain_sample(forward: PackedForward | RecurrentForward) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def packed_sample(forward: PackedForward | RecurrentForward, kept: torch.dtype | None = None) -> torch.Tensor:
+def packed_sample(
+    forward: PackedForward | RecurrentForward,
+    kept: torch.dtype | None = None,
+    block_size: int = _BLOCK_SIZE,
+) -> torch.Tensor:
     """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V."""
-    return _packed_logits(forward, _sequences(forward), kept)
+    return _packed_logits(forward, _sequences(forward), kept, block_size)
 
 
 def packed_difference(

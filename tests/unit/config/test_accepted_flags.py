@@ -10,7 +10,7 @@ from config import load_settings
     [
         *(f"--compile={word}" for word in ("auto", "on", "off")),
         *(f"--quantization={word}" for word in ("none", "int8", "int4")),
-        *(f"--kv-cache-dtype={word}" for word in ("auto", "int8")),
+        *(f"--kv-cache-dtype={word}" for word in ("auto", "int8", "fp8")),
         "--swap-space=0",
         "--swap-space=2GiB",
         "--prefix-caching",

@@ -22,6 +22,10 @@ def test_the_fingerprint_tells_all_that_decides_the_bytes_of_k_v() -> None:
     half = KvTensors(loaded.layers, 4, 16, torch.bfloat16, CPU)
     small = KvTensors(loaded.layers, 4, 8, torch.float32, CPU)
     more = KvTensors(loaded.layers, 9, 16, torch.float32, CPU)
+    in_bytes = [
+        KvTensors(loaded.layers, 4, 16, torch.float32, CPU, kept)
+        for kept in (torch.int8, torch.float8_e4m3fn)
+    ]
     int8 = load_settings(["--quantization", "int8"], environ={})
     own = kv_fingerprint(settings, loaded, "weights", kv)
     assert kv_fingerprint(settings, loaded, "weights", more) == own
@@ -30,11 +34,12 @@ def test_the_fingerprint_tells_all_that_decides_the_bytes_of_k_v() -> None:
         kv_fingerprint(int8, loaded, "weights", kv),
         kv_fingerprint(settings, loaded, "weights", half),
         kv_fingerprint(settings, loaded, "weights", small),
+        *(kv_fingerprint(settings, loaded, "weights", kept) for kept in in_bytes),
         kv_fingerprint(settings, replace(loaded, kernels_used="others"), "weights", kv),
         kv_fingerprint(settings, replace(loaded, dtype=torch.bfloat16), "weights", kv),
         kv_fingerprint(settings, replace(loaded, max_model_len=17), "weights", kv),
     ]
-    assert len({own, *others}) == 8
+    assert len({own, *others}) == 10
 
 
 def test_without_a_directory_or_a_prefix_cache_nothing_is_kept(tmp_path: Path) -> None:

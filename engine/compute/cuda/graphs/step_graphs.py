@@ -173,7 +173,7 @@ class StepGraphs:
 
     def _probe(self, backend: TabledAttention) -> _Probe:
         """Compute one token beside the K/V that is served."""
-        kv = self._forward.make_kv(1, self._kv.block_size)
+        kv = self._forward.make_kv(1, self._kv.block_size, self._kv.dtype)
         inputs = pack_step([Part([0], 0, 1, [0])], kv.block_size)
         tables = StepTables(kv.device, backend.workforce(kv))
         tables.fill(inputs)

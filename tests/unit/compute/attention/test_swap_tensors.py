@@ -34,6 +34,24 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(swap_tensors, "_STAGING_BYTES", 4 * block_bytes)
 
 
+def test_bytes_come_back_as_they_were() -> None:
+    """They mean floats, which few operations take."""
+    layers = (LayerKv(2, 8, 8), LayerKv(1, 4, 8))
+    kv = KvTensors(layers, 6, 4, torch.float32, torch.device("cpu"), torch.float8_e4m3fn)
+    for tensor in kv.tensors:
+        tensor.random_(-128, 128)
+    before = [tensor[3].clone() for tensor in kv.tensors]
+    swap = SwapTensors(kv, 2)
+    swap.reserve([1])
+    swap.copy_out([BlockCopy(3, 1)])
+    kv.scrub_blocks([3])
+    assert not any(tensor[3].any() for tensor in kv.tensors)
+    swap.copy_in([BlockCopy(1, 5)])
+    assert swap.reserved_bytes == 2 * kv.block_bytes
+    for tensor, was in zip(kv.tensors, before, strict=True):
+        assert torch.equal(tensor[5], was)
+
+
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_back_is_what_went_out(dtype: torch.dtype) -> None:

@@ -1,0 +1,52 @@
+"""Triton's interpreter with the numbers of a GPU: it keeps those that numpy lacks as their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+_TORCH = {
+    interpreter.tl.float32: torch.float32,
+    interpreter.tl.float16: torch.float16,
+    interpreter.tl.bfloat16: torch.bfloat16,
+    interpreter.tl.float8e4nv: torch.float8_e4m3fn,
+}
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def with_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have it multiply bfloat16, make it of integers, and round to the nearest even: torch's own rounding."""
+    builder = interpreter.InterpreterBuilder
+    create_dot, cast, convert = builder.create_dot, builder.cast_impl, interpreter._convert_float
+
+    def is_bfloat16(kind: Any) -> bool:
+        return bool(kind.scalar == interpreter.tl.bfloat16)
+
+    def as_float32(handle: Any) -> Any:
+        if not is_bfloat16(handle.dtype):
+            return handle
+        numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, interpreter.tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, as_float32(a), as_float32(b), *rest)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if is_bfloat16(target) and source.dtype.scalar.is_int():
+            source = interpreter.TensorHandle(source.data.astype(np.float32), interpreter.tl.float32)
+        return cast(self, source, target)
+
+    def convert_float(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source not in _TORCH or target not in _TORCH:
+            return convert(numbers, source, target, rounding)
+        given = torch.from_numpy(np.ascontiguousarray(numbers)).view(_TORCH[source])
+        rounded = given.to(_TORCH[target])
+        return rounded.view(torch.uint8).numpy().view(_BITS[rounded.itemsize]).reshape(numbers.shape)
+
+    monkeypatch.setattr(builder, "create_dot", dot)
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
