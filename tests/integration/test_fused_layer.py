@@ -162,7 +162,10 @@ def test_heads_are_rounded_to_the_bytes_that_a_plain_layer_stores(
 
 
 @pytest.mark.parametrize("kept", BYTES.values(), ids=BYTES)
-def test_fused_layers_keep_what_plain_ones_keep_in_bytes(kept: torch.dtype) -> None:
+def test_fused_layers_keep_what_plain_ones_keep_in_bytes(
+    kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_all_numbers(monkeypatch)
     loaded = replace(as_loaded(tiny_model("llama")), kept_kv=kept)
     forward = PackedForward(loaded)
     plain, kept_plain = packed_sample(forward), packed_sample(forward, kept)
