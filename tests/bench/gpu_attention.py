@@ -2,7 +2,8 @@
 
 Decode: the bytes of keys and values that must be read, over the time; beside it what a plain copy reaches.
 Prefill: the arithmetic of causal attention over the time; beside it a large product, and torch's own causal
-attention over keys that lie densely. The shape is a layer of Llama 3 8B in bfloat16.
+attention over keys that lie densely. Kept: decodes and a chunk over K/V of 8 bits, beside bfloat16. The
+shape is a layer of Llama 3 8B in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from engine.compute.attention import LayerCall
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_tensors import KvTensors, bytes_per_block
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention, TritonStep
 from tests.bench.gpu import device_rates
@@ -34,6 +35,9 @@ DTYPE = torch.bfloat16
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 128)]
 VERIFIED_TOKENS = 5
 PREFILLS = [(0, 4096), (8192, 512)]  # (context, tokens)
+KEPT = {"bfloat16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # what K/V is kept in
+KEPT_CONTEXT = 8192
+KEPT_STEPS = [(1, 1), (32, 1), (1, 2048)]  # (sequences, tokens of each)
 RUNS = 5
 REPEATS = 10
 # The layers of a case are read one after another, and together hold this much: no cache keeps them.
@@ -44,15 +48,15 @@ MOST_LAYERS = 64
 class Case:
     """A step over as many layers as outgrow every cache, recorded as one CUDA graph."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, kept: torch.dtype | None = None
+    ) -> None:
         inputs, num_blocks = scattered_step(chunks, BLOCK_SIZE)
         self.num_tokens = len(inputs.token_ids)
-        row_bytes = LAYER.num_kv_heads * (LAYER.key_dim + LAYER.value_dim) * DTYPE.itemsize
-        self.bytes = int(inputs.kv_lens.sum()) * row_bytes
+        self.bytes = int(inputs.kv_lens.sum()) * bytes_per_block((LAYER,), 1, kept or DTYPE)
         self.num_layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // self.bytes)))
-        kv = KvTensors([LAYER] * self.num_layers, num_blocks, BLOCK_SIZE, DTYPE, device)
-        for tensor in kv.tensors:
-            tensor.normal_()
+        kv = KvTensors([LAYER] * self.num_layers, num_blocks, BLOCK_SIZE, DTYPE, device, kept)
+        _fill_alike(kv)
         self._query = torch.randn(self.num_tokens, HEADS, LAYER.key_dim, dtype=DTYPE, device=device)
         self._step: TritonStep = TritonAttention(Gpu.of(device)).plan(inputs, kv)
         self.attend_all()  # compiles
@@ -65,6 +69,19 @@ class Case:
         """One call a layer."""
         for layer in range(self.num_layers):
             self._step.attend(self._query, LayerCall(layer, LAYER.key_dim**-0.5))
+
+
+def _fill_alike(kv: KvTensors) -> None:
+    """Put noise into every slot, the same in every layer."""
+    slots = torch.arange(kv.num_blocks * BLOCK_SIZE, device=kv.device)
+    shape = (len(slots), LAYER.num_kv_heads)
+    key, value = (
+        torch.randn(*shape, dim, dtype=DTYPE, device=kv.device) for dim in (LAYER.key_dim, LAYER.value_dim)
+    )
+    kv.write(0, kv.rows_of(slots, LAYER.num_kv_heads), key, value)
+    for pages in (kv.keys, kv.values):
+        for tensor in pages[1:]:
+            tensor.copy_(pages[0])
 
 
 def seconds_of(work: Callable[[], object]) -> list[float]:
@@ -130,6 +147,24 @@ def run_prefill(device: torch.device) -> Section:
     return section
 
 
+def run_kept(device: torch.device) -> Section:
+    """What K/V of 8 bits saves of a layer of attention, beside bfloat16 in the same run."""
+    section = Section("kept", f"{KEPT_CONTEXT:,} tokens of context, K/V in 16 and in 8 bits")
+    for sequences, tokens in KEPT_STEPS:
+        plain = 0.0
+        for name, kept in KEPT.items():
+            case = Case([Chunk(KEPT_CONTEXT - tokens, tokens)] * sequences, device, kept)
+            runs = [1e6 * one / case.num_layers for one in seconds_of(case.graph.replay)]
+            row = f"{sequences} x {tokens}, {name}"
+            median = section.add(row, "layer", "µs", runs).median or 0.0
+            plain = median if kept is None else plain
+            section.add(row, "of bfloat16", "%", [100 * one / plain for one in runs])
+            del case
+            torch.cuda.empty_cache()
+    section.notes.append("Sequences x tokens of each. Layer: as in decode; K/V is written beforehand.")
+    return section
+
+
 def dense_attention(tokens: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """Torch's causal attention in the same shape."""
     shapes = [
@@ -157,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     console, facts = Console(width=120), about()
     console.print_json(json.dumps(facts))
-    sections = [run_decode(device), run_prefill(device)]
+    sections = [run_decode(device), run_prefill(device), run_kept(device)]
     for section in sections:
         section.show(console)
     if arguments.json is not None:

@@ -36,6 +36,7 @@ from engine.plan.step_records import (
     StepInputs,
     TokenCounts,
 )
+from tests.support.attention_noise import numbers_in, write_noise
 from tests.support.fixed_grammar import Allowing
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recorded import with_sampling
@@ -51,6 +52,9 @@ from engine.compute.cuda.graphs.recorder import CudaRecorder  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 BLOCK_SIZE = 16
+BYTES = [torch.int8]
+if torch.cuda.get_device_capability(CUDA) >= (8, 9):
+    BYTES.append(torch.float8_e4m3fn)
 NUM_SEQS = 12
 BLOCKS_EACH = 16
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
@@ -293,6 +297,21 @@ def test_a_row_that_is_not_finite_fails_alone_and_stops_no_later_step(
     for runner in (plain, ahead):
         for tensor in runner.kv.tensors:
             tensor.zero_()
+
+
+@pytest.mark.parametrize("kept", BYTES)
+def test_steps_over_bytes_are_the_plain_ones(kept: torch.dtype) -> None:
+    """And what they leave in the pages, but for numbers between two that bytes hold."""
+    loaded = replace(load("llama"), kept_kv=kept)
+    plain, ahead = make_plain(loaded), make_ahead(loaded)
+    assert len(ahead.graphs.shapes) == len(LIMITS.shapes())
+    for name in ("some", "chains", "a tree", "a prompt"):
+        for runner in (plain, ahead):
+            write_noise(runner.kv, seed=3)
+        inputs = pack_step(STEPS[name], BLOCK_SIZE, temperature=1.0)
+        assert ahead.run(inputs).rows == plain.run(inputs).rows
+        for mine, theirs in zip(numbers_in(ahead.kv), numbers_in(plain.kv), strict=True):
+            assert (mine - theirs).abs().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2"])

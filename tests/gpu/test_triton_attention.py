@@ -9,7 +9,7 @@ import torch
 from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention, choose_backend
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from tests.support.attention_cases import assert_close, matrix, mixed
+from tests.support.attention_cases import OVER_BYTES, assert_close, matrix, mixed
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
 
 pytestmark = pytest.mark.gpu
@@ -24,21 +24,32 @@ from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
 CUDA = torch.device("cuda", 0)
 LLAMA_8B = LayerKv(8, 128, 128)
 GEMMA = LayerKv(4, 256, 256, 1024)
+BYTES = {"int8": torch.int8}
+if torch.cuda.get_device_capability(CUDA) >= (8, 9):
+    BYTES["fp8"] = torch.float8_e4m3fn
+each_kind = pytest.mark.parametrize("kept", BYTES.values(), ids=BYTES)
 
 
 def backend() -> TritonAttention:
     return TritonAttention(Gpu.of(CUDA))
 
 
-def check(noise: Noise) -> None:
-    """Ours, with NaN in every slot that it must not read, against the reference in float32."""
-    ours = attend(noise, backend(), CUDA, noise.dtype, poisoned=True)
-    expected = attend(noise, ReferenceAttention(), CUDA, torch.float32)
-    assert_close(ours, expected, noise.dtype)
+def check(noise: Noise, kept: torch.dtype | None = None) -> None:
+    """Ours, with NaN in every slot that it must not read, against the reference in float32.
+
+    Both over K/V `kept` in the same bytes; weights of bytes are bfloat16 where numbers are of 16 bits.
+    """
+    ours = attend(noise, backend(), CUDA, noise.dtype, poisoned=True, kept=kept)
+    expected = attend(noise, ReferenceAttention(), CUDA, torch.float32, kept=kept)
+    if kept is not None and noise.dtype.itemsize == 2:
+        assert_close(ours, expected, torch.bfloat16)
+    else:
+        assert_close(ours, expected, noise.dtype)
 
 
-def test_it_is_chosen() -> None:
-    assert isinstance(choose_backend(CUDA), TritonAttention)
+@pytest.mark.parametrize("kept", [None, *BYTES.values()])
+def test_it_is_chosen(kept: torch.dtype | None) -> None:
+    assert isinstance(choose_backend(CUDA, kept=kept), TritonAttention)
 
 
 @pytest.mark.parametrize("name", matrix(20))
@@ -59,7 +70,33 @@ def test_models_as_they_are(layer: LayerKv, heads_of_each: int, dtype: torch.dty
         random_tree(rng, 5000, 63),
     ]
     softcap = 50.0 if layer is GEMMA else None
-    check(Noise(chunks, layer, heads_of_each, dtype=dtype, softcap=softcap))
+    noise = Noise(chunks, layer, heads_of_each, dtype=dtype, softcap=softcap)
+    for kept in (None, *BYTES.values()):
+        check(noise, kept)
+
+
+@each_kind
+@pytest.mark.parametrize("name", OVER_BYTES)
+def test_pages_of_bytes_are_read_as_by_the_reference(name: str, kept: torch.dtype) -> None:
+    check(matrix(20)[name], kept)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tokens_are_rounded_as_by_the_reference(dtype: torch.dtype, kept: torch.dtype) -> None:
+    """To the bit of what a CPU makes of them, and nothing else of the pages is written."""
+    layer, cpu = LayerKv(3, 12, 20), torch.device("cpu")
+    inputs, num_blocks = scattered_step([Chunk(5, 400), Chunk(30), Chunk(0, 3)], 16)
+    ours, theirs = (KvTensors((layer,), num_blocks, 16, dtype, device, kept) for device in (CUDA, cpu))
+    sizes = torch.logspace(-7, 4, len(inputs.token_ids))[:, None, None]
+    key, value = ((sizes * torch.randn(len(inputs.token_ids), 3, dim)).to(dtype) for dim in (12, 20))
+    key[2], value[7] = 0.0, 1e-36
+    for tensor in (*ours.tensors, *theirs.tensors):
+        tensor.fill_(60)
+    backend().plan(inputs, ours).write(0, key.to(CUDA), value.to(CUDA))
+    ReferenceAttention().plan(inputs, theirs).write(0, key, value)
+    for mine, expected in zip(ours.tensors, theirs.tensors, strict=True):
+        assert torch.equal(mine.cpu(), expected)
 
 
 @pytest.mark.parametrize("length", [1, 1000, 40_000])

@@ -14,7 +14,7 @@ import torch
 from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from tests.support.attention_cases import assert_close, decodes, matrix, mixed, small
+from tests.support.attention_cases import OVER_BYTES, assert_close, decodes, matrix, mixed
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
 from tests.support.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
 
@@ -72,20 +72,10 @@ def test_a_step_is_attended_as_by_the_reference(name: str) -> None:
     check(matrix(4)[name])
 
 
-IN_BYTES = small(
-    (
-        *("decodes", "one prompt", "chunk after a long context", "sinks", "sinks, soft cap and window"),
-        *("a tree beyond a tile", "a tree beyond a tile, window", "a tree beyond a tile, chunks"),
-        *("window 17", "chunks of 7", "blocks of 1", "blocks of 5", "blocks of 64", "9 heads of each"),
-        *("dims 80 and 80", "dims 128 and 128", "dims 24 and 8", "bfloat16", "float16"),
-    )
-)
-
-
 @each_kind
-@pytest.mark.parametrize("name", IN_BYTES)
+@pytest.mark.parametrize("name", OVER_BYTES)
 def test_pages_of_bytes_are_read_as_by_the_reference(name: str, kept: torch.dtype) -> None:
-    check(IN_BYTES[name], kept=kept)
+    check(matrix(1)[name], kept=kept)
 
 
 @each_kind

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine.compute.attention import ReferenceAttention
-from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import StepInputs
+from tests.support.attention_noise import numbers_in, write_noise
 from tests.support.packed import load_tiny, random_tokens
 from tests.support.recorded import Playback
 
@@ -39,6 +39,8 @@ BLOCKS = [list(range(16 * row, 16 * row + 16)) for row in range(4)]
 
 
 KEPT = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# By how much of itself a number may differ that is rounded the other way.
+ONE_STEP = {None: 0.0, torch.int8: 2**-6, torch.float8_e4m3fn: 2**-3}
 
 
 def make_plain(family: str, kept: torch.dtype | None = None) -> ModelRunner:
@@ -75,39 +77,19 @@ def all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_all_numbers(monkeypatch)
 
 
-def fill(kv: KvTensors, seed: int) -> None:
-    """Noise in every slot."""
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.arange(kv.num_blocks * kv.block_size)
-    for index, layer in enumerate(kv.layers):
-        key, value = (
-            torch.randn(len(slots), layer.num_kv_heads, dim, generator=generator)
-            for dim in (layer.key_dim, layer.value_dim)
-        )
-        kv.write(index, kv.rows_of(slots, layer.num_kv_heads), key, value)
-
-
-def numbers_in(kv: KvTensors) -> list[torch.Tensor]:
-    """The keys and values of every layer."""
-    blocks = torch.arange(kv.num_blocks)
-    return [numbers for layer in range(len(kv.layers)) for numbers in kv.read(layer, blocks)]
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 def test_recorded_steps_are_the_plain_ones(family: str, name: str, kept: torch.dtype | None) -> None:
     plain, ahead = make_plain(family, kept), make_ahead(family, kept)
     for runner in (plain, ahead):
-        fill(runner.kv, seed=3)
+        write_noise(runner.kv, seed=3)
     replayed: list[object] = []
     ahead.pass_modules[0].register_forward_hook(lambda *_: replayed.append(1))
     inputs: StepInputs = pack_step(STEPS[name], BLOCK_SIZE, temperature=1.0)
     assert ahead.run(inputs).rows == plain.run(inputs).rows
     assert replayed
-    step = {None: 0.0, torch.int8: 2**-6, torch.float8_e4m3fn: 2**-3}[
-        kept
-    ]  # of one that is rounded elsewhere
+    step = ONE_STEP[kept]
     for mine, theirs in zip(numbers_in(ahead.kv), numbers_in(plain.kv), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4 + 4 * step, rtol=1e-4 + step)
         assert (mine - theirs).abs().mean() <= 1e-4

@@ -11,6 +11,14 @@ import torch
 from engine.compute.attention.layer_kv import LayerKv
 from tests.support.attention_noise import Chunk, Noise, random_tree, tree
 
+# What is tried over K/V of 8 bits as well, of `matrix`.
+OVER_BYTES = (
+    *("decodes", "one prompt", "chunk after a long context", "sinks", "sinks, soft cap and window"),
+    *("a tree beyond a tile", "a tree beyond a tile, window", "a tree beyond a tile, chunks"),
+    *("window 17", "chunks of 7", "blocks of 1", "blocks of 5", "blocks of 64", "9 heads of each"),
+    *("dims 80 and 80", "dims 128 and 128", "dims 24 and 8", "bfloat16", "float16"),
+)
+
 
 def mixed(scale: int) -> list[Chunk]:
     """Decodes, chains and trees under verification, prompts with and without a context."""

@@ -113,3 +113,22 @@ def hidden_slots(inputs: StepInputs, num_blocks: int, block_size: int, reach: Re
         places = np.arange(0 if reach is None else max(0, reach.first(int(context))), kv_len)
         hidden[inputs.block_tables[row, places // block_size] * block_size + places % block_size] = False
     return hidden
+
+
+def write_noise(kv: KvTensors, seed: int) -> None:
+    """Put the same noise into every slot, whatever the K/V is kept in."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.arange(kv.num_blocks * kv.block_size, device=kv.device)
+    for index, layer in enumerate(kv.layers):
+        key, value = (
+            torch.randn(len(slots), layer.num_kv_heads, dim, generator=generator)
+            for dim in (layer.key_dim, layer.value_dim)
+        )
+        rows = kv.rows_of(slots, layer.num_kv_heads)
+        kv.write(index, rows, key.to(kv.device, kv.compute_dtype), value.to(kv.device, kv.compute_dtype))
+
+
+def numbers_in(kv: KvTensors) -> list[torch.Tensor]:
+    """Copies of the keys and values of every layer, each [num_blocks, num_kv_heads, block_size, dim]."""
+    blocks = torch.arange(kv.num_blocks, device=kv.device)
+    return [numbers.clone() for layer in range(len(kv.layers)) for numbers in kv.read(layer, blocks)]
