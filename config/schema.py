@@ -179,9 +179,7 @@ class CacheSettings(Section):
         0.9, gt=0, le=1, description="share of a GPU's memory for weights, K/V and work space"
     )
     kv_cache_dtype: KvDtype = Field(
-        "auto",
-        description="what K/V is kept in; auto = as computed, int8 = half the memory, nearly exact, "
-        "fp8 = as much on a GPU, rounded more",
+        "auto", description="how K/V is kept; auto = as computed; int8, fp8 (GPU) = half the memory"
     )
     swap_space: Size = Field(2**30, ge=0, description="host memory for preempted K/V and states; 0 = none")
     prefix_caching: bool = Field(True, description="keep and reuse the K/V of shared prefixes")

@@ -21,6 +21,7 @@ from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner import kept_kv
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.request import FinishReason
@@ -111,6 +112,44 @@ async def test_launched_ahead_or_not_the_text_is_the_same(
     for ours, theirs in zip(results, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.text == theirs.text
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+async def test_k_v_in_bytes_is_the_same_swapped_shared_forked_and_rewound(
+    kept: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a third of the blocks that its requests want, launched ahead; and with room for all, plainly."""
+    monkeypatch.setattr(kept_kv, "_why_no_fp8", lambda _: None)  # as on a GPU
+    flags = ("--kv-cache-dtype", kept, "--max-num-batched-tokens", "16", "--kv-block-size", "4")
+
+    async def answers(engine: Engine) -> list[Collected]:
+        """Two rounds of the same prompts, of which the second finds blocks of the first, each with a fork."""
+        given = []
+        for turn in range(2):
+            streams = []
+            for seed in range(6):
+                params = SamplingParams(max_tokens=40, temperature=seed % 2, seed=seed, ignore_eos=True)
+                prompt, first = prompt_of(seed // 2, 10) * 2, f"{turn}-{seed // 2 * 2}"
+                fork_of = first if seed % 2 else None
+                request = GenerationRequest(f"{turn}-{seed}", prompt, params, fork_of=fork_of)
+                streams.append(engine.submit(request))
+            given += await asyncio.gather(*(collect(stream) for stream in streams))
+        return given
+
+    before = torch.get_num_threads()
+    async with engine_of(model_directory, *flags, "--no-prefix-caching") as plain:
+        assert plain.info.kv_dtype in ("int8", "float8_e4m3fn")
+        expected = await answers(plain)
+        assert not plain.metrics.preemptions.total()
+    monkeypatch.setattr(engine.startup.build, "make_runner", make_ahead)
+    tight = ("--num-kv-blocks", "30", "--preemption", "swap", "--max-model-len", "100")
+    async with engine_of(model_directory, *flags, *tight) as ahead:
+        results = await answers(ahead)
+        assert ahead.metrics.preemptions["swap"] > 0
+        assert ahead.metrics.prefix_cache_hits > 0
+    torch.set_num_threads(before)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
 
 
 def schema(name: str) -> FollowableGrammar:
