@@ -31,7 +31,7 @@ from engine.compute.loading.loader import LoadedModel, choose_device, may_use_ke
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
-from engine.compute.loading.quantized_files import foresee_codes
+from engine.compute.loading.quantized_files import foresee_codes, foresee_stored
 from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
@@ -151,7 +151,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         _describe_model(model, outline, dtype, settings.model.dtype)
         kinds = kept_kinds(outline.device, settings.model)
         _describe_stored(model, source, architecture, kinds)
-        _foresee_codes(model, settings, outline, source, architecture)
+        _foresee_kept(model, settings, outline, source, architecture)
         gauge = gauge_of(outline.device)
         room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, is_loaded=False))
         if room is None:
@@ -196,22 +196,27 @@ def _describe_model(model: ModelFacts, outline: LoadedModel, stored: torch.dtype
     model.vocab_size = outline.vocab_size
 
 
-def _foresee_codes(
+def _foresee_kept(
     model: ModelFacts,
     settings: Settings,
     outline: LoadedModel,
     source: FoundModel,
     architecture: Architecture,
 ) -> None:
-    """What codes save of a GPU's memory, those of files and those that weights are rounded to."""
-    kinds = kept_kinds(outline.device, settings.model)
+    """What is saved where weights stay as files have them, or a GPU rounds them to codes."""
+    kinds, rounding = kept_kinds(outline.device, settings.model), settings.model.quantization
     weight_format = weight_format_of(architecture.config)
-    if not kinds:
+    directory = source.directory if source.pending is None else None
+    if kinds and rounding != "none":
+        model.quantized = foresee_rounding(outline.model, rounding)
+    elif weight_format is None or directory is None or rounding != "none":
         return
-    if settings.model.quantization != "none":
-        model.quantized = foresee_rounding(outline.model, settings.model.quantization)
-    elif weight_format is not None and source.directory is not None and source.pending is None:
-        foresee_codes(outline.model, source.directory, weight_format, kinds)
+    elif kinds:
+        foresee_codes(outline.model, directory, weight_format, kinds)
+    elif may_use_kernels(type(outline.model), outline.device, settings.model):
+        saved = foresee_stored(outline.model, directory, weight_format, outline.dtype)
+        model.weight_bytes = weight_bytes(outline.model) - saved
+        return
     model.weight_bytes = weight_bytes(outline.model)
 
 

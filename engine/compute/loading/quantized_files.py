@@ -155,6 +155,26 @@ def foresee_codes(
             outline.set_submodule(prefix, foreseen_linear(linears[prefix], num_bytes))
 
 
+def foresee_stored(
+    outline: nn.Module, directory: Path, weight_format: WeightFormat, dtype: torch.dtype
+) -> int:
+    """About the bytes that are saved where a CPU's kernels multiply weights as stored, not as `dtype`."""
+    if weight_format.keep is None:
+        return 0
+    files = _OpenFiles(directory, lambda _: True)
+    parameters = dict(outline.named_parameters())
+    replaced: dict[str, Tensor] = {}
+    num_bytes = 0
+    for prefix, endings in _projections(files.names, weight_format).items():
+        experts = prefix.rpartition(".")[0].rpartition(".")[0]  # where a file has them one by one
+        names = [weight_format.weight_name(prefix), f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+        found = {name: parameters[name] for name in names if name in parameters}
+        if found:
+            replaced |= found
+            num_bytes += sum(files.head(f"{prefix}{weight_format.joint}{each}")[0] for each in endings)
+    return sum(each.numel() for each in replaced.values()) * dtype.itemsize - num_bytes
+
+
 def _read_projection(
     parts: Parts, weight_format: WeightFormat, dtype: torch.dtype, keeps: bool
 ) -> tuple[Stored | None, Tensor | None]:

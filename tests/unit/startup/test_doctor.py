@@ -19,13 +19,14 @@ from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.outline import outline_model, read_stored, weight_bytes
 from engine.compute.native import compiler
 from engine.compute.native.forms import NativeUnavailable, choose_build, forms_of
+from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.errors import StartRefused, UnsupportedModel
 from engine.startup import doctor
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
-from tests.support.native import compiled_home, pretend_every_instruction
-from tests.support.quantized_checkpoints import Checkpoint, awq, save_quantized
+from tests.support.native import build_here, compiled_home, pretend_every_instruction
+from tests.support.quantized_checkpoints import Checkpoint, awq, fp8, mxfp4, save_quantized
 from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import (
@@ -188,6 +189,27 @@ def test_quantized_weights_are_named_and_weighed_as_numbers(tmp_path: Path) -> N
     assert found.model is not None and plain is not None
     assert found.model.dtype_why == "to compute in; the weights are stored as AWQ, 4 bits in groups of 32"
     assert found.model.weight_bytes == plain.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "family"),
+    [(fp8((128, 128)), "llama"), (fp8((128, 128)), "qwen3_moe"), (mxfp4(), "gpt_oss")],
+    ids=["fp8", "fp8 experts", "mxfp4"],
+)
+def test_weights_that_kernels_multiply_as_stored_are_weighed_so(
+    checkpoint: Checkpoint, family: str, tmp_path: Path
+) -> None:
+    """Or a machine would be called too small for what it can serve."""
+    build_here(formats=True)  # or skipped
+    save_quantized(tmp_path, checkpoint, family, head_dim=32)
+    found = diagnose(settings_for(tmp_path, "--dtype", "bfloat16")).model
+    plain = diagnose(settings_for(tmp_path, "--dtype", "bfloat16", "--compile", "off")).model
+    loaded = load_model(tmp_path, settings_for(tmp_path, "--dtype", "bfloat16").model)
+    weights = sum(weight_bytes_by_format(loaded.model).values())
+    assert found is not None and plain is not None
+    assert found.weight_bytes is not None and plain.weight_bytes is not None
+    assert found.weight_bytes == pytest.approx(weights, rel=0.03)
+    assert found.weight_bytes < 0.9 * plain.weight_bytes
 
 
 def test_a_format_that_is_not_served_is_a_problem_in_the_words_of_loading(tmp_path: Path) -> None:
