@@ -32,13 +32,7 @@ from engine.plan.scheduling.step_inputs import (
 from engine.plan.scheduling.step_planner import BatchConfig, StepPlanner, TokenBudget
 from engine.plan.speculation.speculation_config import DraftingChange
 from engine.plan.speculation.speculative_decoder import SpeculativeDecoder
-from engine.plan.step_records import (
-    NO_MOVES,
-    BatchDecision,
-    BlockMoves,
-    SampledRows,
-    SamplingInputs,
-)
+from engine.plan.step_records import NO_MOVES, BatchDecision, BlockMoves, SampledRows, SamplingInputs
 
 _JUDGED_EVERY = 16  # steps, while it runs
 
