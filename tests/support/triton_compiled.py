@@ -27,12 +27,12 @@ from engine.compute.cuda.coded_kernels import (
     round_kernel,
 )
 from engine.compute.cuda.coded_layout import CodedShape, ProductLayout, large_layout, tiled_layout
-from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel
+from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel, store_kernel
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
-from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
 from engine.compute.cuda.triton_tile import TritonTile
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRounding

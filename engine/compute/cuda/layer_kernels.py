@@ -1,4 +1,4 @@
-"""The device code between a layer's matrix products, in Triton: norms, rotation and K/V, the gate of an MLP.
+"""The device code between a layer's matrix products, in Triton: norms, rotation, K/V, the gate of an MLP.
 
 Each row is read once and written once, computed in float32. The norm is that of Zhang and Sennrich 2019, the
 rotation that of Su et al. 2021 in halves, the gate SwiGLU of Shazeer 2020.
@@ -150,3 +150,90 @@ def rotate_kernel(
         # Rounded first: a layer that is not fused stores the same bytes.
         halves = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)
         _store_halves(pages, place, halves, DIM, BLOCK_SIZE, PAGES)
+
+
+@triton.jit
+def _store_token(
+    new,
+    token_stride,
+    head_stride,
+    tensor,
+    token,
+    slot,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM]."""
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
+    is_head = heads < NUM_KV_HEADS
+    mask = is_head[:, None] & (dims < DIM)
+    sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
+    head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
+    targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
+    if PAGES == "plain":
+        tl.store(targets, tl.load(sources, mask=mask), mask=mask)
+    else:
+        rows = tl.load(sources, mask=mask, other=0.0).to(tl.float32)
+        largest = largest_of(rows, 1)
+        tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
+        scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
+        tl.store(scales, scale_of(largest, PAGES), mask=is_head)
+
+
+@triton.jit
+def store_kernel(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    _store_token(
+        key,
+        key_token_stride,
+        key_head_stride,
+        keys,
+        token,
+        slot,
+        NUM_KV_HEADS,
+        KEY_DIM,
+        PADDED_KEY_DIM,
+        BLOCK_SIZE,
+        HEADS,
+        PAGES,
+    )
+    _store_token(
+        value,
+        value_token_stride,
+        value_head_stride,
+        values,
+        token,
+        slot,
+        NUM_KV_HEADS,
+        VALUE_DIM,
+        PADDED_VALUE_DIM,
+        BLOCK_SIZE,
+        HEADS,
+        PAGES,
+    )

@@ -15,8 +15,8 @@ from engine.compute.attention.backend import LayerCall
 from engine.compute.attention.context import HeadNorms
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.cuda.layer_kernels import rotate_kernel
-from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.compute.cuda.layer_kernels import rotate_kernel, store_kernel
+from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
 from engine.compute.cuda.triton_pages import pages_of
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded

@@ -13,16 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.compute.cuda.triton_pages import (
-    as_bytes,
-    as_numbers,
-    inverse_of,
-    largest_of,
-    row_start,
-    scale_of,
-    scale_pointers,
-    scales_before,
-)
+from engine.compute.cuda.triton_pages import as_numbers, scale_pointers, scales_before
 
 ITEM_COLUMNS = tl.constexpr(5)
 MERGE_COLUMNS = tl.constexpr(4)
@@ -371,90 +362,3 @@ def merge_kernel(
         total = total * shrink
     target = (token.to(tl.int64) * NUM_HEADS + head) * DIM + dims
     tl.store(output + target, (total / weight).to(output.dtype.element_ty), mask=dims < DIM)
-
-
-@triton.jit
-def _store_token(
-    new,
-    token_stride,
-    head_stride,
-    tensor,
-    token,
-    slot,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM]."""
-    heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
-    is_head = heads < NUM_KV_HEADS
-    mask = is_head[:, None] & (dims < DIM)
-    sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
-    head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
-    targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
-    if PAGES == "plain":
-        tl.store(targets, tl.load(sources, mask=mask), mask=mask)
-    else:
-        rows = tl.load(sources, mask=mask, other=0.0).to(tl.float32)
-        largest = largest_of(rows, 1)
-        tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
-        scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
-        tl.store(scales, scale_of(largest, PAGES), mask=is_head)
-
-
-@triton.jit
-def store_kernel(
-    key,
-    value,
-    keys,
-    values,
-    slots,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_KEY_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
-        return
-    _store_token(
-        key,
-        key_token_stride,
-        key_head_stride,
-        keys,
-        token,
-        slot,
-        NUM_KV_HEADS,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        BLOCK_SIZE,
-        HEADS,
-        PAGES,
-    )
-    _store_token(
-        value,
-        value_token_stride,
-        value_head_stride,
-        values,
-        token,
-        slot,
-        NUM_KV_HEADS,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_SIZE,
-        HEADS,
-        PAGES,
-    )
