@@ -56,4 +56,5 @@ def multiply_codes(model: nn.Module, dtype: torch.dtype) -> None:
         else:
             count[module.coded.kind.value] += 1
         model.set_submodule(name, made)
-    log.info("%d of %d projections are multiplied with as %s", count.total(), len(coded), " and ".join(count))
+    kinds = " and ".join(count) or "codes"
+    log.info("%d of %d projections are multiplied with as %s", count.total(), len(coded), kinds)

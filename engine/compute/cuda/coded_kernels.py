@@ -25,11 +25,10 @@ def _codes_at(codes, outs, num_outputs, columns, ROW: tl.constexpr, EVEN: tl.con
 
 
 @triton.jit
-def _scale_of(scales, outs, num_outputs, group, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr):
+def _scale_of(scales, outs, num_outputs, group, WEIGHT: tl.constexpr):
     """What a code of each output is worth in a group of columns, [OUTS]."""
-    return tl.load(
-        scales + (outs // SCALE_ROWS).to(tl.int64) * GROUPS + group, mask=outs < num_outputs, other=0.0
-    ).to(tl.float32)
+    places = (outs // WEIGHT.rows).to(tl.int64) * WEIGHT.groups + group
+    return tl.load(scales + places, mask=outs < num_outputs, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -40,19 +39,16 @@ def _numbers_of(
     outs,
     num_outputs,
     group,
-    GROUPS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """The weights that a tile [OUTS, STEP] of codes of one group stands for, in float32."""
     numbers = tile.to(tl.float32)
-    if HAS_ZEROS:
-        zero = tl.load(zeros + outs.to(tl.int64) * GROUPS + group, mask=outs < num_outputs, other=0.0)
+    if WEIGHT.has_zeros:
+        zero = tl.load(zeros + outs.to(tl.int64) * WEIGHT.groups + group, mask=outs < num_outputs, other=0.0)
         numbers -= zero.to(tl.float32)[:, None]
-    elif MIDDLE:
-        numbers -= MIDDLE
-    return numbers * _scale_of(scales, outs, num_outputs, group, GROUPS, SCALE_ROWS)[:, None]
+    elif WEIGHT.middle:
+        numbers -= WEIGHT.middle
+    return numbers * _scale_of(scales, outs, num_outputs, group, WEIGHT)[:, None]
 
 
 @triton.jit
@@ -92,24 +88,13 @@ def _with_step(
         x_groups: tl.constexpr = (WEIGHT.width + WEIGHT.x_group - 1) // WEIGHT.x_group
         x_place = tl.minimum(first // WEIGHT.x_group, x_groups - 1)
         x_scale = tl.load(x_scales + rows.to(tl.int64) * x_groups + x_place, mask=rows < num_rows, other=0.0)
-        scale = _scale_of(scales, outs, num_outputs, group, WEIGHT.groups, WEIGHT.rows)
+        scale = _scale_of(scales, outs, num_outputs, group, WEIGHT)
         if LAYOUT.is_native:
             products = tl.dot(tile, inputs)
         else:
             products = tl.dot(tile.to(tl.float16), inputs.to(tl.float16))
         return total + products * (scale[:, None] * x_scale[None, :])
-    numbers = _numbers_of(
-        tile,
-        scales,
-        zeros,
-        outs,
-        num_outputs,
-        group,
-        WEIGHT.groups,
-        WEIGHT.rows,
-        WEIGHT.middle,
-        WEIGHT.has_zeros,
-    )
+    numbers = _numbers_of(tile, scales, zeros, outs, num_outputs, group, WEIGHT)
     return tl.dot(numbers.to(inputs.dtype), inputs, total, input_precision="ieee")
 
 
@@ -263,10 +248,7 @@ def expand_kernel(
             own = (tile >> (4 * half)) & 15
         columns = first + steps
         group = tl.minimum(first // WEIGHT.group, WEIGHT.groups - 1)
-        found = _numbers_of(
-            own, scales, zeros, outs, num_outputs, group, WEIGHT.groups, WEIGHT.rows, WEIGHT.middle,
-            WEIGHT.has_zeros,
-        )  # fmt: skip
+        found = _numbers_of(own, scales, zeros, outs, num_outputs, group, WEIGHT)
         places = columns
         if WEIGHT.has_order:
             places = tl.load(order + columns, mask=columns < WEIGHT.width, other=0)

@@ -29,6 +29,7 @@ from tests.bench.report import Bar, Section
 
 # Of the step in 16 bits. At one sequence a step is the reading of its weights: a half of them and a quarter,
 # beside the head, which stays in 16 bits. Many sequences are a matter of arithmetic, and must not lose.
+# Expectations, which no device has confirmed yet.
 FEW_BARS = {"fp8 by rows": 0.65, "fp8 by blocks": 0.65, "int4": 0.45}
 MANY_BAR = 1.0
 _PLAIN = "16 bits"
