@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,7 +25,10 @@ from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import logits_distance, packed_sample
 from engine.errors import StartRefused
 from tests.support.native import compiled_home, pretend_every_instruction
-from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
+from tests.support.packed import (
+    as_loaded,
+    is_the_same_in_any_company,
+)
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import tiny_model
 
@@ -107,17 +109,7 @@ def test_four_bits_leave_the_head_eight(home: Path) -> None:
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_a_tokens_logits_are_the_same_bits_in_any_company(asked: str, home: Path) -> None:
     """One token a sequence and step, or up to 32 of each: drafts and crowds change no text."""
-    forward = PackedForward(served(fresh(), home, "--quantization", asked))
-    lengths = [70, 5, 40]
-    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
-
-    def logits(max_chunk: int) -> torch.Tensor:
-        rng = np.random.default_rng(max_chunk)
-        steps = random_schedule(rng, lengths, max_chunk)
-        return torch.cat(run_schedule(forward, texts, steps, 4, rng))
-
-    alone = logits(1)
-    assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+    assert is_the_same_in_any_company(PackedForward(served(fresh(), home, "--quantization", asked)))
 
 
 def test_without_the_flag_nothing_is_rounded(home: Path) -> None:

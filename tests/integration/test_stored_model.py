@@ -33,7 +33,10 @@ from engine.errors import StartRefused
 from tests.support.gguf_blocks import BLOCK_FORMATS
 from tests.support.hybrid_gguf import save_hybrid_gguf
 from tests.support.native import FLOAT32_FORM, compiled_home
-from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
+from tests.support.packed import (
+    as_loaded,
+    is_the_same_in_any_company,
+)
 from tests.support.quantized_checkpoints import (
     Checkpoint,
     awq,
@@ -183,17 +186,7 @@ def test_a_tokens_logits_are_the_same_bits_in_any_company(
     save_quantized(tmp_path / "model", checkpoint, family, head_dim=32)
     loaded = served(tmp_path / "model", "bfloat16")
     assert isinstance(loaded.model.base_model, NativeDecoder)
-    forward = PackedForward(loaded)
-    lengths = [70, 5, 40]
-    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
-
-    def logits(max_chunk: int) -> torch.Tensor:
-        rng = np.random.default_rng(max_chunk)
-        steps = random_schedule(rng, lengths, max_chunk)
-        return torch.cat(run_schedule(forward, texts, steps, 4, rng))
-
-    alone = logits(1)
-    assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+    assert is_the_same_in_any_company(PackedForward(loaded))
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="this system does not list what is mapped")

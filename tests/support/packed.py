@@ -122,3 +122,17 @@ def random_kv(kv: KvTensors, generator: torch.Generator) -> KvTensors:
     for tensor in (*kv.keys, *kv.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return kv
+
+
+def is_the_same_in_any_company(forward: PackedForward) -> bool:
+    """Whether a token's logits have the same bits with one token a sequence and step, and with up to 32."""
+    lengths = [70, 5, 40]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+
+    def logits(max_chunk: int) -> torch.Tensor:
+        rng = np.random.default_rng(max_chunk)
+        steps = random_schedule(rng, lengths, max_chunk)
+        return torch.cat(run_schedule(forward, texts, steps, 4, rng))
+
+    alone = logits(1)
+    return all(torch.equal(logits(most), alone) for most in (2, 9, 32))

@@ -9,11 +9,11 @@ from gguf import GGMLQuantizationType as Format
 from engine.compute.native.block_panels import BlockPanels, joined
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.records import BLOCKS, MIXED, NUMBERS
+from tests.support.float_codes import SPAN, every_float, float_numbers
 from tests.support.gguf_blocks import random_blocks
 from tests.support.native import FLOAT32_FORM, compiled_kernels
 
 DTYPES = {torch.bfloat16: "auto", torch.float32: FLOAT32_FORM}
-SPAN = 128
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -27,24 +27,10 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def every_float(out: int, width: int) -> torch.Tensor:
-    """Codes [out, width] of E4M3: each but the two that are no numbers, again and again."""
-    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
-    count = out * width
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(5))
-    return codes.repeat(-(-count // len(codes)))[:count][order].view(out, width)
-
-
-def numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What they stand for, in float64."""
-    spread = scales.repeat_interleave(SPAN, dim=1)[:, : codes.shape[1]]
-    return codes.view(torch.float8_e4m3fn).double() * spread.double()
-
-
 def packed(kernels: NativeKernels, out: int, width: int) -> tuple[BlockPanels, torch.Tensor]:
     """In panels, and as numbers."""
     codes, scales = every_float(out, width), 0.001 + noise(out, -(-width // SPAN), seed=2).abs() / 100
-    return kernels.pack_floats(codes, scales), numbers(codes, scales)
+    return kernels.pack_floats(codes, scales), float_numbers(codes, scales)
 
 
 @pytest.mark.parametrize(("width", "out"), [(128, 32), (576, 100), (50, 64)])

@@ -26,6 +26,7 @@ from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree
 from tests.support.expert_mixtures import Mixture, random_rows
+from tests.support.float_codes import every_float, float_numbers
 from tests.support.gguf_blocks import BLOCK_FORMATS, in_blocks, random_blocks, unpacked
 from tests.support.native import compiled_draw, compiled_kernels, fastest_form
 from tests.support.packed import as_loaded, random_schedule, random_tokens, run_schedule
@@ -165,6 +166,17 @@ def test_products_with_stored_blocks(side_with_formats: Side) -> None:
         for n in (1, 2, 3, 4, 7):
             assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
         side.assert_close(side.kernels.read_rows(packed, torch.arange(72)), exact)
+
+
+def test_products_with_floats_of_8_bits(side_with_formats: Side) -> None:
+    side = side_with_formats
+    codes, scales = every_float(72, 576), 0.001 + side.noise(72, 5, seed=3).float().abs() / 100
+    packed = joined([side.kernels.pack_floats(codes, scales)])
+    x = side.noise(40, 576, seed=2) / 24
+    whole = side.kernels.linear(x, packed)
+    side.assert_close(whole, x.double() @ float_numbers(codes, scales).T)
+    for n in (1, 2, 3, 4, 7):
+        assert torch.equal(side.kernels.linear(x[3 : 3 + n].contiguous(), packed), whole[3 : 3 + n])
 
 
 def test_rows(side: Side) -> None:
