@@ -180,6 +180,15 @@ def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:
     assert type(layers[0].mlp.mixture.experts) is FusedExperts
 
 
+def test_a_layer_is_fused_whose_router_chooses_by_the_last_bits() -> None:
+    """What is fused rounds otherwise, and another expert answers something else altogether."""
+    loaded = as_loaded(tiny_model("mixtral"))
+    for name, weight in loaded.model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight[:] = weight[0] + 1e-7 * torch.randn_like(weight)
+    assert fuse_layers(loaded, backend(), 4) == 2
+
+
 def test_weights_are_the_models_own_and_lie_there_once() -> None:
     loaded = as_loaded(tiny_model("mixtral"))
     before = {weight.data_ptr() for name, weight in loaded.model.named_parameters() if "experts" in name}

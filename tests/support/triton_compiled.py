@@ -49,7 +49,10 @@ from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRou
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
 STAGES = 3
-INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts", "num_rows", "num_tiles", "num_pairs")
+INTEGERS = (
+    *("stride", "words", "window", "size", "outputs", "step", "chunks"),
+    *("num_parts", "num_rows", "num_tiles", "num_pairs"),
+)
 ALIGNED = ("query_", "key_", "value_", "row_stride", "vocab_size")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FP8_CAPABILITY = 89

@@ -96,17 +96,27 @@ class FusedLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
     ) -> torch.Tensor:
         """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
+        normed, total = self.attended(hidden_states, position_embeddings, **options)
+        return self.mlp.added(normed, total, self._products(len(normed)))[None]
+
+    def attended(
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the same what the MLP is given, and what its answer is added to, both [N, hidden]."""
         if options.get("attention_mask") is not None:
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
         cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
-        products = OF_ONE_ROW if len(rows) == 1 and self.is_plain else OF_ROWS
+        products = self._products(len(rows))
         qkv = products.project(norm(rows, self.input_norm), self.qkv)
         attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
         total, normed = add_and_norm(rows, projected, self.middle_norm)
-        return self.mlp.added(normed, total, products)[None]
+        return normed, total
+
+    def _products(self, num_rows: int) -> Products:
+        return OF_ONE_ROW if num_rows == 1 and self.is_plain else OF_ROWS
 
 
 class Mlp(Protocol):

@@ -79,7 +79,7 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
     fitting = [name for name, module in loaded.model.named_modules() if FusedLayer.fits(module, loaded.dtype)]
     if not fitting:
         return 0
-    observation = observe(loaded, fitting, block_size)
+    observation = observe(loaded, [*fitting, *map(_mlp_of, fitting)], block_size)
     kv = observation.kv
     empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
     context = AttentionContext(observation.inputs, empty, backend)
@@ -99,23 +99,32 @@ def _equal_layer(
 ) -> FusedLayer | None:
     """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones.
 
-    What one row is computed by is compared with what computed those.
+    What its MLP is given is compared, and what comes of what that was given: a router may send rows that are
+    rounded otherwise to other experts. What one row is computed by is compared with what computed those.
     """
     seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
-    if seen is None or call is None or seen.given is None:
+    seen_mlp = observation.seen.get(_mlp_of(name))
+    if seen is None or seen_mlp is None or call is None or seen.given is None or seen_mlp.given is None:
         return None
     if not FusedLayer.rotates(original, seen.options.get("position_embeddings"), seen.given.dtype):
         return None
     made = FusedLayer(original, call)
-    output = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    normed, total = made.attended(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    given = seen_mlp.given[0].contiguous()
     kv, layer = observation.kv, call.layer
     pairs = (
-        (output, seen.output),
+        (normed, given),
+        (made.mlp.added(given, total, OF_ROWS)[None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
     alike = all(is_close(found, expected) for found, expected in pairs)
     return made if alike and _one_row_is_alike(made, seen.given[0, :1]) else None
+
+
+def _mlp_of(layer: str) -> str:
+    """The name of what comes behind a layer's second norm."""
+    return f"{layer}.mlp"
 
 
 def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
