@@ -11,7 +11,7 @@ from torch import nn
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import observe
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.runner.self_check import packed_difference, packed_sample
+from engine.compute.runner.self_check import packed_sample
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
@@ -168,7 +168,6 @@ def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
     forward = PackedForward(loaded)
     forward.backend = backend()
     torch.testing.assert_close(packed_sample(forward), before, atol=1e-4, rtol=1e-4)
-    assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
 
 
 def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from engine.compute.cuda.expert_kernels import (
     expert_sum_kernel,
     route_kernel,
 )
-from engine.compute.cuda.expert_layout import ExpertShape, layout_for, rows_of_each_layout, step_of
+from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel, store_kernel
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
@@ -273,21 +272,21 @@ def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]
             )
 
 
-# Qwen3-30B-A3B's experts and Mixtral's, and gpt-oss's, each with how many of them a row goes through.
+# Qwen3-30B-A3B's experts and gpt-oss's, each with how many of them a row goes through, and by how many rows.
 MIXTURES = (
-    (ExpertShape(128, 2048, 768), 8),
-    (ExpertShape(8, 4096, 14336), 2),
-    (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4),
+    (ExpertShape(128, 2048, 768), 8, "bf16", (1, 512, 4096)),
+    (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
+    (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
 )
 _MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
 
 
 def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Compile all that computes experts: what it is, and what it takes."""
-    for (shape, each), dtype in product(MIXTURES, ("bf16", "fp32")):
+    for shape, each, dtype, counts in MIXTURES:
         types = dict.fromkeys(_MIXED, f"*{dtype}") | {"chosen": "*i64"}
         name = f"{shape.count} experts, {dtype}"
-        for count in rows_of_each_layout(each, shape):
+        for count in counts:
             layout = layout_for(count, each, shape)
             options = {"num_warps": layout.num_warps, "num_stages": layout.num_stages}
             given = {"SHAPE": shape, "LAYOUT": layout}

@@ -23,12 +23,14 @@ from engine.compute.cuda.expert_layout import (
 )
 from engine.compute.native.closeness import is_close
 from engine.compute.native.families import has_limited_experts, has_read_experts
+from engine.compute.native.modules import activation_of
 from engine.compute.native.observation import Seen
 from engine.compute.native.places import is_unhooked
+from engine.compute.native.records import Activation
 
-SILU = ("SiLU", "SiLUActivation", "silu")  # torch's, transformers' own, and the function
 _SORTED = 1024  # pairs that a program sorts at a time
 _SUMMED = 1024  # outputs that a program sums
+_ALIGNED = 4  # words: where tensors begin on their multiples, Triton compiles for such addresses alone
 
 
 class Routes(NamedTuple):
@@ -64,7 +66,7 @@ class FusedExperts(nn.Module):
         gate_up, down = original.gate_up_proj, original.down_proj
         if has_limited_experts(original):
             gate_up, down = gate_up.mT, down.mT
-        elif getattr(original.act_fn, "__name__", type(original.act_fn).__name__) not in SILU:
+        elif activation_of(original.act_fn) is not Activation.SILU:
             return False
         count, hidden, width = down.shape
         return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, 2 * width, hidden)
@@ -130,8 +132,9 @@ def route(chosen: torch.Tensor, layout: ExpertLayout, count: int) -> Routes:
     """The pairs of `chosen` [N, each], of `count` experts, in tiles of a layout, in one launch."""
     num_pairs = chosen.numel()
     num_tiles = layout.num_tiles(num_pairs, count)
-    words = torch.empty(num_pairs + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
-    routes = Routes(words[:num_pairs], words[num_pairs:].view(num_tiles, 3))
+    first = triton.cdiv(num_pairs, _ALIGNED) * _ALIGNED
+    words = torch.empty(first + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
+    routes = Routes(words[:num_pairs], words[first:].view(num_tiles, 3))
     route_kernel[(count,)](
         chosen, *routes, num_pairs, num_tiles, COUNT=count, ROWS=layout.rows, CHUNK=_SORTED
     )
