@@ -27,6 +27,13 @@ from engine.compute.cuda.coded_kernels import (
     round_kernel,
 )
 from engine.compute.cuda.coded_layout import CodedShape, ProductLayout, large_layout, tiled_layout
+from engine.compute.cuda.expert_kernels import (
+    expert_down_kernel,
+    expert_gate_kernel,
+    expert_sum_kernel,
+    route_kernel,
+)
+from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel, store_kernel
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
@@ -41,7 +48,10 @@ from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRou
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
 STAGES = 3
-INTEGERS = ("stride", "words", "window", "size", "outputs", "step", "chunks", "num_parts", "num_rows")
+INTEGERS = (
+    *("stride", "words", "window", "size", "outputs", "step", "chunks"),
+    *("num_parts", "num_rows", "num_tiles", "num_pairs"),
+)
 ALIGNED = ("query_", "key_", "value_", "row_stride", "vocab_size")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FP8_CAPABILITY = 89
@@ -262,6 +272,37 @@ def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]
             )
 
 
+# Qwen3-30B-A3B's experts and gpt-oss's, each with how many of them a row goes through, and by how many rows.
+MIXTURES = (
+    (ExpertShape(128, 2048, 768), 8, "bf16", (1, 512, 4096)),
+    (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
+    (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
+)
+_MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
+
+
+def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Compile all that computes experts: what it is, and what it takes."""
+    for shape, each, dtype, counts in MIXTURES:
+        types = dict.fromkeys(_MIXED, f"*{dtype}") | {"chosen": "*i64"}
+        name = f"{shape.count} experts, {dtype}"
+        for count in counts:
+            layout = layout_for(count, each, shape)
+            options = {"num_warps": layout.num_warps, "num_stages": layout.num_stages}
+            given = {"SHAPE": shape, "LAYOUT": layout}
+            for kernel, width, more in (
+                (expert_gate_kernel, shape.hidden, {"EACH": each}),
+                (expert_down_kernel, shape.width, {}),
+            ):
+                constants = given | more | {"STEP": step_of(width, ITEM_BYTES[dtype], layout)}
+                taken = compile_kernel(kernel, dtype, constants, capability, types, **options)
+                yield f"{name}, {kernel.__name__}, tiles of {layout.rows}", taken
+        constants = {"COUNT": shape.count, "EACH": each, "HIDDEN": shape.hidden, "CHUNKS": 4, "CHUNK": 1024}
+        yield f"{name} summed", compile_kernel(expert_sum_kernel, dtype, constants, capability, types)
+        constants = {"COUNT": shape.count, "ROWS": 16, "CHUNK": 1024}
+        yield f"{name} sorted", compile_kernel(route_kernel, dtype, constants, capability, types)
+
+
 def _usage(cubin: bytes) -> tuple[int, int]:
     dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -314,7 +355,7 @@ def main() -> int:
             if _pages(constants) not in kinds_of_pages(capability):
                 continue
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
-        for name, (registers, stack, shared) in compile_coded(capability):
+        for name, (registers, stack, shared) in (*compile_coded(capability), *compile_experts(capability)):
             is_good = shared <= limit and stack <= MOST_STACK_BYTES
             bad += not is_good
             print(capability, name, registers, stack, shared, "" if is_good else "<- too much")

@@ -1,7 +1,8 @@
 """FusedLayer: a decoder layer of Llama's kind in ten launches, in place of some forty.
 
 The projections of one input are one matrix product, and what lies between products is one kernel each. Of
-one row, as when a single sequence decodes, the products are kernels too, with what follows them.
+one row, as when a single sequence decodes, the products are kernels too, with what follows them. A mixture of
+experts in the place of an MLP is called as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.compute.cuda.coded_linear import TritonLinear, joined_bias, joined_l
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
 from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product
 from engine.compute.loading.coded_weights import are_joinable
-from engine.compute.native.families import is_whole
+from engine.compute.native.families import is_read_mixture, is_whole
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
 
@@ -48,15 +49,15 @@ class FusedLayer(nn.Module):
 
     def __init__(self, original: Any, call: LayerCall) -> None:
         super().__init__()
-        attention, mlp = original.self_attn, original.mlp
+        attention, dtype = original.self_attn, original.input_layernorm.weight.dtype
+        mlp_class = _mlp_class(original.mlp, dtype)
+        assert mlp_class is not None, "only layers that fit are asked for"
         self.qkv = _joined(_inputs_of(attention, _ATTENTION[:3]))
         self.output = attention.o_proj
-        self.gate_up = _joined(_inputs_of(mlp, _MLP[:2]))
-        self.down = mlp.down_proj
+        self.mlp: Mlp = mlp_class(original.mlp)
         # Kernels of their own for one row read plain weights. Those that read codes serve any number.
-        self.is_plain = all(
-            type(linear) is nn.Linear for linear in (self.qkv, self.output, self.gate_up, self.down)
-        )
+        linears = (self.qkv, self.output, *self.mlp.linears)
+        self.is_plain = all(type(linear) is nn.Linear for linear in linears)
         self.input_norm = original.input_layernorm
         self.middle_norm = original.post_attention_layernorm
         self.head_norms = _head_norms(attention)
@@ -70,22 +71,18 @@ class FusedLayer(nn.Module):
             return False
         if {name for name, _ in layer.named_children()} != _PARTS:
             return False
-        attention, mlp = layer.self_attn, layer.mlp
-        linears = [getattr(attention, name, None) for name in _ATTENTION]
-        linears += [getattr(mlp, name, None) for name in _MLP]
-        own_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *own_norms]
+        attention = layer.self_attn
+        head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
         return (
             is_whole(attention, "Attention")
-            and is_whole(mlp, "MLP")
-            and type(getattr(mlp, "act_fn", None)).__name__ in _SILU
-            and all(_is_projection(linear, dtype) for linear in linears)
+            and all(_is_projection(linear, dtype) for linear in _inputs_of(attention, _ATTENTION))
             and _can_be_joined(_inputs_of(attention, _ATTENTION[:3]))
-            and _can_be_joined(_inputs_of(mlp, _MLP[:2]))
             and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
-            and mlp.down_proj.bias is None  # it is added to in place
+            and all(len(norm.weight) == attention.head_dim for norm in head_norms)  # OLMoE's are of all heads
             and attention.head_dim % 2 == 0
             and attention.k_proj.out_features == attention.v_proj.out_features
+            and _mlp_class(layer.mlp, dtype) is not None
         )
 
     @staticmethod
@@ -99,17 +96,112 @@ class FusedLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
     ) -> torch.Tensor:
         """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
+        normed, total = self.attended(hidden_states, position_embeddings, **options)
+        return self.mlp.added(normed, total, self._products(len(normed)))[None]
+
+    def attended(
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the same what the MLP is given, and what its answer is added to, both [N, hidden]."""
         if options.get("attention_mask") is not None:
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
         cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
-        products = OF_ONE_ROW if len(rows) == 1 and self.is_plain else OF_ROWS
+        products = self._products(len(rows))
         qkv = products.project(norm(rows, self.input_norm), self.qkv)
         attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
         total, normed = add_and_norm(rows, projected, self.middle_norm)
-        return products.add(products.gate(normed, self.gate_up), self.down, total)[None]
+        return normed, total
+
+    def _products(self, num_rows: int) -> Products:
+        return OF_ONE_ROW if num_rows == 1 and self.is_plain else OF_ROWS
+
+
+class Mlp(Protocol):
+    """What comes behind a layer's second norm; one of `_MLPS`."""
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """Those whose products are computed by `Products`."""
+        ...
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """What it makes of rows [N, hidden], and `total`, which it may write over."""
+        ...
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """What each of these products makes of one row [1, hidden], given the same whosever they are."""
+        ...
+
+
+class JoinedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up being one projection."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_up = _joined(_inputs_of(mlp, _MLP[:2]))
+        self.down = mlp.down_proj
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """See Mlp."""
+        return self.gate_up, self.down
+
+    @staticmethod
+    def fits(mlp: Any, dtype: torch.dtype) -> bool:
+        """True for an MLP that can be computed; its output is still to be compared."""
+        return (
+            is_whole(mlp, "MLP")
+            and type(getattr(mlp, "act_fn", None)).__name__ in _SILU
+            and all(_is_projection(linear, dtype) for linear in _inputs_of(mlp, _MLP))
+            and _can_be_joined(_inputs_of(mlp, _MLP[:2]))
+            and mlp.down_proj.bias is None  # it is added to in place
+        )
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return products.add(products.gate(normed, self.gate_up), self.down, total)
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """See Mlp."""
+        gated = OF_ROWS.gate(row, self.gate_up)
+        return products.gate(row, self.gate_up), products.add(gated, self.down, row.clone())
+
+
+class CalledMixture(nn.Module):
+    """A router with its experts and whatever expert all rows share, called as the module that they are."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """See Mlp."""
+        return ()
+
+    @staticmethod
+    def fits(mixture: Any, dtype: torch.dtype) -> bool:
+        """True for a mixture whose code was read, and which gives nothing beside what comes of its rows."""
+        return is_read_mixture(mixture) and not hasattr(mixture, "router")
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return total.add_(self.mixture(normed[None])[0])
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """See Mlp."""
+        return ()
+
+
+_MLPS = (JoinedMlp, CalledMixture)
+
+
+def _mlp_class(mlp: Any, dtype: torch.dtype) -> type[JoinedMlp] | type[CalledMixture] | None:
+    """What computes an MLP, or what stands in its place; None where nothing does."""
+    return next((each for each in _MLPS if each.fits(mlp, dtype)), None)
 
 
 class Products(NamedTuple):

@@ -1,4 +1,4 @@
-"""Puts fused layers into a model on a CUDA device, wherever they give what the model's own give."""
+"""Puts fused experts and layers into a model on a CUDA device, wherever they give what its own give."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
@@ -22,7 +23,7 @@ log = logging.getLogger("slipstream.model")
 
 
 def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[], LoadedModel]) -> LoadedModel:
-    """The model with each layer fused that answers alike; the log says how many.
+    """The model with all experts and each layer fused that answer alike; the log says how many.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
     compiled or run. Attention that is not Triton's leaves the model as it is.
@@ -31,16 +32,45 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     if not isinstance(backend, TritonAttention):
         return loaded
     try:
+        num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
         count = fuse_layers(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
         return replace(reload(), kernels_used=loaded.kernels_used)
-    if not count:
+    if not count and not num_experts:
         return loaded
-    log.info("%d of %d layers are fused", count, len(loaded.layers))
-    used = loaded.kernels_used or "for CUDA"
-    return replace(loaded, kernels_used=f"{used}, {count} of {len(loaded.layers)} layers fused")
+    used = [loaded.kernels_used or "for CUDA"]
+    if count:
+        log.info("%d of %d layers are fused", count, len(loaded.layers))
+        used.append(f"{count} of {len(loaded.layers)} layers fused")
+    if num_experts:
+        log.info("the experts of %d layers are fused", num_experts)
+        used.append(f"experts of {num_experts} fused")
+    return replace(loaded, kernels_used=", ".join(used))
+
+
+@torch.inference_mode()
+def fuse_experts(loaded: LoadedModel, block_size: int) -> int:
+    """Replace the experts of each layer that answer alike: how many layers there were.
+
+    Raises whatever a compiler or driver does.
+    """
+    modules = loaded.model.named_modules()
+    fitting = [name for name, module in modules if FusedExperts.fits(module, loaded.dtype)]
+    if not fitting:
+        return 0
+    observation = observe(loaded, fitting, block_size)
+    count = 0
+    for name in fitting:
+        seen = observation.seen.get(name)
+        made = seen and equal_experts(loaded.model.get_submodule(name), seen, loaded.dtype)
+        if made is None:
+            log.debug("%s answer otherwise when fused: the experts stay", name)
+            continue
+        loaded.model.set_submodule(name, made)
+        count += 1
+    return count
 
 
 @torch.inference_mode()
@@ -49,7 +79,7 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
     fitting = [name for name, module in loaded.model.named_modules() if FusedLayer.fits(module, loaded.dtype)]
     if not fitting:
         return 0
-    observation = observe(loaded, fitting, block_size)
+    observation = observe(loaded, [*fitting, *map(_mlp_of, fitting)], block_size)
     kv = observation.kv
     empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
     context = AttentionContext(observation.inputs, empty, backend)
@@ -69,23 +99,32 @@ def _equal_layer(
 ) -> FusedLayer | None:
     """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones.
 
-    What one row is computed by is compared with what computed those.
+    What its MLP is given is compared, and what comes of what that was given: a router may send rows that are
+    rounded otherwise to other experts. What one row is computed by is compared with what computed those.
     """
     seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
-    if seen is None or call is None or seen.given is None:
+    seen_mlp = observation.seen.get(_mlp_of(name))
+    if seen is None or seen_mlp is None or call is None or seen.given is None or seen_mlp.given is None:
         return None
     if not FusedLayer.rotates(original, seen.options.get("position_embeddings"), seen.given.dtype):
         return None
     made = FusedLayer(original, call)
-    output = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    normed, total = made.attended(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    given = seen_mlp.given[0].contiguous()
     kv, layer = observation.kv, call.layer
     pairs = (
-        (output, seen.output),
+        (normed, given),
+        (made.mlp.added(given, total, OF_ROWS)[None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
     alike = all(is_close(found, expected) for found, expected in pairs)
     return made if alike and _one_row_is_alike(made, seen.given[0, :1]) else None
+
+
+def _mlp_of(layer: str) -> str:
+    """The name of what comes behind a layer's second norm."""
+    return f"{layer}.mlp"
 
 
 def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
@@ -94,14 +133,12 @@ def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
         return True  # one row is computed as several are
     row = norm(hidden.contiguous(), layer.input_norm)
     heads = OF_ROWS.project(row, layer.qkv)[:, : layer.output.in_features]
-    gated = OF_ROWS.gate(row, layer.gate_up)
 
     def answers(products: Products) -> tuple[torch.Tensor, ...]:
         return (
             products.project(row, layer.qkv),
             products.project(heads, layer.output),
-            products.gate(row, layer.gate_up),
-            products.add(gated, layer.down, hidden.clone()),
+            *layer.mlp.answers(row, products),
         )
 
     return all(map(is_close, answers(OF_ONE_ROW), answers(OF_ROWS)))

@@ -1,4 +1,4 @@
-"""Whether a model's layers are fused: on CUDA, where Triton is there and the settings do not forbid it."""
+"""Whether layers and experts are fused: on CUDA, where Triton is there and the settings do not forbid it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.compute.loading.loader import LoadedModel
 def with_fast_layers(
     loaded: LoadedModel, settings: ModelSettings, block_size: int, reload: Callable[[], LoadedModel]
 ) -> LoadedModel:
-    """The model, on CUDA with its layers fused where that changes no answer; see `with_fused_layers`."""
+    """The model, on CUDA with layers and experts fused where no answer changes; see `with_fused_layers`."""
     if loaded.device.type != "cuda" or loaded.keeps_state or settings.compile == "off":
         return loaded
     if find_spec("triton") is None:

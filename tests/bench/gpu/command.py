@@ -24,6 +24,7 @@ from tests.bench.gpu.codes import run_codes
 from tests.bench.gpu.curve import run_curve
 from tests.bench.gpu.decode import run_decode
 from tests.bench.gpu.drafts import run_drafts
+from tests.bench.gpu.experts import run_experts
 from tests.bench.gpu.guided import run_guided
 from tests.bench.gpu.idle import run_idle
 from tests.bench.gpu.peer import run_peer
@@ -55,6 +56,7 @@ PARTS: dict[str, Part] = {
     "drafts": Part(run_drafts, 110),
     "curve": Part(run_curve, 70),
     "codes": Part(run_codes, 180, is_of_all=False),
+    "experts": Part(run_experts, 60, is_of_all=False),
 }
 
 
@@ -63,8 +65,9 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu", description="Slipstream on a CUDA device."
     )
+    left_out = ", ".join(name for name, part in PARTS.items() if not part.is_of_all)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}; default: all but codes"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}; default: all but {left_out}"
     )
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--small", action="store_true", help="tiny models, on any device, to try this")

@@ -58,6 +58,17 @@ class LlamaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """A mixture by its sizes: `count` experts, each of [2 * width, hidden] and back; a row chooses `each`."""
+
+    name: str
+    hidden: int
+    width: int
+    count: int
+    each: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """How much of everything. Batches and contexts are of the sections that have their names."""
 
@@ -80,6 +91,7 @@ class Sizes:
     guided_batch: int
     curve_batches: tuple[int, ...]
     curve_contexts: tuple[int, ...]
+    mixture: MixtureShape
 
 
 FULL = Sizes(
@@ -102,6 +114,7 @@ FULL = Sizes(
     guided_batch=32,
     curve_batches=(1, 4, 16, 64, 256),
     curve_contexts=(128, 1024, 8192),
+    mixture=MixtureShape("Qwen3-30B-A3B", 2048, 768, 128, 8),
 )
 
 # To try the benchmark itself, on any device: its figures mean nothing.
@@ -125,4 +138,5 @@ SMALL = Sizes(
     guided_batch=2,
     curve_batches=(1, 2),
     curve_contexts=(32,),
+    mixture=MixtureShape("tiny", 64, 32, 6, 3),
 )

@@ -135,12 +135,12 @@ def test_settings_hold_all_sequences_at_once() -> None:
     assert settings.speculation.speculative_method == "none" and not settings.cache.prefix_caching
 
 
-@pytest.mark.parametrize("name", ["prefill", "curve", "codes"])
+@pytest.mark.parametrize("name", ["prefill", "curve", "codes", "experts"])
 def test_a_section_with_tiny_models(name: str, tmp_path: Path) -> None:
     assert command.run_part(name, tmp_path / "found", small=True) == 0
     section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
     assert section.measurements and all(one.median is not None for one in section.measurements)
-    assert len(section.bars) == {"prefill": 1, "curve": 0, "codes": 6}[name]
+    assert len(section.bars) == {"prefill": 1, "curve": 0, "codes": 6, "experts": 4}[name]
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_section_on_the_runner_of_a_gpu(
 
 
 def test_what_takes_long_is_measured_where_it_is_named() -> None:
-    assert "codes" not in command.read_arguments([]).wanted
+    assert not {"codes", "experts"} & set(command.read_arguments([]).wanted)
     assert command.read_arguments(["codes", "steps"]).wanted == ["steps", "codes"]
 
 

@@ -1,0 +1,225 @@
+"""The device code of a mixture's experts, in Triton: whose rows are whose, two products, and a weighted sum.
+
+Rows are sorted by the expert that they go through and multiplied tile by tile, as in Gale et al. 2022
+("MegaBlocks"). What is launched follows from the number of rows alone, so that a CUDA graph can hold it: who
+chose whom is read on the device. A number that no expert has is left out. Weights stand to the left, as in
+`coded_kernels`, and each sum goes through its inputs in their order: a row has the same bits in any company.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
+
+
+@triton.jit
+def _experts_at(chosen, pairs, num_pairs, COUNT: tl.constexpr):
+    """Whom these pairs are for; COUNT, which is no expert, for those that are none's."""
+    found = tl.load(chosen + pairs, mask=pairs < num_pairs, other=COUNT).to(tl.int32)
+    return tl.where((found < 0) | (found > COUNT), COUNT, found)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def route_kernel(
+    chosen,
+    order,
+    tiles,
+    num_pairs,
+    num_tiles,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sort the pairs of rows and experts by these; grid (COUNT), for each expert a program.
+
+    `chosen` [num_pairs] are experts. `order` [num_pairs] gets the numbers of pairs, expert after expert, each
+    one's in their order, and `tiles` [num_tiles, 3] runs of up to ROWS of one; one that ends before it begins
+    is empty. An expert's tiles begin where those before it end at most: before // ROWS + min(expert, before),
+    for so many pairs `before` it, so that no program need know what other experts have.
+    """
+    expert = tl.program_id(0)
+    places = tl.arange(0, CHUNK)
+    befores = tl.zeros([CHUNK], tl.int32)
+    owns = tl.zeros([CHUNK], tl.int32)
+    for first in tl.range(0, num_pairs, CHUNK):
+        found = _experts_at(chosen, first + places, num_pairs, COUNT)
+        befores += (found < expert).to(tl.int32)
+        owns += (found == expert).to(tl.int32)
+    before = tl.sum(befores, 0)
+    last = before + tl.sum(owns, 0)
+    rank = before
+    for first in tl.range(0, num_pairs, CHUNK):
+        own = (_experts_at(chosen, first + places, num_pairs, COUNT) == expert).to(tl.int32)
+        tl.store(order + rank + tl.cumsum(own, 0) - 1, first + places, mask=own != 0)
+        rank += tl.sum(own, 0)
+    start = before // ROWS + tl.minimum(expert, before)
+    stop = last // ROWS + tl.minimum(expert + 1, last)
+    if expert == COUNT - 1:
+        stop = num_tiles
+    for first in tl.range(start, stop, CHUNK):
+        numbers = first + places
+        mask = numbers < stop
+        words = tiles + numbers * _WORDS
+        tl.store(words, tl.zeros([CHUNK], tl.int32) + expert, mask=mask)
+        tl.store(words + 1, before + (numbers - start) * ROWS, mask=mask)
+        tl.store(words + 2, tl.zeros([CHUNK], tl.int32) + last, mask=mask)
+
+
+@triton.jit
+def _weights_at(weights, outs, num_outs, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [OUTS, STEP] of weights [outputs, WIDTH]; 0 behind the last."""
+    mask = (outs < num_outs)[:, None]
+    if not EVEN:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(weights + outs.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _inputs_at(x, rows, is_row, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [STEP, ROWS] of rows [any, WIDTH]; 0 behind the last."""
+    mask = is_row[None, :]
+    if not EVEN:
+        mask = mask & (columns < WIDTH)[:, None]
+    return tl.load(x + rows.to(tl.int64)[None, :] * WIDTH + columns[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _gated(gate, up, SHAPE: tl.constexpr):
+    """What a gate makes of what it is multiplied with, both in float32."""
+    if SHAPE.is_limited:
+        gate = tl.minimum(gate, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -SHAPE.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    return gate * tl.sigmoid(gate * SHAPE.alpha) * up
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def expert_gate_kernel(
+    x,
+    weights,
+    biases,
+    order,
+    tiles,
+    activated,
+    num_tiles,
+    EACH: tl.constexpr,
+    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Gates and ups of a tile of pairs, and what the one makes of the other; grid (tiles * tiles of gates).
+
+    Of rows `x` [rows, hidden] each has EACH pairs, one behind the other. `weights` are [count, 2 * width,
+    hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the pairs' order.
+    """
+    tile = tl.program_id(0) % num_tiles
+    expert = tl.load(tiles + tile * _WORDS).to(tl.int64)
+    first = tl.load(tiles + tile * _WORDS + 1)
+    last = tl.load(tiles + tile * _WORDS + 2)
+    if first >= last:
+        return
+    ROWS: tl.constexpr = LAYOUT.rows
+    GATES: tl.constexpr = LAYOUT.outs // 2
+    WIDTH: tl.constexpr = SHAPE.width
+    EVEN: tl.constexpr = SHAPE.hidden % STEP == 0
+    slots = first + tl.arange(0, ROWS)
+    is_row = slots < last
+    rows = tl.load(order + slots, mask=is_row, other=0) // EACH
+    outs = tl.program_id(0) // num_tiles * GATES + tl.arange(0, GATES)
+    gates = weights + expert * (2 * WIDTH * SHAPE.hidden)
+    ups = gates + WIDTH * SHAPE.hidden
+    gate = tl.zeros([GATES, ROWS], tl.float32)
+    up = tl.zeros([GATES, ROWS], tl.float32)
+    for column in tl.range(0, SHAPE.hidden, STEP):
+        columns = column + tl.arange(0, STEP)
+        inputs = _inputs_at(x, rows, is_row, columns, SHAPE.hidden, EVEN)
+        numbers = _weights_at(gates, outs, WIDTH, columns, SHAPE.hidden, EVEN)
+        gate = tl.dot(numbers, inputs, gate, input_precision="ieee")
+        numbers = _weights_at(ups, outs, WIDTH, columns, SHAPE.hidden, EVEN)
+        up = tl.dot(numbers, inputs, up, input_precision="ieee")
+    if SHAPE.is_limited:
+        own = biases + expert * (2 * WIDTH) + outs
+        gate += tl.load(own, mask=outs < WIDTH, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(own + WIDTH, mask=outs < WIDTH, other=0.0).to(tl.float32)[:, None]
+    kind: tl.constexpr = activated.dtype.element_ty
+    result = _gated(
+        gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), SHAPE
+    )  # as products are rounded
+    targets = activated + slots.to(tl.int64)[None, :] * WIDTH + outs[:, None]
+    tl.store(targets, result.to(kind), mask=(outs < WIDTH)[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def expert_down_kernel(
+    activated,
+    weights,
+    biases,
+    order,
+    tiles,
+    answers,
+    num_tiles,
+    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """What experts answer to a tile of pairs; grid (tiles * tiles of outputs).
+
+    `activated` is [pairs, width] in the pairs' order, `weights` [count, hidden, width], `biases` [count,
+    hidden]. `answers` [pairs, hidden] has each pair at its number.
+    """
+    tile = tl.program_id(0) % num_tiles
+    expert = tl.load(tiles + tile * _WORDS).to(tl.int64)
+    first = tl.load(tiles + tile * _WORDS + 1)
+    last = tl.load(tiles + tile * _WORDS + 2)
+    if first >= last:
+        return
+    ROWS: tl.constexpr = LAYOUT.rows
+    OUTS: tl.constexpr = LAYOUT.outs
+    HIDDEN: tl.constexpr = SHAPE.hidden
+    EVEN: tl.constexpr = SHAPE.width % STEP == 0
+    slots = first + tl.arange(0, ROWS)
+    is_row = slots < last
+    outs = tl.program_id(0) // num_tiles * OUTS + tl.arange(0, OUTS)
+    own = weights + expert * (HIDDEN * SHAPE.width)
+    total = tl.zeros([OUTS, ROWS], tl.float32)
+    for column in tl.range(0, SHAPE.width, STEP):
+        columns = column + tl.arange(0, STEP)
+        inputs = _inputs_at(activated, slots, is_row, columns, SHAPE.width, EVEN)
+        numbers = _weights_at(own, outs, HIDDEN, columns, SHAPE.width, EVEN)
+        total = tl.dot(numbers, inputs, total, input_precision="ieee")
+    if SHAPE.is_limited:
+        bias = tl.load(biases + expert * HIDDEN + outs, mask=outs < HIDDEN, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    pairs = tl.load(order + slots, mask=is_row, other=0).to(tl.int64)
+    targets = answers + pairs[None, :] * HIDDEN + outs[:, None]
+    tl.store(targets, total.to(answers.dtype.element_ty), mask=(outs < HIDDEN)[:, None] & is_row[None, :])
+
+
+@triton.jit
+def expert_sum_kernel(
+    answers,
+    chosen,
+    shares,
+    summed,
+    COUNT: tl.constexpr,
+    EACH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Each row's `answers` [rows, EACH, HIDDEN], summed by `shares` [rows, EACH]; grid (rows * CHUNKS).
+
+    They are added in float32, in the order in which it chose.
+    """
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    outs = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK], tl.float32)
+    for place in tl.static_range(EACH):
+        pair = row * EACH + place
+        expert = tl.load(chosen + pair)
+        mask = outs < tl.where((expert >= 0) & (expert < COUNT), HIDDEN, 0)
+        answer = tl.load(answers + pair * HIDDEN + outs, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(mask, answer * tl.load(shares + pair).to(tl.float32), 0.0)
+    tl.store(summed + row * HIDDEN + outs, total.to(summed.dtype.element_ty), mask=outs < HIDDEN)

@@ -1,0 +1,76 @@
+"""How the products of a mixture's experts are divided among programs: by its shape and the number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rows up to which the tiles are always the same: what a row's bits are cannot depend on who is beside it.
+FEW_ROWS = 64
+# The rows of a tile, and up to how many rows of an expert, on average, it is the one to take: less of a small
+# tile is empty, a large one reads the weights fewer times. Not yet measured.
+_ROWS_UP_TO = ((16, 16.0), (64, 96.0), (128, float("inf")))
+_STEP_BYTES = {16: 256, 64: 128, 128: 128}  # of a row of weights at a time, by the rows of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What a kernel's code knows of a mixture, by whose words Triton finds what it compiled.
+
+    Each of `count` experts has weights [2 * width, hidden], gates first, and [hidden, width]. With `limit`
+    gates and ups have biases and are kept within it, as gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1);
+    0 is no limit, no bias, and silu(gate) * up.
+    """
+
+    count: int
+    hidden: int
+    width: int
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are limits, and biases."""
+        return self.limit > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """A tile of `rows` rows by `outs` outputs of one expert; of gates it is half as many, and their ups.
+
+    `num_warps` groups of 32 threads work on it; `num_stages` steps of weights and inputs are on their way.
+    """
+
+    rows: int
+    outs: int
+    num_warps: int
+    num_stages: int
+
+    def num_tiles(self, num_pairs: int, count: int) -> int:
+        """How many tiles so many pairs of a row and an expert can need at most, whoever chose which."""
+        return num_pairs // self.rows + min(count, num_pairs)
+
+
+def layout_for(num_rows: int, each: int, shape: ExpertShape) -> ExpertLayout:
+    """That of `num_rows` rows which go through `each` experts."""
+    mean = num_rows * each / shape.count
+    rows = next(rows for rows, most in _ROWS_UP_TO if num_rows <= FEW_ROWS or mean <= most)
+    return _LAYOUTS[rows]
+
+
+def step_of(width: int, itemsize: int, layout: ExpertLayout) -> int:
+    """How many of `width` inputs, of so many bytes each, a tile takes at a time."""
+    most = _STEP_BYTES[layout.rows] // itemsize
+    return most if width % most == 0 else most // 2
+
+
+def rows_of_each_layout(each: int, shape: ExpertShape) -> tuple[int, ...]:
+    """The fewest rows that have each of the layouts."""
+    ends = (max(FEW_ROWS, int(most * shape.count / each)) for _, most in _ROWS_UP_TO[:-1])
+    return (1, *(end + 1 for end in ends))
+
+
+_LAYOUTS = {
+    16: ExpertLayout(16, 64, num_warps=4, num_stages=4),
+    64: ExpertLayout(64, 128, num_warps=4, num_stages=3),
+    128: ExpertLayout(128, 128, num_warps=8, num_stages=3),
+}

@@ -1,0 +1,218 @@
+"""FusedExperts: a mixture's experts in four launches, whose sizes follow from the number of rows alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import nn
+
+from engine.compute.cuda.expert_kernels import (
+    expert_down_kernel,
+    expert_gate_kernel,
+    expert_sum_kernel,
+    route_kernel,
+)
+from engine.compute.cuda.expert_layout import (
+    ExpertLayout,
+    ExpertShape,
+    layout_for,
+    rows_of_each_layout,
+    step_of,
+)
+from engine.compute.native.closeness import is_close
+from engine.compute.native.families import has_limited_experts, has_read_experts
+from engine.compute.native.modules import activation_of
+from engine.compute.native.observation import Seen
+from engine.compute.native.places import is_unhooked
+from engine.compute.native.records import Activation
+
+_SORTED = 1024  # pairs that a program sorts at a time
+_SUMMED = 1024  # outputs that a program sums
+_ALIGNED = 4  # words: where tensors begin on their multiples, Triton compiles for such addresses alone
+
+
+class Routes(NamedTuple):
+    """The pairs of rows and experts, sorted by these, in tiles of a layout: what `route_kernel` writes."""
+
+    order: torch.Tensor  # int32 [pairs]
+    tiles: torch.Tensor  # int32 [tiles, 3]
+
+
+class FusedExperts(nn.Module):
+    """The experts of `original`, equal to them up to rounding: down(silu(gate(x)) * up(x)) by shares summed.
+
+    Or with gpt-oss's biases and limits. No call waits for the device, so that a CUDA graph can hold it. Up to
+    FEW_ROWS rows have the same bits in any company: they are multiplied in tiles of one size, and each one's
+    answers are summed in float32, in the order in which it chose.
+    """
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        weights = _read(original)
+        self.gate_up_proj, self.down_proj = weights.gate_up, weights.down
+        self.gate_up_bias, self.down_bias = weights.gate_up_bias, weights.down_bias
+        self.shape = weights.shape
+
+    @staticmethod
+    def fits(original: Any, dtype: torch.dtype) -> bool:
+        """True for experts that can be computed; their output is still to be compared.
+
+        Those whose weights are codes are of no class that was read.
+        """
+        if not has_read_experts(original) or not all(map(is_unhooked, original.modules())):
+            return False
+        gate_up, down = original.gate_up_proj, original.down_proj
+        if has_limited_experts(original):
+            gate_up, down = gate_up.mT, down.mT
+        elif activation_of(original.act_fn) is not Activation.SILU:
+            return False
+        count, hidden, width = down.shape
+        return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, 2 * width, hidden)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, hidden] to the same; chosen experts and their shares are [N, each].
+
+        A number that no expert has is left out.
+        """
+        rows, chosen, shares = (each.contiguous() for each in (hidden_states, top_k_index, top_k_weights))
+        count, each = chosen.shape
+        if not count:
+            return torch.empty_like(rows)
+        layout = layout_for(count, each, self.shape)
+        routes = route(chosen, layout, self.shape.count)
+        activated = self._activated(rows, each, routes, layout)
+        answers = self._answers(activated, routes, layout)
+        return _summed(answers, chosen, shares, self.shape)
+
+    def _activated(self, rows: torch.Tensor, each: int, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
+        """What gates make of ups, [pairs, width] in the order of pairs."""
+        shape, num_tiles = self.shape, len(routes.tiles)
+        activated = rows.new_empty(len(routes.order), shape.width)
+        expert_gate_kernel[(num_tiles * triton.cdiv(shape.width, layout.outs // 2),)](
+            rows,
+            self.gate_up_proj,
+            self.gate_up_proj if self.gate_up_bias is None else self.gate_up_bias,
+            *routes,
+            activated,
+            num_tiles,
+            EACH=each,
+            SHAPE=shape,
+            LAYOUT=layout,
+            STEP=step_of(shape.hidden, rows.itemsize, layout),
+            num_warps=layout.num_warps,
+            num_stages=layout.num_stages,
+        )
+        return activated
+
+    def _answers(self, activated: torch.Tensor, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
+        """What experts answer, [pairs, hidden] by the pairs' numbers."""
+        shape, num_tiles = self.shape, len(routes.tiles)
+        answers = activated.new_empty(len(activated), shape.hidden)
+        expert_down_kernel[(num_tiles * triton.cdiv(shape.hidden, layout.outs),)](
+            activated,
+            self.down_proj,
+            self.down_proj if self.down_bias is None else self.down_bias,
+            *routes,
+            answers,
+            num_tiles,
+            SHAPE=shape,
+            LAYOUT=layout,
+            STEP=step_of(shape.width, activated.itemsize, layout),
+            num_warps=layout.num_warps,
+            num_stages=layout.num_stages,
+        )
+        return answers
+
+
+def route(chosen: torch.Tensor, layout: ExpertLayout, count: int) -> Routes:
+    """The pairs of `chosen` [N, each], of `count` experts, in tiles of a layout, in one launch."""
+    num_pairs = chosen.numel()
+    num_tiles = layout.num_tiles(num_pairs, count)
+    first = triton.cdiv(num_pairs, _ALIGNED) * _ALIGNED
+    words = torch.empty(first + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
+    routes = Routes(words[:num_pairs], words[first:].view(num_tiles, 3))
+    route_kernel[(count,)](
+        chosen, *routes, num_pairs, num_tiles, COUNT=count, ROWS=layout.rows, CHUNK=_SORTED
+    )
+    return routes
+
+
+@torch.inference_mode()
+def equal_experts(original: Any, seen: Seen, dtype: torch.dtype) -> FusedExperts | None:
+    """The experts fused; None unless they repeat what those were seen to answer, in every layout.
+
+    For layouts of more rows than were seen these are repeated. Raises whatever a compiler or driver does.
+    """
+    given = seen.given
+    if given is None or given.dtype is not dtype or len(seen.args) != 3 or seen.options:
+        return None
+    made = FusedExperts(original)
+    _, chosen, _ = seen.args
+    counts = (len(given), *rows_of_each_layout(chosen.shape[1], made.shape))
+    for count in counts:
+        args = (_repeated(each, count) for each in seen.args)
+        if not is_close(made(*args), _repeated(seen.output, count)):
+            return None
+    return made
+
+
+def _repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` rows, these from the first one on and again."""
+    return rows.repeat(triton.cdiv(count, len(rows)), 1)[:count]
+
+
+def _summed(
+    answers: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, shape: ExpertShape
+) -> torch.Tensor:
+    """Each row's answers by its shares, [N, hidden], in one launch."""
+    count, each = chosen.shape
+    summed = answers.new_empty(count, shape.hidden)
+    chunk = min(_SUMMED, triton.next_power_of_2(shape.hidden))
+    chunks = triton.cdiv(shape.hidden, chunk)
+    expert_sum_kernel[(count * chunks,)](
+        answers,
+        chosen,
+        shares,
+        summed,
+        COUNT=shape.count,
+        EACH=each,
+        HIDDEN=shape.hidden,
+        CHUNKS=chunks,
+        CHUNK=chunk,
+    )
+    return summed
+
+
+class _Weights(NamedTuple):
+    """Experts' weights as the kernels read them: gates before ups, inputs next to one another."""
+
+    gate_up: nn.Parameter  # [count, 2 * width, hidden]
+    down: nn.Parameter  # [count, hidden, width]
+    gate_up_bias: nn.Parameter | None  # [count, 2 * width]
+    down_bias: nn.Parameter | None  # [count, hidden]
+    shape: ExpertShape
+
+
+def _read(original: Any) -> _Weights:
+    """The weights of experts: their own, but gpt-oss's, which are laid out anew."""
+    if not has_limited_experts(original):
+        gate_up, down = (
+            _frozen(weight.contiguous()) for weight in (original.gate_up_proj, original.down_proj)
+        )
+        return _Weights(gate_up, down, None, None, ExpertShape(*down.shape))
+    gate_up, gate_up_bias = (
+        _frozen(torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1))
+        for by_turns in (original.gate_up_proj.mT, original.gate_up_proj_bias)
+    )
+    down, down_bias = _frozen(original.down_proj.mT.contiguous()), _frozen(original.down_proj_bias)
+    count, hidden, width = down.shape
+    shape = ExpertShape(count, hidden, width, float(original.alpha), float(original.limit))
+    return _Weights(gate_up, down, gate_up_bias, down_bias, shape)
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach(), requires_grad=False)

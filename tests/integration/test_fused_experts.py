@@ -1,0 +1,235 @@
+"""Fused experts on the CPU, through Triton's interpreter, against transformers' own; `make test-triton`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.compute.native.closeness import is_close
+from engine.compute.native.observation import observe
+from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import packed_sample
+from tests.support.expert_mixtures import Mixture, random_rows
+from tests.support.launches import CountedKernel, LaunchCount, run_counted
+from tests.support.packed import as_loaded
+from tests.support.tiny_models import tiny_model
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from engine.compute.cuda import fused_experts  # noqa: E402
+from engine.compute.cuda.expert_layout import (  # noqa: E402
+    FEW_ROWS,
+    ExpertShape,
+    layout_for,
+    rows_of_each_layout,
+)
+from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route  # noqa: E402
+from engine.compute.cuda.fused_layer import CalledMixture, FusedLayer, JoinedMlp  # noqa: E402
+from engine.compute.cuda.fused_model import fuse_experts, fuse_layers  # noqa: E402
+from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from tests.support.interpreter import with_all_numbers  # noqa: E402
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
+]
+
+# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once, and
+# gpt-oss's attention has sinks.
+FAMILIES = {"mixtral": (2, 2), "olmoe": (2, 0), "qwen2_moe": (2, 2), "qwen3_moe": (1, 2), "gpt_oss": (2, 0)}
+EACH = 3
+COUNTS = [1, 5, 40, 70, 200]  # the first three in the smallest tiles
+
+
+def backend() -> TritonAttention:
+    return TritonAttention(Gpu(4, 200_000))
+
+
+def experts_of(mixture: Mixture) -> Any:
+    """Transformers' own with the weights of a mixture."""
+    experts = next(each for each in tiny_model("qwen3_moe").modules() if hasattr(each, "gate_up_proj"))
+    experts.gate_up_proj = nn.Parameter(mixture.gate_up, requires_grad=False)
+    experts.down_proj = nn.Parameter(mixture.down, requires_grad=False)
+    return experts
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (80, 200)])
+def test_answers_are_those_of_the_experts(hidden: int, width: int, count: int) -> None:
+    mixture = Mixture.random(hidden, width, torch.float32)
+    rows = random_rows(count, hidden, torch.float32)
+    found = FusedExperts(experts_of(mixture))(*rows)
+    torch.testing.assert_close(found.double(), mixture.expected(*rows), atol=1e-5, rtol=1e-5)
+
+
+def test_answers_in_16_bits_are_rounded_as_those_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_all_numbers(monkeypatch)
+    mixture = Mixture.random(64, 32, torch.bfloat16)
+    rows = random_rows(20, 64, torch.bfloat16)
+    assert is_close(FusedExperts(experts_of(mixture))(*rows), mixture.expected(*rows).bfloat16())
+
+
+def test_numbers_that_no_expert_has_are_left_out() -> None:
+    mixture = Mixture.random(64, 32, torch.float32)
+    rows, chosen, shares = random_rows(9, 64, torch.float32)
+    chosen[2, 1], chosen[4], chosen[8, 0] = Mixture.COUNT, -1, 1 << 20
+    shares[4] = torch.nan
+    found = FusedExperts(experts_of(mixture))(rows, chosen, shares)
+    expected = mixture.expected(rows, chosen, shares)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert not found[4].any()
+
+
+def test_nothing_is_the_answer_to_no_rows() -> None:
+    rows = random_rows(0, 64, torch.float32)
+    assert FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))(*rows).shape == (0, 64)
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    experts = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))
+    rows, chosen, shares = random_rows(20, 64, torch.float32)
+    expected = experts(rows, chosen, shares)
+    rows[3, 5] = torch.nan
+    found = experts(rows, chosen, shares)
+    others = torch.arange(20) != 3
+    assert torch.equal(found[others], expected[others]) and found[3].isnan().all()
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    """Alone, among few, among as many as are promised, at any place, beside rows of other experts."""
+    experts = FusedExperts(experts_of(Mixture.random(64, 96, torch.float32)))
+    rows = random_rows(FEW_ROWS, 64, torch.float32)
+    together = experts(*rows)
+    for count in (1, 2, 15, 16, 17, 33):
+        assert torch.equal(experts(*(each[:count] for each in rows)), together[:count])
+        assert torch.equal(experts(*(each[-count:] for each in rows)), together[-count:])
+    order = torch.randperm(FEW_ROWS)
+    assert torch.equal(experts(*(each[order] for each in rows)), together[order])
+
+
+def crowded(kind: str, count: int) -> torch.Tensor:
+    """Whom `count` rows choose."""
+    generator = torch.Generator().manual_seed(count)
+    if kind == "one expert":
+        return torch.full((count, EACH), 4)
+    if kind == "the last one":
+        return torch.full((count, EACH), 5)
+    if kind == "some are none's":
+        return torch.randint(-1, 8, (count, EACH), generator=generator)
+    return torch.randint(0, 6, (count, EACH), generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["any", "one expert", "the last one", "some are none's"])
+@pytest.mark.parametrize("count", [1, 6, 40, 100, 300])
+def test_pairs_are_sorted_by_their_experts(count: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one's stay in their order, and each is in one tile of its expert."""
+    monkeypatch.setattr(fused_experts, "_SORTED", 64)
+    layout = layout_for(count, EACH, ExpertShape(6, 64, 32))
+    chosen = crowded(kind, count)
+    routes = route(chosen, layout, 6)
+    asked = chosen.flatten().tolist()
+    expected = sorted((pair for pair, one in enumerate(asked) if 0 <= one < 6), key=asked.__getitem__)
+    assert routes.order.tolist()[: len(expected)] == expected
+    slots: list[int] = []
+    for expert, first, last in routes.tiles.tolist():
+        held = range(first, min(first + layout.rows, last))
+        assert {asked[expected[slot]] for slot in held} <= {expert}
+        slots += held
+    assert slots == list(range(len(expected)))
+
+
+def test_a_call_is_four_launches_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))
+    count = LaunchCount()
+    names = [name for name in vars(fused_experts) if name.endswith("_kernel")]
+    for name in names:
+        monkeypatch.setattr(fused_experts, name, CountedKernel(name, count))
+    monkeypatch.setattr("tests.support.launches._FREE", ("empty", "new_empty"))  # a wait is counted, too
+    rows = random_rows(20, 64, torch.float32)
+    ours = run_counted(count, lambda: experts(*rows))
+    assert ours == ["route_kernel", "expert_gate_kernel", "expert_down_kernel", "expert_sum_kernel"]
+    assert sorted(ours) == sorted(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
+    loaded = as_loaded(tiny_model(family))
+    before = packed_sample(PackedForward(loaded))
+    num_experts, num_layers = FAMILIES[family]
+    assert fuse_experts(loaded, 4) == num_experts
+    assert fuse_layers(loaded, backend(), 4) == num_layers
+    assert sum(isinstance(module, FusedExperts) for module in loaded.model.modules()) == num_experts
+    forward = PackedForward(loaded)
+    forward.backend = backend()
+    torch.testing.assert_close(packed_sample(forward), before, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:
+    loaded = as_loaded(tiny_model("qwen3_moe"))
+    fuse_experts(loaded, 4), fuse_layers(loaded, backend(), 4)
+    layers: Any = loaded.model.base_model.layers
+    assert [type(layer) for layer in layers] == [FusedLayer, FusedLayer]
+    assert [type(layer.mlp) for layer in layers] == [CalledMixture, JoinedMlp]
+    assert type(layers[0].mlp.mixture.experts) is FusedExperts
+
+
+def test_a_layer_is_fused_whose_router_chooses_by_the_last_bits() -> None:
+    """What is fused rounds otherwise, and another expert answers something else altogether."""
+    loaded = as_loaded(tiny_model("mixtral"))
+    for name, weight in loaded.model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight[:] = weight[0] + 1e-7 * torch.randn_like(weight)
+    assert fuse_layers(loaded, backend(), 4) == 2
+
+
+def test_weights_are_the_models_own_and_lie_there_once() -> None:
+    loaded = as_loaded(tiny_model("mixtral"))
+    before = {weight.data_ptr() for name, weight in loaded.model.named_parameters() if "experts" in name}
+    fuse_experts(loaded, 4)
+    after = {weight.data_ptr() for name, weight in loaded.model.named_parameters() if "experts" in name}
+    assert before == after and len(before) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_do_more_than_their_class_says_are_not_fused(family: str) -> None:
+    experts = next(
+        module for module in tiny_model(family).modules() if FusedExperts.fits(module, torch.float32)
+    )
+    assert not FusedExperts.fits(experts, torch.bfloat16)
+    experts.register_forward_hook(lambda *_: None)
+    assert not FusedExperts.fits(experts, torch.float32)
+
+
+def test_experts_with_another_activation_are_not_fused() -> None:
+    experts = experts_of(Mixture.random(64, 32, torch.float32))
+    assert FusedExperts.fits(experts, torch.float32)
+    experts.act_fn = nn.GELU()
+    assert not FusedExperts.fits(experts, torch.float32)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_experts_that_answer_otherwise_in_any_layout_stay(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = as_loaded(tiny_model("mixtral"))
+    name = next(
+        name for name, module in loaded.model.named_modules() if FusedExperts.fits(module, loaded.dtype)
+    )
+    seen = observe(loaded, [name], 4).seen[name]
+    original: Any = loaded.model.get_submodule(name)
+    assert equal_experts(original, seen, loaded.dtype) is not None
+    right, wrong = FusedExperts.forward, rows_of_each_layout(2, ExpertShape(4, 64, 128))[place]
+
+    def forward(self: FusedExperts, rows: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+        return right(self, rows, *chosen) * (1.01 if len(rows) == wrong else 1)
+
+    monkeypatch.setattr(FusedExperts, "forward", forward)
+    assert equal_experts(original, seen, loaded.dtype) is None
+    assert fuse_experts(loaded, 4) == 0
+    assert loaded.model.get_submodule(name) is original

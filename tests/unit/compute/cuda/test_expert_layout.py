@@ -1,0 +1,34 @@
+"""How the experts' products are divided: by the number of rows alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.compute.cuda.expert_layout import (
+    FEW_ROWS,
+    ExpertShape,
+    layout_for,
+    rows_of_each_layout,
+    step_of,
+)
+
+SHAPES = [(ExpertShape(128, 2048, 768), 8), (ExpertShape(8, 4096, 14336), 2), (ExpertShape(4, 64, 32), 2)]
+
+
+@pytest.mark.parametrize(("shape", "each"), SHAPES)
+def test_few_rows_are_all_multiplied_in_the_same_tiles(shape: ExpertShape, each: int) -> None:
+    assert {layout_for(count, each, shape).rows for count in range(1, FEW_ROWS + 1)} == {16}
+
+
+@pytest.mark.parametrize(("shape", "each"), SHAPES)
+def test_each_layout_begins_where_it_is_said_to(shape: ExpertShape, each: int) -> None:
+    fewest = rows_of_each_layout(each, shape)
+    assert [layout_for(count, each, shape).rows for count in fewest] == [16, 64, 128]
+    assert [layout_for(count - 1, each, shape).rows for count in fewest[1:]] == [16, 64]
+
+
+def test_a_tile_takes_whole_lines_of_weights_at_a_time() -> None:
+    small, large = (layout_for(count, 8, SHAPES[0][0]) for count in (1, 10_000))
+    assert [step_of(2048, 2, layout) for layout in (small, large)] == [128, 64]
+    assert [step_of(2880, 2, layout) for layout in (small, large)] == [64, 64]
+    assert step_of(2048, 4, small) == 64
