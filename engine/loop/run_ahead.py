@@ -52,7 +52,8 @@ class RunAhead:
     Before a step: `choose_arm`, then `draft_once` until it returns False, or `draft_inline` if the step was
     launched ahead. While the target computes: `beside_step`. After its commit: `after_step`. With nothing to
     do: `rest`. Cheap drafters are called inline, unless `schedule` is "async"; the others run as the schedule
-    says, which "auto" chooses by measuring. One that reads the target's features is always waited for.
+    says, which "auto" chooses by measuring. One that reads the target's features is waited for wherever there
+    is no draft: where it ran ahead, and the target drew what it had bet on, the next drafts are there.
 
     No fault of a drafter is raised here: what it gets wrong is dropped, and after three faults in a row it is
     left alone for a while. A step waits once for a slow drafter, and again only after it was quick. One that
@@ -75,9 +76,10 @@ class RunAhead:
         never_inline = config.schedule == "async"
         self._remote = [lane for lane in lanes if never_inline or not lane.link.drafter.is_cheap]
         self._inline = [lane for lane in lanes if lane not in self._remote]
-        self._ahead = [lane for lane in self._remote if not lane.link.drafter.reads_features]
-        self._readers = [lane for lane in self._remote if lane not in self._ahead]
+        self._ahead = [lane for lane in self._remote if lane.link.goes_on]
+        self._readers = [lane for lane in self._remote if lane.link.drafter.reads_features]
         self._awaited: list[_Lane] = []
+        self._is_before_step = False  # and may be waiting for drafts
         self._arm: str = config.schedule
         self._chooser: ScheduleChooser | None = None
         self._is_choosing = False  # the chooser, if there is one, named this step's arm
@@ -104,7 +106,8 @@ class RunAhead:
         if self._chooser is not None and self._is_choosing:
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"sync": self._remote, "async": self._readers}.get(self._arm, [])
-        decoder.begin_step([lane.link for lane in self._awaited])
+        self._is_before_step = True
+        decoder.begin_step([lane.link for lane in self._awaited], runs_ahead=self._arm == "async")
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
@@ -114,8 +117,11 @@ class RunAhead:
         self._decoder.gain.note_waited(self._clock() - began)
         if not self._awaited:
             return False
+        is_begun = self._task is not None
         task = self._task or self._start(self._awaited, ahead=False)
-        if task is None or task.lane not in self._awaited or not task.lane.is_quick:
+        if task is None or not task.lane.is_quick:
+            return False
+        if task.lane not in self._awaited and not task.lane.link.drafter.is_cheap:
             return False
         begin = self._clock()
         done, _ = await asyncio.wait([task.future], timeout=self._patience_s)
@@ -126,7 +132,7 @@ class RunAhead:
             return False
         if task.lane.link.is_reading(task.jobs):
             self._has_read = True
-        elif task.jobs:
+        elif task.jobs and not is_begun:
             task.lane.link.note_waited(len(task.jobs), waited_s)
         return True
 
@@ -141,8 +147,8 @@ class RunAhead:
     def beside_step(self, step_s: float | None = None) -> None:
         """The target's step has begun and should take `step_s`, None if unknown: run a drafter beside it."""
         self._step_ends = None if step_s is None else self._clock() + step_s
-        if self._arm == "async":
-            self._start(self._ahead, ahead=True)
+        self._is_before_step = False
+        self._go_on()
 
     def after_step(self, num_seqs: int, num_committed: int, seconds: float) -> None:
         """A step was committed `seconds` after its drafting began; `num_seqs` is 0 if it had prefill."""
@@ -152,7 +158,8 @@ class RunAhead:
                 self._chooser.observe(num_seqs, num_committed, seconds)
         if self._task is not None:
             self._note_hanging(self._task)
-        self.beside_step()
+        self._step_ends, self._is_before_step = None, True
+        self._go_on()
 
     def rest(self) -> None:
         """There is nothing to do: have the drafters close what has ended."""
@@ -181,7 +188,7 @@ class RunAhead:
         if lane in self._inline:
             return "inline"
         arm = self._arm if self._chooser is None else self._chooser.chosen or "auto"
-        return "sync" if arm == "async" and lane in self._readers else arm
+        return "sync" if arm == "async" and lane not in self._ahead else arm
 
     def _why_off(self, lane: _Lane, schedule: str) -> str | None:
         if lane.breaker.is_open:
@@ -229,6 +236,11 @@ class RunAhead:
                 self._submit(lane, [], closed)
                 return
 
+    def _go_on(self) -> None:
+        """Have a drafter run ahead, if they do: before a step only where it waits for none."""
+        if self._arm == "async" and not (self._is_before_step and self._readers):
+            self._start(self._ahead, ahead=True)
+
     def _start(self, lanes: Iterable[_Lane], *, ahead: bool) -> _DraftTask | None:
         """Submit a micro-step of one of these; None if one is out already, or they have nothing to do."""
         if self._task is not None:
@@ -266,7 +278,7 @@ class RunAhead:
         self._take(task.lane, task.jobs, result)
         if self._arm == "async":
             if not self._would_keep_from_more(seconds):
-                self._start(self._ahead, ahead=True)
+                self._go_on()
         elif self._is_resting:
             self._close_remote()
 

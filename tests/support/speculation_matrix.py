@@ -57,7 +57,7 @@ SETTINGS = {
     "swap, threads": Setting((*_TIGHT, "swap"), 40),
 }
 # A tree from the pass before is for the pass that has begun, unless it is waited for.
-NEVER_IN_TIME = (("Medusa", "async"), ("EAGLE", "async"))
+NEVER_IN_TIME = (("Medusa", "async"),)
 # Whatever is drafted is verified, whether or not it pays.
 ALWAYS = ("--draft-length-policy", "fixed", "--min-acceptance-rate", "0")
 

@@ -38,7 +38,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "DraftTape": frozenset(DraftTape.__slots__),
     "DraftedSequence": frozenset(field.name for field in fields(DraftedSequence)),
     "DraftView": frozenset({"limit", "max_tokens"}),
-    "DrafterLink": frozenset({"is_awaited"}),
+    "DrafterLink": frozenset({"is_awaited", "may_branch"}),
     "SpeculativeDecoder": frozenset({"rules"}),
     "SpecStats": frozenset(field.name for field in fields(SpecStats)),
 }

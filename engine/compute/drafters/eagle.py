@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.compute.drafters.eagle_kv import EagleKv, Slab
-from engine.compute.drafters.eagle_round import Chain, EagleCompute, EagleNoise, EagleRound
+from engine.compute.drafters.eagle_round import GUESSES, Chain, EagleCompute, EagleNoise, EagleRound
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.medusa import as_tensor
 from engine.compute.drafters.mtp_module import MtpModule
@@ -29,10 +29,14 @@ LEAST_CHANCE = 0.03
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a sequence; `is_broken` once a job left tokens out: nothing is drafted for it then."""
+    """What is known of a sequence; `is_broken` once a job left tokens out: nothing is drafted for it then.
+
+    The rows of its features up to the position `read_to` were read.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     is_broken: bool = False
+    read_to: int = 0
 
     def hear(self, job: DraftJob) -> None:
         """Take the job's tokens in place of what was there from its first position on."""
@@ -46,7 +50,9 @@ class _Turn(NamedTuple):
     job: DraftJob
     runs: Sequence[TargetFeatures]  # the newest window of them
     num_rows: int
-    num_drafts: int
+    num_ahead: int  # drafts that the chain must begin with: they are being verified
+    num_drafts: int  # with these
+    is_tree: bool
     slab: Slab
 
 
@@ -55,7 +61,9 @@ class EagleDrafter:
 
     They are a chain of the likeliest tokens and, beside these, what else might come in their places: the best
     of all by their chance (as the dynamic trees of EAGLE-2 and 3; but only the chain is continued).
-    Only verified positions stay in the K/V: what a draft wrote there is written over by the next call. A
+    Only verified positions stay in the K/V: what a draft wrote there is written over by the next call. While
+    a chain is verified, a job for what may follow it has the chain drawn again, from the newest row on: it is
+    gone on with as long as the layer, which may have read more since, still says the same. A
     request that samples gets the tokens that the position's own noise favours, as the target will, where the
     drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
     or its prompt was cached, is drafted for from those there are.
@@ -106,7 +114,7 @@ class EagleDrafter:
                 raise
             for turn, chain in zip(turns, found, strict=True):
                 turn.slab.num_kept += turn.num_rows
-                draft = plant(turn.job, chain, as_tree=self._plants_trees)
+                draft = plant(turn.job, self._beyond(turn, chain), as_tree=turn.is_tree)
                 if draft.parents is None:  # a chain is taken to be known here, unlike a tree
                     self._known[draft.request_id].token_ids += draft.token_ids
                 drawn[draft.request_id] = draft
@@ -131,14 +139,29 @@ class EagleDrafter:
         return sorted(turns, key=lambda turn: -turn.num_drafts)
 
     def _turn(self, job: DraftJob, current: Collection[str]) -> _Turn | None:
-        runs = newest_rows(job.features, self.kv.window)
+        request_id, newest = job.request.request_id, job.features[-1].position
+        known = self._known[request_id]
+        is_again = newest == known.read_to
+        runs = newest_rows(job.features, 1 if is_again else self.kv.window)
         num_rows = sum(len(run.hidden) for run in runs)
-        slab = self.kv.slab(job.request.request_id, num_rows, current)
+        slab = self.kv.slab(request_id, num_rows, current)
         if slab is None:
             return None
-        follows = runs[-1].position == job.next_position - 1
-        num_drafts = min(job.num_wanted, self.kv.most_drafts) if follows else 0
-        return _Turn(job, runs, num_rows, num_drafts, slab)
+        if is_again:
+            slab.num_kept -= min(num_rows, slab.num_kept)
+        known.read_to = newest
+        num_ahead = job.next_position - job.num_committed
+        follows = newest == job.num_committed - 1
+        num_drafts = min(num_ahead + job.num_wanted, self.kv.most_drafts) if follows else 0
+        is_tree = self._plants_trees and job.may_branch and not num_ahead
+        return _Turn(job, runs, num_rows, num_ahead, num_drafts, is_tree, slab)
+
+    def _beyond(self, turn: _Turn, chain: Chain) -> Chain:
+        """What follows the drafts that are being verified; nothing where the chain is another."""
+        known = self._known[turn.job.request.request_id].token_ids
+        drafts = known[turn.job.num_committed : turn.job.next_position]
+        again = [guesses[0].token_id for guesses in chain[: turn.num_ahead]]
+        return chain[turn.num_ahead :] if again == drafts else []
 
     def _round(self, turns: Sequence[_Turn]) -> EagleRound:
         hidden = [as_tensor(run.hidden) for turn in turns for run in turn.runs]
@@ -150,6 +173,8 @@ class EagleDrafter:
                 token_ids += known[run.first + 1 : run.position + 1]
                 positions += range(run.first, run.position)
         num_drafts = [turn.num_drafts for turn in turns]
+        # Beside a chain nothing else takes a place.
+        num_wanted = [turn.num_drafts * (1 if turn.is_tree else GUESSES) for turn in turns]
         draws = self._couples and any(turn.job.request.sampling.temperature for turn in turns)
         return EagleRound(
             features=hidden[0] if len(hidden) == 1 else torch.cat(hidden),
@@ -159,11 +184,12 @@ class EagleDrafter:
             num_kept=[turn.slab.num_kept for turn in turns],
             slabs=[turn.slab.index for turn in turns],
             num_drafts=num_drafts,
+            num_wanted=num_wanted,
             noise=self._noise(turns, max(num_drafts)) if draws else None,
         )
 
     def _noise(self, turns: Sequence[_Turn], most: int) -> EagleNoise:
-        first = np.array([turn.job.next_position for turn in turns], np.int64)
+        first = np.array([turn.job.num_committed for turn in turns], np.int64)
         sampling = self._sampling(turns)
         positions = (first[:, None] + np.arange(most)).reshape(-1)
         keys = row_keys(np.repeat(sampling.seed, most), positions)
@@ -179,7 +205,7 @@ class EagleDrafter:
             top_p=np.array([each.top_p for each in params], np.float32),
             min_p=np.array([each.min_p for each in params], np.float32),
             seed=np.array([each.seed % 2**64 for each in params], np.uint64).view(np.int64),
-            position=np.array([turn.job.next_position for turn in turns], np.int64),
+            position=np.array([turn.job.num_committed for turn in turns], np.int64),
             num_logprobs=np.full(num_rows, -1, np.int32),
         )
 

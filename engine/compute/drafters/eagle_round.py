@@ -39,8 +39,8 @@ class EagleRound:
 
     Sequence j reads `num_rows[j]` rows, into slots from `num_kept[j]` on of slab `slabs[j]`, and then draws
     a chain of up to `num_drafts[j]` tokens, which may be none; it ends where nothing behind it could be among
-    the sequence's best guesses, of which so many are wanted. Without `noise` all of them are greedy. The
-    numbers are in lists, since a round has few: an operation on short arrays takes longer than a loop.
+    the sequence's best guesses, of which `num_wanted[j]` are wanted. Without `noise` all of them are greedy.
+    The numbers are in lists, since a round has few: an operation on short arrays takes longer than a loop.
     """
 
     features: torch.Tensor  # [N, features]
@@ -50,6 +50,7 @@ class EagleRound:
     num_kept: list[int]  # [J]
     slabs: list[int]  # [J]
     num_drafts: list[int]  # [J]
+    num_wanted: list[int]  # [J]
     noise: EagleNoise | None = None
 
     @property

@@ -75,7 +75,7 @@ class LayerChains:
         out, positions = out[last], [work.positions[row] for row in last]
         chains: list[Chain] = [[] for _ in last]
         for depth, count in enumerate(work.drawing):
-            goes_on = [self._goes_on(chains[j], depth, work.num_drafts[j]) for j in range(count)]
+            goes_on = [self._goes_on(chains[j], depth, work.num_wanted[j]) for j in range(count)]
             if not any(goes_on):
                 break
             if depth:

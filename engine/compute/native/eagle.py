@@ -96,7 +96,7 @@ class NativeEagle:
         rows = PagedRows(counts[:num_sequences], lengths, tables[:, None], None, None)
         attention = self._kernels.attention_record(rows, self._kv.keys, sizes.heads)
         attention.window, attention.scale, attention.softcap = sizes.window, sizes.head_dim**-0.5, 0.0
-        indices = [array("q", part) for part in (places.slots, places.last, work.drawing, work.num_drafts)]
+        indices = [array("q", part) for part in (places.slots, places.last, work.drawing, work.num_wanted)]
         num_guesses = most * num_sequences * GUESSES
         guesses, chances = array("q", bytes(8 * num_guesses)), array("f", [-1.0]) * num_guesses
         draw, kept = self._draw(work)

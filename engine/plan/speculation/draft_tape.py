@@ -172,8 +172,10 @@ class DraftView:
         self.num_synced, self.no_draft_at, self.is_behind, self.num_turns = 0, -1, False, 0
 
     def unsync(self, position: int) -> None:
-        """The drafter's tokens from `position` on are not those of the sequence."""
+        """The drafter's tokens from `position` on are not those of the sequence, nor what it made of them."""
         self.num_synced = min(self.num_synced, position)
+        if self.no_draft_at > position:
+            self.no_draft_at = -1
 
 
 class NewFeatures:
@@ -182,11 +184,19 @@ class NewFeatures:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._runs: deque[tuple[int, FeatureRows]] = deque()  # as TargetFeatures, one behind the other
+        self._given: TargetFeatures | None = None  # the newest that was taken
 
     @property
     def position(self) -> int:
-        """That of the token which the newest row drew; -1 without any."""
+        """That of the token which the newest row drew; -1 without any that is new."""
         return self._runs[-1][0] if self._runs else -1
+
+    def reach(self, position: int) -> bool:
+        """True if the newest row, taken or not, drew the token at this position."""
+        newest = self.position
+        if newest < 0 and self._given is not None:
+            newest = self._given.position
+        return newest == position
 
     def add(self, position: int, rows: FeatureRows) -> None:
         """Keep what comes right behind the others; the token at `position` was drawn from its last row."""
@@ -196,10 +206,20 @@ class NewFeatures:
             runs.popleft()
 
     def take(self) -> tuple[TargetFeatures, ...]:
-        """All of them, oldest first; they are kept no longer."""
+        """All of them, oldest first; none is new any longer."""
         taken = tuple(TargetFeatures(position, rows) for position, rows in self._runs)
         self._runs.clear()
+        self._given = taken[-1] if taken else self._given
         return taken
+
+    def take_again(self) -> tuple[TargetFeatures, ...]:
+        """As `take`; without any that are new, those that were taken last."""
+        return self.take() or (() if self._given is None else (self._given,))
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._runs.clear()
+        self._given = None
 
 
 @dataclass(slots=True)
@@ -225,6 +245,11 @@ class DraftedSequence:
         """True if it has the features of its newest token, and no drafts after that token yet."""
         is_new = self.features.position == len(self.request.token_ids) - 1
         return is_new and not self.tape.drafted
+
+    @property
+    def has_features(self) -> bool:
+        """True if it has those of its newest token, or a drafter was given them."""
+        return self.features.reach(len(self.request.token_ids) - 1)
 
     def expects_drafts(self, awaited: Collection[int]) -> bool:
         """True if it has drafts, or one of the awaited drafters is worth asking for some."""

@@ -45,8 +45,10 @@ class DraftJob:
     The sequence is what the drafter holds of it before position `first`, then `token_ids`. Its first
     `num_committed` tokens are final; the others are drafts, which a later job may replace. A drafter holds
     what it answered, so a job that agrees with the last answer repeats nothing of it. `features` are
-    those that a drafter which reads them was not given yet, oldest first; the newest known token's are last.
-    Of a sequence that `is_quiet` the drafter has long had nothing of use: it should take little trouble.
+    those that a drafter which reads them was not given yet, oldest first; the newest final token's are last.
+    Where it was given all of them, it gets the last again. Unless it `may_branch`, the answer must be a
+    chain: a later job goes on behind it while it is verified. Of a sequence that `is_quiet` the drafter has
+    long had nothing of use: it should take little trouble.
     """
 
     request: DraftRequest
@@ -56,6 +58,7 @@ class DraftJob:
     num_committed: int
     num_wanted: int
     features: tuple[TargetFeatures, ...] = ()
+    may_branch: bool = True
     is_quiet: bool = False
 
     @property
@@ -94,7 +97,8 @@ class Drafter(Protocol):
     """A draft source for many sequences. Its methods are called one at a time, by one thread at a time.
 
     `method` labels it in the metrics. With `is_cheap` a call takes microseconds and may run on the event
-    loop. With `is_stepwise` a job gives one token, or one tree. With `reads_features` jobs carry them.
+    loop. With `is_stepwise` a job gives one token, or one tree. With `reads_features` jobs carry them, and
+    unless it is stepwise it goes on behind its own chain while that is verified.
     """
 
     method: str

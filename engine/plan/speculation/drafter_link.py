@@ -30,6 +30,7 @@ class DrafterLink:
         self.drafter = drafter
         self.prior = MethodPrior()
         self.is_awaited = False
+        self.may_branch = True
         self.rival: DrafterLink | None = None  # who reads features, where this drafter does not
         self._policy = policy
         self._stats = stats
@@ -39,13 +40,19 @@ class DrafterLink:
 
     # Around a step.
 
-    def begin_step(self, *, is_awaited: bool) -> None:
-        """Note whether the next step waits for this drafter."""
+    def begin_step(self, *, is_awaited: bool, may_branch: bool) -> None:
+        """Note whether the next step waits for this drafter, and whether its answers may be trees."""
         self.is_awaited = is_awaited
+        self.may_branch = may_branch
 
     def note_waited(self, num_jobs: int, seconds: float) -> None:
         """A step has waited so long for a micro-step of so many jobs."""
         self._waits.observe(num_jobs, num_jobs, seconds)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the drafter drafts on behind its own drafts while these are verified."""
+        return not (self.drafter.reads_features and self.drafter.is_stepwise)
 
     @property
     def has_price(self) -> bool:
@@ -105,8 +112,9 @@ class DrafterLink:
     def jobs(self, *, ahead: bool, may_read: bool = True) -> list[DraftJob]:
         """The jobs of the next micro-step, empty if there are none; their tokens count as synced.
 
-        `ahead` drafts past what the target's pass is verifying and the token drawn after it. With `may_read`
-        False there are no jobs either while the drafter is behind with every sequence.
+        `ahead` drafts past what the target's pass is verifying and the token drawn after it, from the newest
+        features where the drafter reads them. With `may_read` False there are no jobs either while the
+        drafter is behind with every sequence.
         """
         wishes = [
             (sequence, view, count)
@@ -114,10 +122,13 @@ class DrafterLink:
             if view.limit and (count := _num_wanted(sequence, view, ahead)) > 0
         ]
         if self.drafter.reads_features:
-            wishes = [wish for wish in wishes if wish[0].has_new_features]
+            again = ahead and self.goes_on
+            wishes = [
+                wish for wish in wishes if (wish[0].has_features if again else wish[0].has_new_features)
+            ]
         if not may_read and all(view.is_behind for _, view, _ in wishes):
             return []
-        if wishes and self.has_price and not any(view.is_behind for _, view, _ in wishes):
+        if wishes and not ahead and self.has_price and not any(view.is_behind for _, view, _ in wishes):
             wishes = self._worth_waiting_for(wishes)
         return [self._job(*wish) for wish in wishes]
 
@@ -148,7 +159,8 @@ class DrafterLink:
             token_ids=(*token_ids[first:], *(draft.token_id for draft in drafts)),
             num_committed=num_committed,
             num_wanted=num_wanted,
-            features=sequence.features.take() if self.drafter.reads_features else (),
+            features=sequence.features.take_again() if self.drafter.reads_features else (),
+            may_branch=self.may_branch,
             is_quiet=self._is_quiet(view),
         )
 

@@ -219,7 +219,7 @@ class SpeculativeDecoder:
         self.stats.note_dropped("cancelled", max(0, len(sequence.tape) - sequence.num_in_flight))
         sequence.tape.drop_drafts()
         sequence.num_in_flight = 0
-        sequence.features.take()
+        sequence.features.clear()
         for index in sequence.views:
             self.links[index].remove(request_id)
 
@@ -238,12 +238,15 @@ class SpeculativeDecoder:
 
     # Before a step.
 
-    def begin_step(self, awaited: Collection[DrafterLink]) -> None:
-        """A step is to be prepared that waits for these drafters."""
+    def begin_step(self, awaited: Collection[DrafterLink], *, runs_ahead: bool = False) -> None:
+        """A step is to be prepared that waits for these drafters.
+
+        Where drafting `runs_ahead` of verification, drafts are chains: a tree cannot be gone on with.
+        """
         self.gain.begin_step()
         self._apply_changes()
         for link in self.links:
-            link.begin_step(is_awaited=link in awaited)
+            link.begin_step(is_awaited=link in awaited, may_branch=not runs_ahead)
 
     def choose(
         self, decodes: Sequence[Request], load: StepLoad

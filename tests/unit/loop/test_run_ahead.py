@@ -22,6 +22,7 @@ from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import Schedule, SpeculationConfig, Verification
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.plan.step_records import ScheduledRequest
 from tests.support.engines import InlineExecutor
 from tests.support.factories import make_request
 from tests.support.fake_drafters import FakeDrafter
@@ -89,6 +90,9 @@ class Stage:
             request.token_ids += right[:count]
             request.num_computed_tokens = len(request.token_ids) - 1
             self.decoder.commit(request, drafted, count)
+            if any(link.drafter.reads_features for link in self.decoder.links):
+                rows = ScheduledRequest(request.request_id, 0, 0, samples=True)
+                self.decoder.keep_features(rows, "x" * count)
             num_accepted += count - 1
         self.run_ahead.after_step(len(requests), num_accepted + len(requests), 0.02)
         await settle()
@@ -212,6 +216,33 @@ async def test_what_a_cheap_drafter_knows_no_other_is_asked() -> None:
     stage = Stage("sync", cheap, model)
     await stage.step(stage.open())
     assert (cheap.num_calls, model.num_calls) == (1, 0)
+
+
+async def test_who_reads_features_is_waited_for_only_where_its_bet_was_wrong() -> None:
+    drafter = perfect(reads_features=True, is_stepwise=False)
+    stage = Stage("async", drafter)
+    a = stage.open()
+    assert await stage.step(a) == 0, "nothing was left yet"
+    assert await stage.step(a) == LONGEST, "it was waited for, and went on beside the pass"
+    num_calls = drafter.num_calls
+    assert await stage.prepare() == 0, "the token that the target drew was foreseen, and what follows"
+    assert drafter.num_calls == num_calls and len(stage.decoder.choose([a], LOAD)) == 1
+    drafter.alpha = 0.0
+    for _ in range(3):
+        await stage.step(a)
+    num_calls = drafter.num_calls
+    assert await stage.prepare() == 1, "it had bet on another token"
+    assert drafter.num_calls == num_calls + 1
+
+
+async def test_a_quick_drafter_beside_it_does_not_keep_a_reader_from_its_turn() -> None:
+    reader = perfect(reads_features=True, is_stepwise=False)
+    text = perfect(method="ngram", is_cheap=True, is_stepwise=False, is_shy=True, alpha=0.0)
+    async with draft_thread() as executor:
+        stage = Stage("async", text, reader, executor=executor)
+        a = stage.open()
+        accepted = [await stage.step(a) for _ in range(12)]
+    assert sum(accepted) > 0
 
 
 async def test_a_drafter_that_takes_for_ever_costs_async_nothing() -> None:

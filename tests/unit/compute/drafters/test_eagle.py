@@ -167,6 +167,40 @@ def test_without_new_features_there_is_no_draft(drafter: EagleDrafter, features:
     assert drafter.draft([late]).drafts[0].token_ids == (), "they are of an older token"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_behind_a_chain_that_is_verified_it_goes_on(
+    drafter: EagleDrafter, directory: Path, target: LoadedModel, features: torch.Tensor, temperature: float
+) -> None:
+    """As if the whole had been drafted at once; and what it kept is as it was."""
+    plain = load_eagle_drafter(directory, target, ROOM)
+    params = {"temperature": temperature, "seed": 3}
+    first, other = Asking("a", features, **params), Asking("a", features, **params)
+    job = replace(first.job(9, 2), may_branch=False)
+    whole = plain.draft([replace(other.job(9, 5), may_branch=False)]).drafts[0]
+    begun = drafter.draft([job]).drafts[0]
+    assert begun.parents is None and begun.token_ids == whole.token_ids[:2]
+    run = TargetFeatures(8, features[:8])
+    ahead = replace(job, first=11, token_ids=(), num_wanted=3, features=(run,))
+    beyond = drafter.draft([ahead]).drafts[0]
+    assert (beyond.first, beyond.token_ids) == (11, whole.token_ids[2:])
+    for each in (first, other):
+        each.num_told = 9
+    assert drafter.draft([first.job(12)]).drafts == plain.draft([other.job(12)]).drafts
+
+
+def test_it_bets_on_no_chain_that_it_would_not_draw_any_longer(
+    drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
+) -> None:
+    right = expected(tiny, features, 9, 2)
+    job = replace(Asking("a", features).job(9, 2), may_branch=False)
+    assert drafter.draft([job]).drafts[0].token_ids == tuple(right)
+    run = TargetFeatures(8, features[:8])
+    wrong = replace(job, first=9, token_ids=(right[0], right[1] + 1), features=(run,))
+    assert drafter.draft([wrong]).drafts[0].token_ids == ()
+    good = replace(wrong, token_ids=tuple(right))
+    assert len(drafter.draft([good]).drafts[0].token_ids) == 2
+
+
 def test_a_draft_ends_with_what_ends_the_request(
     drafter: EagleDrafter, tiny: TinyEagle, features: torch.Tensor
 ) -> None:

@@ -84,6 +84,7 @@ def made_round(
         num_kept=kept,
         slabs=rng.permutation(8)[:count].tolist(),
         num_drafts=drafts,
+        num_wanted=drafts,
         noise=EagleNoise(sampling, keys) if temperature else None,
     )
 
@@ -158,7 +159,7 @@ def test_a_chain_ends_where_nothing_behind_it_could_be_among_the_best(
 ) -> None:
     native, plain = both(weights, kernels)
     work = made_round([3, 5, 2, 4], [2, 2, 2, 2], [0, 0, 0, 0])
-    longer = replace(work, num_drafts=[5, 5, 5, 5])
+    longer = replace(work, num_drafts=[5, 5, 5, 5], num_wanted=[5, 5, 5, 5])
     found, whole = native.run(work), native.run(longer)
     assert_alike(found, plain.run(work), drawn=False)
     for chain, other in zip(found, whole, strict=True):

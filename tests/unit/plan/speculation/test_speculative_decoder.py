@@ -323,6 +323,30 @@ def test_features_are_used_for_the_newest_token_only() -> None:
     world.decoder.keep_features(step._replace(request_id="nobody"), "h")
 
 
+def test_a_reader_that_goes_on_gets_the_newest_features_again() -> None:
+    world = World(reads_features=True, is_stepwise=False)
+    a = world.open()
+    world.decoder.begin_step(world.decoder.links, runs_ahead=True)
+    world.decoder.keep_features(ScheduledRequest("a", 0, 2, samples=True), "hi")
+    job = world.job()
+    assert not job.may_branch, "a tree cannot be gone on with"
+    world.answer(job, 7, 8)
+    assert world.decoder.links[0].jobs(ahead=False) == [], "no step waits where there are drafts"
+    drafted = world.verify(a)
+    ahead = world.job(ahead=True)
+    assert synced(ahead)[:3] == (5, (), 3) and ahead.features == job.features
+    world.answer(ahead, 9, 10)
+    world.commit(a, 7, 8, 9, drafted=drafted)
+    assert [draft.token_id for draft in world.verify(a)] == [10], "the bet was right: nothing is waited for"
+    assert world.decoder.links[0].jobs(ahead=True) == [], "what was given is of an older token"
+    world.decoder.keep_features(ScheduledRequest("a", 3, 3, samples=True), "hij")
+    assert [run.hidden for run in world.job(ahead=True).features] == ["hij"]
+    world.decoder.pause("a")
+    world.decoder.open(a)
+    world.decoder.begin_step(world.decoder.links)
+    assert world.decoder.links[0].jobs(ahead=True) == [], "a request that runs anew has none yet"
+
+
 def asked_a_step(world: World, requests: Sequence[Request], num_steps: int) -> list[int]:
     """How many of these the drafter is asked about before each step; it never has a draft."""
     asked = []
@@ -401,7 +425,11 @@ def test_features_wait_for_the_drafter_up_to_its_window() -> None:
     for position, rows in ((5, "aaaaa"), (6, "b"), (8, "cc"), (9, "d")):
         features.add(position, rows)
     assert [run.hidden for run in features.take()] == ["b", "cc", "d"]
-    assert features.take() == ()
+    assert features.take() == () and features.position == -1
+    assert features.reach(9) and not features.reach(8)
+    assert [run.hidden for run in features.take_again()] == ["d"]
+    features.clear()
+    assert features.take_again() == () and not features.reach(9)
     features.add(30, "x" * 20)
     assert features.position == 30, "the newest run is kept whole"
 
