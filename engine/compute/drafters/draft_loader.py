@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
-import torch
 
 from config import ModelSettings, Settings
 from engine.compute.attention.kv_tensors import bytes_per_block
@@ -23,6 +22,7 @@ from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import exact_context_limit, read_architecture
 from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.stored import take_weights
+from engine.compute.runner.device import own_stream
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused, UnsupportedModel
@@ -105,9 +105,7 @@ def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice | None:
     plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, Sampler(loaded.vocab_size, loaded.device))
     runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), CudaRecorder(loaded.device))
     runner.warm_up()
-    stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(loaded.device))
-    return OnDevice(runner, stream)
+    return OnDevice(runner, own_stream(loaded.device))
 
 
 def draft_graphs(loaded: LoadedModel, sizes: DraftSizes) -> GraphLimits:

@@ -5,8 +5,7 @@ Knows nothing of verification but whether it must say what its drafts were drawn
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.device import in_stream
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
@@ -124,6 +124,7 @@ class DraftModelDrafter:
     ) -> None:
         self._forward = PackedForward(loaded)
         self._device = on_device
+        self._stream = None if on_device is None else on_device.stream
         # The runner draws for `match` only, and all that the model knows, which the target must know too.
         self._chains = (
             on_device is not None and verification == "match" and loaded.vocab_size <= sizes.vocab_size
@@ -154,7 +155,7 @@ class DraftModelDrafter:
         """Tokens for each job that has no more to read. Whatever the forward pass raises comes through."""
         begin = perf_counter()
         behind: set[str] = set()
-        with self._own_stream():
+        with in_stream(self._stream):
             for job in jobs:
                 self._take_note(job)
             turns = self._plan(jobs, behind)
@@ -165,19 +166,10 @@ class DraftModelDrafter:
     @torch.inference_mode()
     def close(self, request_ids: Sequence[str]) -> None:
         """See Drafter."""
-        with self._own_stream():
+        with in_stream(self._stream):
             for request_id in request_ids:
                 self._known.pop(request_id, None)
                 self._kv.drop(request_id)
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Have what is queued meanwhile, on this thread, go into the drafter's stream, if it has one."""
-        if self._device is None or self._device.stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._device.stream):
-                yield
 
     def _take_note(self, job: DraftJob) -> None:
         """Make the job's tokens the known ones; KV stays valid as far as they agree with those before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -20,6 +20,23 @@ def make_current(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream behind all that is queued by now, for work beside the target's; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def in_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Have what the thread queues meanwhile go into `stream`, whose device is current then.
+
+    None is the stream that is current anyway.
+    """
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def gpu_has_bfloat16(device: torch.device) -> bool:
