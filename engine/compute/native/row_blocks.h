@@ -1,7 +1,9 @@
 // Rows of a product's input as integers of 8 bits, for products with integer weights.
 //
-// Each 32 numbers of a row have a scale of their own: the largest of them becomes 127. What a row becomes depends on
-// that row alone.
+// Each 32 numbers of a row have a scale of their own: the largest of them becomes 127. Some channels of a model are so
+// large that their neighbours would be lost beside them, and most of what rounding changes comes from few of these: four
+// inputs with one of a row's largest numbers, a peak, have a scale of their own and are zero in their block. What a row
+// becomes depends on that row alone.
 
 #pragma once
 
@@ -11,6 +13,7 @@
 namespace {
 
 constexpr Index BLOCK = 32;  // inputs with one scale
+constexpr Index PEAKS = 2;   // of a row
 
 // What weights are stored above the numbers they stand for, where they are multiplied without a sign.
 constexpr int UNSIGNED_ZERO = 128;
@@ -21,13 +24,15 @@ struct alignas(64) RowBlock {
   float scale;
   int32_t zeros[3];  // -UNSIGNED_ZERO * the sum of the codes: what that much too large weights add too much
   float sums[3];     // scale * the sum of the codes
-  float unused;
+  int32_t four;      // of a peak, whose other codes are zero: how many fours of the row lie before it
 };
 static_assert(sizeof(RowBlock) == 64);
 
+// A row of k numbers: its blocks, and behind them its peaks.
+inline Index row_blocks(Index k) { return k / BLOCK + PEAKS; }
+
 // NaN and infinity make a block of NaN: what goes wrong must show in the result.
-inline void put_row_block(const Element* x, RowBlock* to) {
-  const Floats a = load(x), b = load(x + LANES);
+inline void put_row_block(Floats a, Floats b, RowBlock* to) {
   const float largest = greatest(maximum(absolute(a), absolute(b)));
   const bool is_finite = !are_nan((a - a) + (b - b));
   const bool is_something = is_finite && largest > 1e-30f;  // whose inverse is a number
@@ -43,11 +48,41 @@ inline void put_row_block(const Element* x, RowBlock* to) {
     to->zeros[half] = -UNSIGNED_ZERO * (int32_t)codes;
     to->sums[half] = to->scale * codes;
   }
-  to->unused = 0;
+  to->four = 0;
 }
 
-inline void put_row_blocks(const Element* x, Index k, RowBlock* to) {
-  for (Index b = 0; b < k / BLOCK; b++) put_row_block(x + b * BLOCK, to + b);
+inline void put_row_block(const float* numbers, RowBlock* to) {
+  put_row_block(load_floats(numbers), load_floats(numbers + LANES), to);
+}
+
+// Takes the largest of block `b` out of it, with the four that it is in. `taken` are the peaks before.
+inline void take_peak(const Element* x, Index b, RowBlock* blocks, const RowBlock* taken, RowBlock* peak) {
+  alignas(64) float rest[BLOCK], apart[BLOCK] = {};
+  store_floats(rest, load(x + b * BLOCK));
+  store_floats(rest + LANES, load(x + b * BLOCK + LANES));
+  for (; taken < peak; taken++)
+    if (taken->four / 8 == b) memset(rest + taken->four % 8 * 4, 0, 4 * sizeof(float));
+  const auto is_smaller = [](float one, float other) { return std::abs(one) < std::abs(other); };
+  const Index first = (std::max_element(rest, rest + BLOCK, is_smaller) - rest) / 4 * 4;
+  memcpy(apart + first, rest + first, 4 * sizeof(float));
+  memset(rest + first, 0, 4 * sizeof(float));
+  put_row_block(apart, peak);
+  peak->four = (int32_t)((b * BLOCK + first) / 4);
+  put_row_block(rest, blocks + b);
+}
+
+// A row [k]: the peaks are one by one the largest number that is left. Blocks of NaN have none.
+inline void put_row(const Element* x, Index k, RowBlock* to) {
+  const Index count = k / BLOCK;
+  for (Index b = 0; b < count; b++) put_row_block(load(x + b * BLOCK), load(x + b * BLOCK + LANES), to + b);
+  for (RowBlock* peak = to + count; peak < to + row_blocks(k); peak++) {
+    Index found = -1;
+    float largest = 0;
+    for (Index b = 0; b < count; b++)
+      if (to[b].scale > largest) largest = to[found = b].scale;
+    if (found < 0) *peak = RowBlock{};
+    else take_peak(x, found, to, to + count, peak);
+  }
 }
 
 // Memory of the calling thread for `count` blocks, which serves until its next call with the same `Use`.
@@ -59,19 +94,19 @@ inline RowBlock* row_block_space(Index count) {
 }
 
 // x [n, k] in blocks. Few numbers each thread turns for itself, which takes less time than to meet the others; else all
-// of them fill `shared` [n, k / BLOCK] and meet. For every thread of a team.
+// of them fill `shared` [n, row_blocks(k)] and meet. For every thread of a team.
 class InputBlocks {
  public:
   InputBlocks(Worker& me, const Element* x, Index n, Index k, RowBlock* shared)
-      : x_(x), count_(n * (k / BLOCK)), found_(n * k > FEW ? shared : nullptr) {
-    if (found_) me.each(n, [&](Index i) { put_row_blocks(x + i * k, k, shared + i * (k / BLOCK)); });
+      : x_(x), n_(n), k_(k), found_(n * k > FEW ? shared : nullptr) {
+    if (found_) me.each(n, [&](Index i) { put_row(x + i * k, k, shared + i * row_blocks(k)); });
   }
 
   // Only while this thread has a piece of the work that reads x: who comes too late must not look at it any more.
   const RowBlock* get() {
     if (!found_) {
-      RowBlock* own = row_block_space<0>(count_);
-      put_row_blocks(x_, count_ * BLOCK, own);
+      RowBlock* own = row_block_space<0>(n_ * row_blocks(k_));
+      for (Index i = 0; i < n_; i++) put_row(x_ + i * k_, k_, own + i * row_blocks(k_));
       found_ = own;
     }
     return found_;
@@ -80,7 +115,7 @@ class InputBlocks {
  private:
   static constexpr Index FEW = 4096;
   const Element* const x_;
-  const Index count_;
+  const Index n_, k_;
   const RowBlock* found_;
 };
 
