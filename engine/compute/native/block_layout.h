@@ -65,10 +65,10 @@ struct Layout {
 
 // Four inputs, those from 4 * j on of 32, of the outputs in register `r`, as `dot` takes them.
 template <class L>
-SLIP_INLINE NativeBytes codes_of(const uint8_t* codes, int j, int r) {
-  const auto part = [&](Index plane, int from, int bits, int to) __attribute__((always_inline)) {
+SLIP_INLINE NativeBytes codes_of(const uint8_t* codes, unsigned j, int r) {
+  const auto part = [&](unsigned plane, unsigned from, int bits, unsigned to) __attribute__((always_inline)) {
     const NativeBits words = (NativeBits)load_bytes(codes + FOURS * plane + 4 * WIDTH * r);
-    const NativeBits moved = from > to ? words >> (from - to) : words << (to - from);
+    const NativeBits moved = from >= to ? words >> (from - to) : words << (to - from);
     return moved & (((1u << bits) - 1) << to) * 0x01010101u;
   };
   NativeBits found = part(j * L::LOW / 8, j * L::LOW % 8, L::LOW, L::RAISED);
@@ -96,7 +96,7 @@ class PanelBlock {
   }
 
   // Four inputs, those from 4 * j on of its 32 inputs `within`.
-  SLIP_INLINE NativeBytes codes(int within, int j, int r) const {
+  SLIP_INLINE NativeBytes codes(int within, unsigned j, int r) const {
     return codes_of<L>(at_ + L::CODES_AT + within * L::CODE_BYTES, j, first_ + r);
   }
 

@@ -67,7 +67,7 @@ struct UnpackedView {
   const UnpackedSpan<F>* at;
   int first;
 
-  SLIP_INLINE NativeBytes codes(int within, int j, int r) const {
+  SLIP_INLINE NativeBytes codes(int within, unsigned j, int r) const {
     return load_bytes(at->codes[within] + FOURS * j + 4 * WIDTH * (first + r));
   }
   SLIP_INLINE Native scale(int within, int half, int r) const {
@@ -193,21 +193,19 @@ __attribute__((noinline)) void times_unpacked(const uint8_t* panel, const RowBlo
   }
 }
 
-// sums [32] += a row's peaks times a panel, which has been read and is near.
+// sums [32] += a row's peak times a panel, which has been read just now.
 template <class L>
-SLIP_INLINE void add_peaks(const uint8_t* panel, const RowBlock* peaks, float* sums) {
+SLIP_INLINE void add_peak(const uint8_t* panel, const RowBlock& peak, float* sums) {
+  constexpr unsigned EACH = L::SPAN / BLOCK;
+  const unsigned b = peak.four / 8, j = peak.four % 8, within = b % EACH, half = 4 * j / L::PER_SCALE;
+  const PanelBlock<L, PANEL_PARTS> block(panel + b / EACH * L::BYTES, 0);
+  const NativeInts start = L::IS_ABOVE_ZERO ? broadcast_int(peak.zeros[2]) : NativeInts{};
+  const NativeInts inputs = load_four(peak.codes + 4 * j);
   repeat<PANEL_PARTS>(SLIP_EACH_OF(r) {
-    Native total = load_native(sums + WIDTH * r);
-    for (const RowBlock* peak = peaks; peak < peaks + PEAKS; peak++) {
-      const int b = peak->four / 8, j = peak->four % 8, half = j * 4 / L::PER_SCALE;
-      const int within = b % (int)(L::SPAN / BLOCK);
-      const PanelBlock<L, 1> block(panel + b / (L::SPAN / BLOCK) * L::BYTES, r);
-      const NativeInts start = L::IS_ABOVE_ZERO ? broadcast_int(peak->zeros[2]) : NativeInts{};
-      const NativeInts dots = dot_of<L>(start, block.codes(within, j, 0), load_four(peak->codes + 4 * j));
-      const Native worth = __builtin_convertvector(dots, Native) * broadcast_part(peak->scale);
-      total = fma_part(worth, block.scale(within, half, 0), total);
-      if constexpr (L::HAS_LEAST) total = fma_part(block.least(within, half, 0), broadcast_part(peak->sums[2]), total);
-    }
+    const NativeInts dots = dot_of<L>(start, block.codes(within, j, r), inputs);
+    const Native worth = __builtin_convertvector(dots, Native) * broadcast_part(peak.scale);
+    Native total = fma_part(worth, block.scale(within, half, r), load_native(sums + WIDTH * r));
+    if constexpr (L::HAS_LEAST) total = fma_part(block.least(within, half, r), broadcast_part(peak.sums[2]), total);
     store_native(sums + WIDTH * r, total);
   });
 }
@@ -224,7 +222,7 @@ __attribute__((noinline)) void times_block_panel(Index format, const uint8_t* pa
       packed_tile<L, 2>(rows, k, panel, sums);
     else
       times_unpacked<L>(panel, rows, n, k, sums);
-    for (Index i = 0; i < n; i++) add_peaks<L>(panel, rows + i * row_blocks(k) + k / BLOCK, sums[i]);
+    for (Index i = 0; i < n; i++) add_peak<L>(panel, rows[i * row_blocks(k) + k / BLOCK], sums[i]);
   });
 }
 

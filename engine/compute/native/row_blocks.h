@@ -1,9 +1,9 @@
 // Rows of a product's input as integers of 8 bits, for products with integer weights.
 //
 // Each 32 numbers of a row have a scale of their own: the largest of them becomes 127. Some channels of a model are so
-// large that their neighbours would be lost beside them, and most of what rounding changes comes from few of these: four
-// inputs with one of a row's largest numbers, a peak, have a scale of their own and are zero in their block. What a row
-// becomes depends on that row alone.
+// large that their neighbours would be lost beside them, and half of what rounding changes comes from the largest: the
+// four inputs that it is among, the row's peak, have a scale of their own and are zero in their block. What a row becomes
+// depends on that row alone.
 
 #pragma once
 
@@ -13,7 +13,6 @@
 namespace {
 
 constexpr Index BLOCK = 32;  // inputs with one scale
-constexpr Index PEAKS = 2;   // of a row
 
 // What weights are stored above the numbers they stand for, where they are multiplied without a sign.
 constexpr int UNSIGNED_ZERO = 128;
@@ -24,12 +23,12 @@ struct alignas(64) RowBlock {
   float scale;
   int32_t zeros[3];  // -UNSIGNED_ZERO * the sum of the codes: what that much too large weights add too much
   float sums[3];     // scale * the sum of the codes
-  int32_t four;      // of a peak, whose other codes are zero: how many fours of the row lie before it
+  uint32_t four;     // of a peak, whose other codes are zero: how many fours of the row lie before
 };
 static_assert(sizeof(RowBlock) == 64);
 
-// A row of k numbers: its blocks, and behind them its peaks.
-inline Index row_blocks(Index k) { return k / BLOCK + PEAKS; }
+// How many a row of k numbers takes: its blocks, and behind them its peak.
+inline Index row_blocks(Index k) { return k / BLOCK + 1; }
 
 // NaN and infinity make a block of NaN: what goes wrong must show in the result.
 inline void put_row_block(Floats a, Floats b, RowBlock* to) {
@@ -51,38 +50,33 @@ inline void put_row_block(Floats a, Floats b, RowBlock* to) {
   to->four = 0;
 }
 
-inline void put_row_block(const float* numbers, RowBlock* to) {
-  put_row_block(load_floats(numbers), load_floats(numbers + LANES), to);
-}
-
-// Takes the largest of block `b` out of it, with the four that it is in. `taken` are the peaks before.
-inline void take_peak(const Element* x, Index b, RowBlock* blocks, const RowBlock* taken, RowBlock* peak) {
+// Takes the largest of block `b` out of it, with the four that it is in.
+inline void take_peak(const Element* x, Index b, RowBlock* blocks, RowBlock* peak) {
   alignas(64) float rest[BLOCK], apart[BLOCK] = {};
-  store_floats(rest, load(x + b * BLOCK));
-  store_floats(rest + LANES, load(x + b * BLOCK + LANES));
-  for (; taken < peak; taken++)
-    if (taken->four / 8 == b) memset(rest + taken->four % 8 * 4, 0, 4 * sizeof(float));
-  const auto is_smaller = [](float one, float other) { return std::abs(one) < std::abs(other); };
-  const Index first = (std::max_element(rest, rest + BLOCK, is_smaller) - rest) / 4 * 4;
+  const Floats halves[2] = {load(x + b * BLOCK), load(x + b * BLOCK + LANES)};
+  const Floats sizes[2] = {absolute(halves[0]), absolute(halves[1])};
+  const Floats largest = broadcast(greatest(maximum(sizes[0], sizes[1])));
+  const uint32_t marks = equal(sizes[0], largest) | equal(sizes[1], largest) << LANES;
+  const Index first = __builtin_ctz(marks) / 4 * 4;
+  for (int i = 0; i < 2; i++) store_floats(rest + LANES * i, halves[i]);
   memcpy(apart + first, rest + first, 4 * sizeof(float));
   memset(rest + first, 0, 4 * sizeof(float));
-  put_row_block(apart, peak);
-  peak->four = (int32_t)((b * BLOCK + first) / 4);
-  put_row_block(rest, blocks + b);
+  put_row_block(load_floats(apart), load_floats(apart + LANES), peak);
+  peak->four = (uint32_t)((b * BLOCK + first) / 4);
+  put_row_block(load_floats(rest), load_floats(rest + LANES), blocks + b);
 }
 
-// A row [k]: the peaks are one by one the largest number that is left. Blocks of NaN have none.
+// A row [k]. Blocks of NaN have no peak.
 inline void put_row(const Element* x, Index k, RowBlock* to) {
-  const Index count = k / BLOCK;
-  for (Index b = 0; b < count; b++) put_row_block(load(x + b * BLOCK), load(x + b * BLOCK + LANES), to + b);
-  for (RowBlock* peak = to + count; peak < to + row_blocks(k); peak++) {
-    Index found = -1;
-    float largest = 0;
-    for (Index b = 0; b < count; b++)
-      if (to[b].scale > largest) largest = to[found = b].scale;
-    if (found < 0) *peak = RowBlock{};
-    else take_peak(x, found, to, to + count, peak);
+  RowBlock* const peak = to + k / BLOCK;
+  Index found = -1;
+  float largest = 0;
+  for (Index b = 0; b < k / BLOCK; b++) {
+    put_row_block(load(x + b * BLOCK), load(x + b * BLOCK + LANES), to + b);
+    if (to[b].scale > largest) found = b, largest = to[b].scale;
   }
+  if (found < 0) *peak = RowBlock{};
+  else take_peak(x, found, to, peak);
 }
 
 // Memory of the calling thread for `count` blocks, which serves until its next call with the same `Use`.
