@@ -52,6 +52,7 @@ from engine.startup.kv_room import HostRoom, foresee_kv_room, measure_kv_room
 from engine.startup.memory_nodes import spread_memory, usable_nodes
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.startup.step_sizes import StepSizes
+from engine.startup.weights_beside import foresee_weights_beside
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -66,7 +67,8 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
     loaded = with_kept_kv(load_model(directory, settings.model), settings.cache)
     loaded = take_weights(loaded, settings.model, settings.home)
-    room = foresee_kv_room(settings, loaded, gauge_of(loaded.device))
+    beside = foresee_weights_beside(settings, loaded, directory)
+    room = foresee_kv_room(settings, loaded, gauge_of(loaded.device), beside.total)
     block_size = room.sizes.kv_block_size
     of_target = TargetRoom(room.sizes.max_num_seqs, block_size, room.count_blocks() * room.block_bytes)
     sources = load_sources(settings, loaded, directory, of_target)
@@ -80,7 +82,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     use_kernels(sources, loaded)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
-    files = FromFiles(directory, room.sizes)
+    files = FromFiles(directory, room.sizes, beside.embeddings)
     parts = put_together(settings, loaded, tokenizer, sources, factories, files)
     info = replace(
         parts.info,
@@ -92,10 +94,14 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
 
 
 class FromFiles(NamedTuple):
-    """What is known of a model that was loaded: where its files are, and the sizes its drafters have."""
+    """What is known of a model that was loaded: where its files are, and the sizes its drafters have.
+
+    `coming` are bytes of weights that are loaded after all of it.
+    """
 
     directory: Path
     sizes: StepSizes
+    coming: int = 0
 
 
 def put_together(
@@ -113,13 +119,13 @@ def put_together(
     """
     row_draw = find_row_draw(loaded, settings.model, settings.home)
     sampler = factories.sampler(loaded.vocab_size, loaded.device, row_draw)
-    # Of what the draft model has left.
-    room = measure_kv_room(settings, loaded, sampler, gauge_of(loaded.device), files and files.sizes)
+    gauge, sizes, coming = gauge_of(loaded.device), files and files.sizes, files.coming if files else 0
+    room = measure_kv_room(settings, loaded, sampler, gauge, sizes, coming)  # of what drafters have left
     num_blocks, step, host = room.count_blocks(), room.sizes, room.count_host_room()
     sources = tuple(
         replace(source, drafter=factories.drafter(source.drafter, loaded.vocab_size)) for source in sources
     )
-    sizes = RunnerSizes(
+    of_runner = RunnerSizes(
         num_blocks,
         step.kv_block_size,
         host.num_blocks,
@@ -135,7 +141,7 @@ def put_together(
         feature_layers=feature_layers(sources),
     )
     with refused_where_memory_ends(settings, on_gpu=loaded.device.type == "cuda"):
-        runner = make_runner(loaded, sampler, sizes, for_drafts)
+        runner = make_runner(loaded, sampler, of_runner, for_drafts)
         runner.warm_up()
     info = EngineInfo(
         max_model_len=loaded.max_model_len,
@@ -150,7 +156,7 @@ def put_together(
         max_draft_tokens=max_draft_tokens(sources),
         num_host_blocks=host.num_blocks,
         host_state_bytes=host.state_bytes,
-        num_state_snapshots=sizes.num_snapshots,
+        num_state_snapshots=of_runner.num_snapshots,
         scratch_bytes=scratch_bytes(loaded, step.max_num_batched_tokens),
         kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes_by_format(loaded.model),

@@ -18,6 +18,7 @@ from engine.embeddings.text_reader import EmbeddingParts
 from engine.errors import StartRefused
 from engine.startup import build
 from engine.startup.diagnosis import Diagnosis, EmbeddingFacts
+from engine.startup.weights_beside import beside_model
 from engine.text.embedding_tokenizer import EmbeddingTokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -37,7 +38,7 @@ def embedding_settings(settings: Settings, *, may_fetch: bool = True) -> ModelSe
             f"--embedding-model {model.embedding_model}: {model.model} is an embedding model itself, and one "
             "is served. Name a model that generates as MODEL, or leave one out."
         )
-    return model.model_copy(update={"model": model.embedding_model, "revision": None, "max_model_len": None})
+    return beside_model(model, model.embedding_model)
 
 
 def examine_embeddings(found: Diagnosis, settings: Settings) -> None:
@@ -58,7 +59,7 @@ def examine_embeddings(found: Diagnosis, settings: Settings) -> None:
         facts.pending = "downloads it from the Hugging Face hub"
         found.warnings.append(f"The embedding model {asked.model}: a start {facts.pending}.")
         return
-    described = describe_embedder(folder)
+    described = describe_embedder(folder, asked)
     facts.architecture, facts.max_model_len = described.architecture, described.max_model_len
     facts.weight_bytes = described.weight_bytes
     facts.pooling = () if folder.is_classifier else folder.pooling

@@ -14,7 +14,6 @@ import torch
 from config import Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.cuda.coded_choice import kept_kinds
-from engine.compute.cuda.weight_rounding import foresee_rounding
 from engine.compute.drafters.draft_loader import (
     KV_SHARE,
     check_vocabulary,
@@ -31,7 +30,7 @@ from engine.compute.loading.loader import LoadedModel, choose_device, may_use_ke
 from engine.compute.loading.locate import FoundModel, find_model
 from engine.compute.loading.model_files import gguf_of
 from engine.compute.loading.outline import NoOutline, check_head, outline_model, read_stored, weight_bytes
-from engine.compute.loading.quantized_files import foresee_codes, foresee_stored
+from engine.compute.loading.quantized_files import foresee_stored
 from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.install import foresee, foresee_scratch, refuse_without
@@ -52,6 +51,7 @@ from engine.startup.build_speculation import (
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 from engine.startup.kv_room import KvRoom, foresee_kv_room
+from engine.startup.weights_beside import beside_model, foresee_codes_kept, foresee_weights_beside
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -153,7 +153,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         _describe_stored(model, source, architecture, kinds)
         _foresee_kept(model, settings, outline, source, architecture)
         gauge = gauge_of(outline.device)
-        room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, is_loaded=False))
+        beside = foresee_weights_beside(settings, outline, directory, may_fetch=False)
+        room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, beside.total, is_loaded=False))
         if room is None:
             return
         num_tokens = room.sizes.max_num_batched_tokens
@@ -204,20 +205,16 @@ def _foresee_kept(
     architecture: Architecture,
 ) -> None:
     """What is saved where weights stay as files have them, or a GPU rounds them to codes."""
-    kinds, rounding = kept_kinds(outline.device, settings.model), settings.model.quantization
     weight_format = weight_format_of(architecture.config)
     directory = source.directory if source.pending is None else None
-    if kinds and rounding != "none":
-        model.quantized = foresee_rounding(outline.model, rounding)
-    elif weight_format is None or directory is None or rounding != "none":
+    model.quantized = foresee_codes_kept(outline, settings.model, directory, architecture)
+    if kept_kinds(outline.device, settings.model):
+        model.weight_bytes = weight_bytes(outline.model)
+    elif weight_format is None or directory is None or settings.model.quantization != "none":
         return
-    elif kinds:
-        foresee_codes(outline.model, directory, weight_format, kinds)
     elif may_use_kernels(type(outline.model), outline.device, settings.model):
         saved = foresee_stored(outline.model, directory, weight_format, outline.dtype)
         model.weight_bytes = weight_bytes(outline.model) - saved
-        return
-    model.weight_bytes = weight_bytes(outline.model)
 
 
 def _describe_stored(
@@ -339,7 +336,7 @@ def _look_at_draft_model(
 ) -> None:
     facts = found.drafts
     assert facts is not None
-    asked = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+    asked = beside_model(settings.model, name)
     source = find_model(asked, settings.home)
     facts.model_how = source.how
     if source.pending is not None:
@@ -353,6 +350,7 @@ def _look_at_draft_model(
         outline = outline_model(*stored, asked)
     except NoOutline:
         return
+    foresee_codes_kept(outline, asked, None if source.pending else source.directory, stored[0])
     facts.model_bytes = weight_bytes(outline.model)
     if found.cache is not None:
         block_size = found.cache.kv_block_size

@@ -152,15 +152,20 @@ class KvRoom:
 
 
 def foresee_kv_room(
-    settings: Settings, loaded: LoadedModel, gauge: MemoryGauge | None, *, is_loaded: bool = True
+    settings: Settings,
+    loaded: LoadedModel,
+    gauge: MemoryGauge | None,
+    beside: int = 0,
+    *,
+    is_loaded: bool = True,
 ) -> KvRoom:
     """The room as it can be told before steps can run; without `is_loaded` the weights are not there yet.
 
-    `gauge` is None on a CPU. Raises StartRefused.
+    Those `beside` the model's, so many bytes, never are. `gauge` is None on a CPU. Raises StartRefused.
     """
-    needs = ModelNeeds.of(settings, loaded)
+    needs = ModelNeeds.of(settings, loaded, beside)
     sizes = step_sizes(settings, needs, None if gauge is None else gauge.free_and_total()[1])
-    coming = 0 if is_loaded else needs.weights
+    coming = beside + (0 if is_loaded else needs.weights)
     memory = find_kv_memory(settings, loaded, sizes, gauge, needs.work(sizes), coming)
     return KvRoom(settings, loaded, sizes, memory)
 
@@ -171,11 +176,13 @@ def measure_kv_room(
     sampler: Sampler,
     gauge: MemoryGauge | None,
     sizes: StepSizes | None = None,
+    coming: int = 0,
 ) -> KvRoom:
-    """The room once all weights are there, with work space as measured; on the thread that runs the model.
+    """The room once the drafters' weights are there, with work space as measured; on the model's thread.
 
-    `sizes` are those foreseen, None where nothing was made by them. Of a step that finds no memory the tokens
-    are halved as far as nobody has asked for so many. Raises StartRefused.
+    `sizes` are those foreseen, None where nothing was made by them; `coming` are bytes of weights that will
+    be loaded later. Of a step that finds no memory the tokens are halved as far as nobody has asked for so
+    many. Raises StartRefused.
     """
     if sizes is None:
         sizes = foresee_kv_room(settings, loaded, gauge).sizes
@@ -183,7 +190,8 @@ def measure_kv_room(
     if gauge is not None and "kv_cache_memory" not in settings.cache.model_fields_set:
         sizes, work_bytes = _measure(loaded, sampler, gauge, sizes)
         log.info("the largest step works in %s", rough_size(work_bytes))
-    return KvRoom(settings, loaded, sizes, find_kv_memory(settings, loaded, sizes, gauge, work_bytes))
+    memory = find_kv_memory(settings, loaded, sizes, gauge, work_bytes, coming)
+    return KvRoom(settings, loaded, sizes, memory)
 
 
 def _measure(

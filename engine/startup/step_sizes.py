@@ -36,7 +36,8 @@ class StepSizes:
       less of the budget beside them.
     - Seats are as many sequences of 1,024 tokens, or of the model's context if that is less, as the memory
       behind weights and work space holds K/V and states of, from 32 to 256, in sizes that steps are recorded
-      for. More would be preempted before they end; beyond 256 a step grows as much as its sequences do.
+      for. The weights are also those of drafters and of an embedding model. More would be preempted before
+      they end; beyond 256 a step grows as much as its sequences do.
 
     By the whole of the device's memory, not by what is free: the same flags make the same sizes each start.
     """
@@ -58,7 +59,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model takes of a device's memory, in bytes."""
+    """What a model takes of a device's memory, in bytes; `beside` it are weights of others."""
 
     weights: int
     kv_of_token: int  # in all layers
@@ -66,9 +67,10 @@ class ModelNeeds:
     work_of_token: int  # what a step computes it in, by the widths of the model
     logits_of_row: int  # as the model gives them and as numbers of 32 bits, twice, to draw from
     max_model_len: int
+    beside: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, loaded: LoadedModel) -> ModelNeeds:
+    def of(cls, settings: Settings, loaded: LoadedModel, beside: int = 0) -> ModelNeeds:
         """Those of a model or its outline."""
         num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
         width = loaded.dtype.itemsize
@@ -79,6 +81,7 @@ class ModelNeeds:
             work_of_token=_numbers_of_token(loaded) * width,
             logits_of_row=loaded.vocab_size * (width + 8),
             max_model_len=loaded.max_model_len,
+            beside=beside,
         )
 
     def work(self, sizes: StepSizes) -> int:
@@ -127,7 +130,7 @@ def _kv_bytes(settings: Settings, needs: ModelNeeds, gpu_bytes: int, block_size:
         return cache.num_kv_blocks * block_size * needs.kv_of_token
     if "kv_cache_memory" in cache.model_fields_set:
         return cache.kv_cache_memory
-    return int(gpu_bytes * cache.gpu_memory_utilization) - needs.weights
+    return int(gpu_bytes * cache.gpu_memory_utilization) - needs.weights - needs.beside
 
 
 def _with_given(settings: Settings, derived: StepSizes, reasons: Mapping[str, str]) -> StepSizes:

@@ -18,11 +18,17 @@ from config import ModelSettings
 from engine.compute.embedding.attention import ATTENTION_NAME, register
 from engine.compute.embedding.encoder import Encoder, never_give_way
 from engine.compute.embedding.folder import EmbeddingFolder, read_folder
-from engine.compute.embedding.pooling import activation, load_head, pool
+from engine.compute.embedding.pooling import HEAD_WEIGHTS, activation, load_head, pool
 from engine.compute.embedding.records import EmbedderInfo, EncodedText
 from engine.compute.embedding.texts import GiveWay
 from engine.compute.loading.loader import choose_device, choose_dtype, misfit, stored_dtype
-from engine.compute.loading.model_files import check_model_files, count_tensors, first_line, weight_files
+from engine.compute.loading.model_files import (
+    check_model_files,
+    count_tensors,
+    first_line,
+    stored_numbers,
+    weight_files,
+)
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.support import check_num_layers
 from engine.compute.meta_device import on_meta_device
@@ -88,15 +94,16 @@ def load_embedder(directory: Path, settings: ModelSettings) -> Embedder:
 
 @dataclass(frozen=True, slots=True)
 class DescribedEmbedder:
-    """What the files of a model tell without loading it."""
+    """What the files of a model tell without loading it; `weight_bytes` is about what they take in memory."""
 
     architecture: str
     max_model_len: int
     weight_bytes: int
 
 
-def describe_embedder(folder: EmbeddingFolder) -> DescribedEmbedder:
+def describe_embedder(folder: EmbeddingFolder, settings: ModelSettings) -> DescribedEmbedder:
     """The model of a folder, as loading it would take it. Raises StartRefused for what shows in the files."""
+    device = choose_device(settings.device)
     check_model_files(folder.directory)
     config = _read_config(folder.directory)
     if folder.is_classifier:
@@ -104,8 +111,15 @@ def describe_embedder(folder: EmbeddingFolder) -> DescribedEmbedder:
     return DescribedEmbedder(
         next(iter(config.architectures or ()), config.model_type),
         max_text_tokens(folder, config),
-        sum(path.stat().st_size for path in weight_files(folder.directory)),
+        _weight_bytes(folder, choose_dtype(settings.dtype, stored_dtype(folder.directory, config), device)),
     )
+
+
+def _weight_bytes(folder: EmbeddingFolder, dtype: torch.dtype) -> int:
+    """Of the transformer, and of the modules behind its pooling, which compute in float32."""
+    heads = [path for module in folder.heads if (path := module.directory / HEAD_WEIGHTS).is_file()]
+    behind = sum(sum(stored_numbers([path]).values()) for path in heads) * torch.float32.itemsize
+    return sum(stored_numbers(weight_files(folder.directory)).values()) * dtype.itemsize + behind
 
 
 def _check_labels(folder: EmbeddingFolder, config: PreTrainedConfig) -> None:

@@ -16,6 +16,7 @@ from engine.compute.embedding.texts import TextBatch
 from engine.compute.loading.model_files import first_line, read_json
 from engine.errors import StartRefused, UnsupportedModel
 
+HEAD_WEIGHTS = "model.safetensors"  # in the folder of a module behind the pooling
 _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "Identity": nn.Identity,
     "Tanh": nn.Tanh,
@@ -72,7 +73,7 @@ def load_head(module: HeadModule) -> nn.Module:
     if module.kind == "Normalize":
         return Normalize()
     config = read_json(module.directory / "config.json")
-    path = module.directory / "model.safetensors"
+    path = module.directory / HEAD_WEIGHTS
     if not path.is_file():
         raise StartRefused(f"{module.directory} has no safetensors weights.")
     try:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,24 @@ def tensor_names(directory: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             names += file.keys()
     return names
+
+
+def stored_numbers(paths: Iterable[Path], whole: Collection[str] = ()) -> dict[str, int]:
+    """How many numbers each tensor of these files holds; whole ones count only where `whole` names them.
+
+    Raises StartRefused for a file that is missing or damaged.
+    """
+    found: dict[str, int] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    tensor = file.get_slice(name)
+                    if name in whole or tensor.get_dtype().startswith(("F", "BF")):
+                        found[name] = prod(tensor.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

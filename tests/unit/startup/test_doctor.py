@@ -21,7 +21,7 @@ from engine.compute.native import compiler
 from engine.compute.native.forms import NativeUnavailable, choose_build, forms_of
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.errors import StartRefused, UnsupportedModel
-from engine.startup import doctor
+from engine.startup import doctor, weights_beside
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
@@ -359,11 +359,17 @@ def test_an_embedding_model_that_a_start_refuses(model: Path, tmp_path: Path) ->
             load_embedding_parts(settings)
 
 
+def keep_every_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend a GPU that multiplies codes of all kinds."""
+    for room in (doctor, weights_beside):
+        monkeypatch.setattr(room, "kept_kinds", lambda *_: frozenset(CodeKind))
+
+
 def test_what_codes_take_is_what_a_gpu_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantized(tmp_path, awq())
     settings = settings_for(tmp_path, "--dtype", "float32")
     plain = diagnose(settings).model
-    monkeypatch.setattr(doctor, "kept_kinds", lambda *_: frozenset(CodeKind))
+    keep_every_code(monkeypatch)
     coded = diagnose(settings).model
     assert plain is not None and coded is not None
     assert plain.weight_bytes is not None and coded.weight_bytes is not None
@@ -374,7 +380,7 @@ def test_what_codes_take_is_what_a_gpu_is_asked_for(tmp_path: Path, monkeypatch:
 def test_rounded_weights_are_foreseen_for_a_gpu(
     asked: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "kept_kinds", lambda *_: frozenset(CodeKind))
+    keep_every_code(monkeypatch)
 
     def for_cpus(*_: object, **__: object) -> str:
         raise NativeUnavailable("they are for CPUs, the model is on cuda:0")

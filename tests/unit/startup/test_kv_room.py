@@ -219,6 +219,30 @@ def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() ->
     assert before.memory.num_bytes == after.memory.num_bytes - needs.weights
 
 
+def test_weights_beside_the_models_are_foreseen_whether_its_own_are_there_or_not() -> None:
+    loaded, settings = load_tiny("llama"), load_settings((), {})
+    beside = 4 * GIB
+    for is_loaded in (False, True):
+        plain = foresee_kv_room(settings, loaded, FakeGauge(), is_loaded=is_loaded)
+        less = foresee_kv_room(settings, loaded, FakeGauge(), beside, is_loaded=is_loaded)
+        assert less.memory.num_bytes == plain.memory.num_bytes - 4 * GIB
+    on_cpu = foresee_kv_room(settings, loaded, None, beside)
+    assert on_cpu == foresee_kv_room(settings, loaded, None), "whose memory is given"
+
+
+def test_what_is_loaded_later_keeps_its_room_once_work_is_measured() -> None:
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
+    plain, less = (
+        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB, GIB]), coming=coming)
+        for coming in (0, 5 * GIB)
+    )
+    assert plain.memory.num_bytes - less.memory.num_bytes == 5 * GIB
+    given = load_settings(("--kv-cache-memory", "1MiB"), {})
+    assert measure_kv_room(given, loaded, sampler, FakeGauge(), coming=GIB).memory.num_bytes == 1 << 20
+
+
 def test_sizes_that_drafters_were_made_by_stay() -> None:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)

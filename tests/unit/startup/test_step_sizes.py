@@ -65,6 +65,26 @@ def test_what_is_given_wins(gpu_gib: int | None) -> None:
     assert sizes_of(MIDDLE, gpu_gib, "--max-num-seqs", "auto") == sizes_of(MIDDLE, gpu_gib)
 
 
+@pytest.mark.parametrize(("beside_gib", "seats"), [(0, 48), (1, 32), (5, 32)])
+def test_weights_beside_the_models_leave_less_for_seats(beside_gib: int, seats: int) -> None:
+    sizes = sizes_of(replace(MIDDLE, beside=beside_gib * GIB), 24)
+    assert numbers(sizes) == (seats, 4096, 64), "what steps are computed in stays"
+
+
+def test_weights_beside_the_models_count_as_its_own_do() -> None:
+    for gib in (2, 7, 20, 60):
+        with_others = replace(MIDDLE, weights=MIDDLE.weights - GIB, beside=gib * GIB + GIB)
+        alone = replace(MIDDLE, weights=MIDDLE.weights + gib * GIB)
+        assert sizes_of(with_others, 80) == sizes_of(alone, 80)
+    held = sizes_of(replace(MIDDLE, beside=20 * GIB), 80).origins["max_num_seqs"]
+    assert held == "derived: 80.00 GiB of GPU memory, K/V for 287 sequences of 1,024 tokens"
+
+
+def test_memory_that_is_given_for_k_v_is_not_theirs() -> None:
+    given = ("--kv-cache-memory", "16GiB")
+    assert sizes_of(replace(MIDDLE, beside=40 * GIB), 80, *given) == sizes_of(MIDDLE, 80, *given)
+
+
 def test_each_derived_size_says_why() -> None:
     origins = sizes_of(MIDDLE, 24, "--kv-block-size", "16").origins
     assert origins == {
@@ -104,7 +124,8 @@ def test_needs_are_those_of_the_model() -> None:
     assert needs.weights >= sum(each.numel() * each.itemsize for each in loaded.model.parameters())
     first = loaded.layers[0]
     assert needs.kv_of_token == len(loaded.layers) * 2 * first.num_kv_heads * first.key_dim * 4
-    assert needs.state_of_seq == 0
+    assert needs.state_of_seq == needs.beside == 0
+    assert ModelNeeds.of(load_settings((), {}), loaded, 77) == replace(needs, beside=77)
     config = loaded.config
     assert needs.work_of_token == 4 * (8 * config.hidden_size + 3 * config.intermediate_size)
     assert needs.work(StepSizes(3, 10, 16)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size
