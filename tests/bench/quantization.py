@@ -204,9 +204,10 @@ def activations_bar(name: str, model: Model, windows: Sequence[list[int]]) -> Ba
             codes = module.weights
             numbers = module.kernels.read_rows(codes, torch.arange(codes.out))
             module.weights = module.kernels.pack(numbers, codes.bias)
-    parts = [agreement(model.log_probabilities(window), log_p) for window, log_p in zip(windows, found, strict=True)]
-    mean = statistics.fmean(part.divergence for part in parts)
-    return Bar(f"KL divergence by activations in integers, {name}", ACTIVATIONS_BAR, "nats", mean, at_least=False)
+    exact = map(model.log_probabilities, windows)
+    mean = statistics.fmean(agreement(one, other).divergence for one, other in zip(exact, found, strict=True))
+    about = f"KL divergence by activations in integers, {name}"
+    return Bar(about, ACTIVATIONS_BAR, "nats", mean, at_least=False)
 
 
 def measure_divergence(section: Section, models: Sequence[Model], windows: Sequence[list[int]]) -> None:
