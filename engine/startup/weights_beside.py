@@ -14,9 +14,6 @@ from config import ModelSettings, Settings
 from engine.compute.cuda.coded_choice import kept_kinds
 from engine.compute.cuda.weight_rounding import foresee_rounding
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
-from engine.compute.embedding.embedder import describe_embedder
-from engine.compute.embedding.folder import read_folder
-from engine.compute.embedding.source import find_embedding_model, resolve_embedding_model
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.locate import find_model
 from engine.compute.loading.model_source import resolve_model
@@ -118,6 +115,10 @@ def _reader_bytes(settings: Settings, target: LoadedModel, directory: Path | Non
 def _embedding_bytes(settings: ModelSettings, *, may_fetch: bool) -> int:
     if settings.embedding_model is None:
         return 0
+    from engine.compute.embedding.embedder import describe_embedder  # a start without one goes without it
+    from engine.compute.embedding.folder import read_folder
+    from engine.compute.embedding.source import find_embedding_model, resolve_embedding_model
+
     asked = beside_model(settings, settings.embedding_model)
     directory = resolve_embedding_model(asked) if may_fetch else find_embedding_model(asked)
     return 0 if directory is None else describe_embedder(read_folder(directory), asked).weight_bytes
