@@ -115,13 +115,16 @@ def agree(
     assert bool(replayed) == replays
     for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
         torch.testing.assert_close(mine, theirs)
-    if expected.features is not None:
-        assert ours.features is not None
-        for own, same in zip(ours.features, expected.features, strict=True):
-            assert isinstance(own, torch.Tensor) and isinstance(same, torch.Tensor)
-            torch.testing.assert_close(own, same)
+    agree_on_features(ours, expected)
     agree_on_logprobs(ours.prompt_logprobs, expected.prompt_logprobs)
     return ours
+
+
+def agree_on_features(ours: StepResult, expected: StepResult) -> None:
+    assert (ours.features is None) == (expected.features is None)
+    for own, same in zip(ours.features or (), expected.features or (), strict=True):
+        assert isinstance(own, torch.Tensor) and isinstance(same, torch.Tensor)
+        torch.testing.assert_close(own, same)
 
 
 def agree_on_logprobs(ours: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]) -> None:
@@ -164,25 +167,88 @@ def test_accepted_drafts_are_committed() -> None:
     assert rows.token_ids[0] == second and rows.token_ids[1] >= 0
 
 
-def test_drafts_that_are_trees_wait() -> None:
-    stop = 14
-    part = Part(TOKENS, stop - 4, stop, BLOCKS[0], (-1, -1, 0))
-    plain, ahead = make_plain(), make_ahead()
-    ahead.graphs._steps.clear()  # the fake attention knows chains only
+TREES = ((-1, -1, 1, 1), (-1, 0), (-1, -1, 0))  # of three sequences; the second is a chain
+
+
+def grow(plain: ModelRunner, temperature: float) -> StepInputs:
+    """Trees behind 10, 11 and 12 known tokens: right on a second branch, right all along, never right."""
+    tokens = []
+    for row in range(2):
+        known = [*(TOKENS[row:] + TOKENS)[: 11 + row]]
+        for _ in range(2):
+            parts = [Part(known, len(known) - 1, len(known), BLOCKS[row])]
+            drawn = plain.run(pack_step(parts, BLOCK_SIZE, temperature=temperature)).rows.token_ids[0]
+            known.append(drawn)
+        tokens.append(known)
+    (*first, a, b), (*second, c, d) = tokens
+    wrong = [(token_id + 1) % 512 for token_id in (a, b)]
+    parts = [
+        Part([*first, wrong[0], a, wrong[1], b], len(first) - 1, len(first) + 4, BLOCKS[0], TREES[0]),
+        Part([*second, c, d], len(second) - 1, len(second) + 2, BLOCKS[1], TREES[1]),
+        Part(TOKENS, 12, 16, BLOCKS[2], TREES[2]),
+    ]
+    return pack_step(parts, BLOCK_SIZE, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "for_drafts", [MATCHED, ForDrafts(keeps_features=True), ForDrafts("match", True, (1, 0))]
+)
+def test_trees_are_judged_late_and_their_accepted_drafts_moved(
+    for_drafts: ForDrafts, temperature: float
+) -> None:
+    plain, ahead = make_plain(for_drafts=for_drafts), make_ahead(for_drafts=for_drafts)
     fill_with_noise(plain, ahead)
-    inputs = pack_step([part], BLOCK_SIZE)
-    assert ahead.run(inputs).rows == plain.run(inputs).rows
+    inputs = grow(plain, temperature)
+    num_logprobs = np.repeat([2, -1, 0], [5, 3, 4]).astype(np.int32)
+    inputs = with_sampling(inputs, num_logprobs=num_logprobs)
+    fill_with_noise(plain, ahead)
+    ahead.graphs._steps.clear()  # the fake attention knows chains only
+    never_judged_while_launched(ahead)
+    step = ahead.launch(inputs)
+    ours, expected = step.wait(), plain.run(inputs)
+    assert replace(ours.rows, logprobs=None) == replace(expected.rows, logprobs=None)
+    assert [token_id >= 0 for token_id in ours.rows.token_ids[:8]] == [True] * 3 + [False] * 2 + [True] * 3
+    assert ours.rows.logprobs is not None and ours.rows.logprobs[2] is not None
+    agree_on_logprobs(ours.rows.logprobs, expected.rows.logprobs or ())
+    for mine, theirs in zip(ahead.kv.tensors, plain.kv.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    agree_on_features(ours, expected)
+
+
+def never_judged_while_launched(ahead: CudaRunner) -> None:
+    """Have the runner fail where a launch would wait for what is drawn."""
+    ahead._runner.judge = failing(AssertionError("the launch waits"))  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_drafts_that_are_judged_by_chance_wait(verification: Any) -> None:
     agree(verify([0, 1], [2, 3], 1.0), for_drafts=ForDrafts(verification))
+    ahead = make_ahead(for_drafts=ForDrafts(verification))
+    never_judged_while_launched(ahead)
+    with pytest.raises(AssertionError, match="the launch waits"):
+        ahead.launch(verify([0, 1], [2, 3], 1.0))
 
 
 @pytest.mark.parametrize("layers", [(), (1, 0)])
 @pytest.mark.parametrize("inputs", [decode([0, 1], 9), verify([2, 0], [1, 3])])
 def test_features_are_of_what_is_verified(inputs: StepInputs, layers: tuple[int, ...]) -> None:
-    assert agree(inputs, for_drafts=ForDrafts(keeps_features=True, feature_layers=layers)).features
+    keeping = ForDrafts(keeps_features=True, feature_layers=layers)
+    assert agree(inputs, for_drafts=keeping).features
+    ahead = make_ahead(for_drafts=keeping)
+    never_judged_while_launched(ahead)
+    assert ahead.run(inputs).features
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0)])
+def test_features_are_of_their_step_though_the_next_has_been_launched(layers: tuple[int, ...]) -> None:
+    keeping = ForDrafts(keeps_features=True, feature_layers=layers)
+    plain, ahead = make_plain(for_drafts=keeping), make_ahead(for_drafts=keeping)
+    fill_with_noise(plain, ahead)
+    first, second = verify([0, 1], [2, 1]), verify([3, 4], [2, 1])  # in the same recorded memory
+    flying = [ahead.launch(first), ahead.launch(second)]
+    agree_on_features(flying[0].wait(), plain.run(first))
+    agree_on_features(flying[1].wait(), plain.run(second))
 
 
 PROMPTS = [
@@ -376,10 +442,32 @@ def test_rows_behind_refused_drafts_that_nothing_is_left_for_are_not_spoiled() -
     assert rows.token_ids[1:] == [-1] * 3 and rows.spoiled_rows == ()
 
 
-def test_drafts_with_logprobs_wait() -> None:
-    inputs = verify([0, 1], [2, 1])
-    num_logprobs = np.full(inputs.sampling.num_rows, 2, np.int32)
-    assert agree(with_sampling(inputs, num_logprobs=num_logprobs)).rows.logprobs
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_with_logprobs_are_judged_late(temperature: float) -> None:
+    """Of some sequences, each as many as it asks for, and none of refused drafts."""
+    inputs = verify([0, 1, 2], [2, 1, 3], temperature)
+    num_logprobs = np.repeat([2, -1, 0], [3, 2, 4]).astype(np.int32)
+    inputs = with_sampling(inputs, num_logprobs=num_logprobs)
+    logprobs = agree(inputs).rows.logprobs
+    assert logprobs is not None
+    assert [record is not None for record in logprobs][3:5] == [False, False]
+    ahead = make_ahead()
+    never_judged_while_launched(ahead)
+    assert ahead.run(inputs).rows.logprobs
+
+
+def test_rows_of_drafts_that_fail_have_no_logprobs() -> None:
+    plain, ahead = make_plain(), make_ahead()
+    fill_with_noise(plain, ahead)
+    for runner in (plain, ahead):
+        runner.kv.values[0][BLOCKS[1][0]] = torch.nan
+    inputs = verify([0, 1, 2], [1, 1, 2])
+    inputs = with_sampling(inputs, num_logprobs=np.full(inputs.sampling.num_rows, 1, np.int32))
+    ours, expected = ahead.run(inputs).rows, plain.run(inputs).rows
+    assert ours.row_errors == expected.row_errors == {2: NOT_FINITE}
+    assert ours.spoiled_rows == expected.spoiled_rows and ours.logprobs is not None
+    assert ours.logprobs[2] is ours.logprobs[3] is None
+    agree_on_logprobs(ours.logprobs, expected.logprobs or ())
 
 
 def test_a_step_behind_drafts_finds_the_last_token_of_each() -> None:

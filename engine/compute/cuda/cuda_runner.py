@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.cuda.device_draw import TORCH_DRAWS, DeviceDraws, DrawColumns, column_words
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
@@ -16,15 +18,14 @@ from engine.compute.cuda.graphs.launched import Launched, PassMarks, QueuedDraw
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.cuda.step_draw import StepDraw, can_draw
-from engine.compute.runner.device import mark, out_of_memory_named
+from engine.compute.runner.device import mark, out_of_memory_named, wait_for
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
-from engine.compute.verification.verified import Verified, has_logprobs
+from engine.compute.verification.verified import Verified
 from engine.plan.step_records import (
     Int64,
     LogitAdjustment,
-    SampledRows,
     SamplingInputs,
     StepInputs,
     StepResult,
@@ -55,10 +56,10 @@ class CudaRunner:
     """An AheadRunner over the tensors and the parts of `runner`, which it has for itself.
 
     A step's inputs go to the device in one copy and its tokens come back in one; adjusted logits and
-    log-probabilities take a few more. Of drafts that are trees, are judged by chance, or come with either
-    features or log-probabilities, the launch waits for the device and does what ModelRunner does. Steps are
-    of up to `max_rows` rows. Every method runs on the one thread that made it; a launched step may be waited
-    for on any.
+    log-probabilities take a few more. Of drafts that are judged by chance the launch waits for the device and
+    does what ModelRunner does. Steps are of up to `max_rows` rows. Every method runs on the one thread that
+    made it; a launched step may be waited for on any. One with trees of drafts is waited for before the next
+    is launched: only then are the accepted ones at their positions.
     """
 
     def __init__(
@@ -148,25 +149,23 @@ class CudaRunner:
             if self._can_wait(drafts, sampling):
                 drawn = self._draw.queue(under_way, sampling)
                 self._places = under_way.places
-                verdict = partial(drawn.verdict, sampling, drafts)
-                features = self._features(under_way, inputs, Verified(SampledRows([])))
+                verdict = partial(self._settle, inputs, partial(drawn.verdict, sampling, drafts))
             else:
-                verified = self._judge(under_way, replace(inputs, sampling=sampling))
-                verdict = partial(_known, verified)
-                features = self._features(under_way, inputs, verified)
+                verdict = partial(_known, self._judge(under_way, replace(inputs, sampling=sampling)))
+            features = partial(self._features, self._hidden(under_way, inputs), inputs)
             scores = runner.scorer.score(inputs.prompt_rows, step.seen)
         return QueuedDraw(begin, mark(self.kv.device), verdict, features, scores)
 
     def _can_wait(self, drafts: DraftRows | None, sampling: SamplingInputs) -> bool:
-        """Whether the host need not know now what is drawn.
+        """Whether the host need not know now what is drawn: a draft is held against what its row draws."""
+        return (drafts is None or self._judges_by_match) and can_draw(sampling)
 
-        Of drafts, features and log-probabilities are of rows that the verdict names.
-        """
-        if drafts is not None:
-            are_matched = self._judges_by_match and drafts.are_chains
-            if not are_matched or self._runner.for_drafts.keeps_features or has_logprobs(sampling):
-                return False
-        return can_draw(sampling)
+    def _settle(self, inputs: StepInputs, verdict: Callable[[], Verified]) -> Verified:
+        """The verdict, with the accepted drafts of trees moved to where those of chains are."""
+        verified = verdict()
+        if inputs.drafts is not None:
+            self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
+        return verified
 
     def _judge(self, under_way: DevicePass, inputs: StepInputs) -> Verified:
         """Wait for the logits and have the step decided; the next one finds its tokens here all the same."""
@@ -178,18 +177,24 @@ class CudaRunner:
         self._drawn[: len(places)].copy_(self._at(np.array(verified.rows.token_ids, np.int64)))
         return verified
 
-    def _features(
-        self, under_way: DevicePass, inputs: StepInputs, verified: Verified
-    ) -> tuple[torch.Tensor | None, ...] | None:
-        """A copy of what drafters read of the pass; the next one may write over it."""
+    def _hidden(self, under_way: DevicePass, inputs: StepInputs) -> torch.Tensor | None:
+        """A copy of what drafters read of the pass, verified or not; the next pass may write over it."""
         if under_way.hidden is None:
             return None
-        for_drafts = self._runner.for_drafts
-        if for_drafts.feature_layers:
-            hidden = under_way.hidden[: len(inputs.token_ids)].clone()
-        else:
-            hidden = under_way.hidden.index_select(0, self._at(under_way.places))
-        return for_drafts.features(hidden, inputs, verified)
+        if self._runner.for_drafts.feature_layers:
+            return under_way.hidden[: len(inputs.token_ids)].clone()
+        return under_way.hidden.index_select(0, self._at(under_way.places))
+
+    def _features(
+        self, hidden: torch.Tensor | None, inputs: StepInputs, verified: Verified
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """What each sequence keeps of it, on the device. A drafter may read it in any stream at once."""
+        if hidden is None:
+            return None
+        features = self._runner.for_drafts.features(hidden, inputs, verified)
+        if inputs.drafts is not None and inputs.drafts.parents is not None:
+            wait_for(mark(self.kv.device))  # of trees the rows may have to be gathered
+        return features
 
     def _at(self, numbers: Int64) -> torch.Tensor:
         """The numbers on the device, int64 [n], sent without waiting."""

@@ -9,7 +9,15 @@ import torch
 
 from engine.compute.sampling.logprobs import logprob_records
 from engine.compute.verification.draft_rows import DraftRows
-from engine.plan.step_records import NO_TOKEN, DraftInputs, Int32, Int64, SampledRows, SamplingInputs
+from engine.plan.step_records import (
+    NO_TOKEN,
+    DraftInputs,
+    Int32,
+    Int64,
+    SampledRows,
+    SamplingInputs,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +46,15 @@ class Verified:
 class Draws:
     """The tokens drawn from the rows of logits; a token is meaningless where `errors` has its row.
 
-    Of the rows of drafts, only those that accepted drafts lead to need one.
+    Of the rows of drafts, only those that accepted drafts lead to need one. Where nobody can look at the
+    logits later, `not_finite` says which of the rows with errors are that, and `logprobs` has the record of
+    each row's token; None when no row asks.
     """
 
     token_ids: Int64  # [R]
     errors: dict[int, str]
-    not_finite: frozenset[int] = frozenset()  # of those rows, where nobody can look at their logits later
+    not_finite: frozenset[int] = frozenset()
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None  # [R]
 
     @classmethod
     def of(cls, rows: SampledRows) -> Draws:
@@ -101,7 +112,7 @@ def commit_rows(
 ) -> Verified:
     """Put the tokens into the order of commit; `last` [V] is each sequence's last accepted draft or ROOT.
 
-    Without `logits` no log-probabilities may be asked for; then `draws` say which rows are not finite.
+    Without `logits`, which rows are not finite and the log-probabilities are what `draws` say.
     """
     token_ids = draws.token_ids.copy()
     source = np.arange(len(token_ids))  # [R] the row of logits that each committed token came from
@@ -127,6 +138,8 @@ def commit_rows(
         spoiled = _not_finite(logits, spoiled)
     else:
         spoiled = tuple(row for row in spoiled if row in draws.not_finite)
+        if (told := draws.logprobs) is not None:  # a committed token is what was drawn from its row
+            logprobs = tuple(told[row] if row >= 0 else None for row in source.tolist())
     path = None if drafts.are_chains else draft.astype(np.int32)
     return Verified(
         SampledRows(committed, logprobs, errors or None, spoiled),

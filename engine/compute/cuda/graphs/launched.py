@@ -38,12 +38,12 @@ class PassMarks:
 
 @dataclass(frozen=True, slots=True)
 class QueuedDraw:
-    """The draw of a step; `verdict` may be asked for once the device is past `end`."""
+    """The draw of a step; once the device is past `end`, the `verdict` may be asked for, then `features`."""
 
     begin: Mark
     end: Mark
     verdict: Callable[[], Verified]
-    features: tuple[FeatureRows | None, ...] | None = None
+    features: Callable[[Verified], tuple[FeatureRows | None, ...] | None]
     scores: tuple[TokenLogprobs | None, ...] = ()
 
 
@@ -64,21 +64,24 @@ class Launched:
         assert queue_draw is not None, "a step is drawn once"
         self._drawn = queue_draw(sampling)
 
+    @torch.inference_mode()
     def wait(self) -> StepResult:
         """See LaunchedStep; the thread sleeps until then."""
         marks, drawn = self._marks, self._drawn
         with out_of_memory_named():
             wait_for(marks.end if drawn is None else drawn.end)
-        forward_s = seconds_between(marks.begin, marks.end)
-        if drawn is None:
-            return StepResult(SampledRows([]), forward_s, 0.0)
+            forward_s = seconds_between(marks.begin, marks.end)
+            if drawn is None:
+                return StepResult(SampledRows([]), forward_s, 0.0)
+            verified = drawn.verdict()
+            features = drawn.features(verified)
         return StepResult(
-            drawn.verdict().rows,
+            verified.rows,
             forward_s,
             seconds_between(drawn.begin, drawn.end),
             seconds_between(marks.start, marks.begin) if self._swap_bytes else 0.0,
             self._swap_bytes,
-            drawn.features,
+            features,
             drawn.scores,
         )
 
@@ -101,15 +104,16 @@ class DrawnTokens:
     scored: tuple[ScoredRows, ...]
 
     def verdict(self, sampling: SamplingInputs, drafts: DraftRows | None) -> Verified:
-        """What the step commits; drafts are chains judged by `match`, without log-probabilities."""
+        """What the step commits; drafts are judged by `match`."""
         token_ids = self.host.numpy()[self.places]
         failed = np.flatnonzero(token_ids < 0).tolist()
         not_finite = frozenset(row for row in failed if token_ids[row] != NOTHING_LEFT_HERE)
         errors = self.bad | {row: NOT_FINITE if row in not_finite else NOTHING_LEFT for row in failed}
         token_ids[list(errors)] = NO_TOKEN
+        logprobs = self._logprobs(token_ids)
         if drafts is None:
-            return Verified(SampledRows(token_ids.tolist(), self._logprobs(token_ids), errors or None))
-        draws = Draws(token_ids, errors, not_finite)
+            return Verified(SampledRows(token_ids.tolist(), logprobs, errors or None))
+        draws = Draws(token_ids, errors, not_finite, logprobs)
         return commit_rows(None, sampling, drafts, draws, drafts.follow(token_ids))
 
     def _logprobs(self, token_ids: Int64) -> tuple[TokenLogprobs | None, ...] | None:
