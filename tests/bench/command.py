@@ -110,7 +110,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--peer", type=Peer.parse, action="append", default=[], help=PEER_HELP, metavar="NAME=HOW"
     )
     parser.add_argument(
-        "--gguf", type=Path, action="append", default=[], help="a file for gguf or quantization; repeatable", metavar="FILE"
+        "--gguf", type=Path, action="append", default=[], help="a file for gguf; repeatable", metavar="FILE"
     )
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server for gguf", metavar="FILE")
     parser.add_argument("--model", default="", help="what to serve in place of the default model")
@@ -122,11 +122,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--runs must be at least 1")
     if ("peers" in arguments.names) != bool(arguments.peer):
         parser.error("peers and --peer go together")
-    if ("gguf" in arguments.names) != (arguments.llama_server is not None):
-        parser.error("gguf and --llama-server go together")
-    takers = {"gguf", "quantization"}.intersection(arguments.names)
-    if arguments.gguf and not takers or "gguf" in takers and not arguments.gguf:
-        parser.error("gguf wants --gguf, which quantization takes too")
+    if len({"gguf" in arguments.names, bool(arguments.gguf), arguments.llama_server is not None}) != 1:
+        parser.error("gguf, --gguf and --llama-server go together")
     return arguments
 
 
