@@ -63,9 +63,10 @@ class EagleDrafter:
     of all by their chance (as the dynamic trees of EAGLE-2 and 3; but only the chain is continued).
     Only verified positions stay in the K/V: what a draft wrote there is written over by the next call. While
     a chain is verified, a job for what may follow it has the chain drawn again, from the newest row on: it is
-    gone on with as long as the layer, which may have read more since, still says the same. A
-    request that samples gets the tokens that the position's own noise favours, as the target will, where the
-    drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
+    gone on with as long as the layer, which may have read more since, still says the same.
+
+    A request that samples gets the tokens that the position's own noise favours, as the target will, where
+    the drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
     or its prompt was cached, is drafted for from those there are.
     """
 
