@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.compute.sampling.sampler import Sampler
+from tests.support.device_waits import waiting_refused
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.tiny_models import tiny_model
 
@@ -46,15 +45,6 @@ BLOCK_SIZE = 16
 NUM_SEQS, BLOCKS_EACH = 12, 8
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@contextmanager
-def waiting_refused() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def load(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:

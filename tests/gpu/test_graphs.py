@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from engine.plan.step_records import (
     TokenCounts,
 )
 from tests.support.attention_noise import numbers_in, write_noise
+from tests.support.device_waits import waiting_refused
 from tests.support.fixed_grammar import Allowing
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recorded import with_sampling
@@ -59,15 +59,6 @@ NUM_SEQS = 12
 BLOCKS_EACH = 16
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
 LIMITS = GraphLimits(NUM_SEQS, BLOCKS_EACH, max_draft_tokens=5, max_tokens=256)
-
-
-@contextmanager
-def waiting_refused() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def load(family: str, **changes: Any) -> LoadedModel:

@@ -11,6 +11,7 @@ from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from tests.support.attention_cases import OVER_BYTES, assert_close, matrix, mixed
 from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from tests.support.device_waits import waiting_refused
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -129,11 +130,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     attention = backend()
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_recorded_step_is_replayed_over_refilled_tables() -> None:
