@@ -66,8 +66,8 @@ class EagleDrafter:
     gone on with as long as the layer, which may have read more since, still says the same.
 
     A request that samples gets the tokens that the position's own noise favours, as the target will, where
-    the drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was preempted
-    or its prompt was cached, is drafted for from those there are.
+    the drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was
+    preempted or its prompt was cached, is drafted for from those there are.
     """
 
     is_cheap = False
