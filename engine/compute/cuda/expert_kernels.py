@@ -68,6 +68,13 @@ def route_kernel(
 
 
 @triton.jit
+def _tile_at(tiles, tile):
+    """A tile's expert, its first pair, and where the expert's pairs end."""
+    words = tiles + tile * _WORDS
+    return tl.load(words).to(tl.int64), tl.load(words + 1), tl.load(words + 2)
+
+
+@triton.jit
 def _weights_at(weights, outs, num_outs, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """A tile [OUTS, STEP] of weights [outputs, WIDTH]; 0 behind the last."""
     mask = (outs < num_outs)[:, None]
@@ -114,10 +121,7 @@ def expert_gate_kernel(
     Of rows `x` [rows, hidden] each has EACH pairs, one behind the other. `weights` are [count, 2 * width,
     hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the pairs' order.
     """
-    tile = tl.program_id(0) % num_tiles
-    expert = tl.load(tiles + tile * _WORDS).to(tl.int64)
-    first = tl.load(tiles + tile * _WORDS + 1)
-    last = tl.load(tiles + tile * _WORDS + 2)
+    expert, first, last = _tile_at(tiles, tl.program_id(0) % num_tiles)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
@@ -169,10 +173,7 @@ def expert_down_kernel(
     `activated` is [pairs, width] in the pairs' order, `weights` [count, hidden, width], `biases` [count,
     hidden]. `answers` [pairs, hidden] has each pair at its number.
     """
-    tile = tl.program_id(0) % num_tiles
-    expert = tl.load(tiles + tile * _WORDS).to(tl.int64)
-    first = tl.load(tiles + tile * _WORDS + 1)
-    last = tl.load(tiles + tile * _WORDS + 2)
+    expert, first, last = _tile_at(tiles, tl.program_id(0) % num_tiles)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
