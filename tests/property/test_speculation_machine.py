@@ -58,6 +58,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         self.flying: dict[str, tuple[DraftedToken, ...]] | None = None
         self.epochs: dict[str, int] = {}
         self.changed: set[str] = set()  # that may want no drafts
+        self.given_up: set[str] = set()
         self.num_opened = 0
 
     @initialize(longest=st.sampled_from([1, 2, 5]), policy=st.sampled_from(["fixed", "threshold", "goodput"]))
@@ -113,6 +114,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         request = self.pick(self.seated | self.paused, choice)
         if gives_up:
             self.decoder.give_up(request.request_id)
+            self.given_up.add(request.request_id)
             self.drop_seat(request)
             request.status = RequestStatus.PREEMPTED
             self.paused[request.request_id] = request
@@ -142,7 +144,11 @@ class SpeculationMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.decoder.begin_step(())
         for name, request in self.seated.items():
-            assert (name in self.decoder._active) is request.speculation.enabled
+            if name in self.given_up:  # whatever it wants: nobody drafts for it
+                sequence = self.decoder._active.get(name)
+                assert sequence is None or not sequence.views
+            else:
+                assert (name in self.decoder._active) is request.speculation.enabled
 
     def pick(self, among: dict[str, Request], choice: int) -> Request:
         return list(among.values())[choice % len(among)]
@@ -279,7 +285,8 @@ class SpeculationMachine(RuleBasedStateMachine):
             parents = (-1, *range(length - 1))
             return Draft(name, job.epoch, first, tuple(right), parents)
         if kind == "absurd":
-            return Draft(name, job.epoch, first + length - 3, tuple(right))
+            beside = length if length % 2 else -length  # never where it belongs
+            return Draft(name, job.epoch, first + beside, tuple(right))
         return Draft(name, job.epoch, first, (), is_behind=kind == "behind")
 
     @precondition(lambda self: any(model.out for model in self.models))
