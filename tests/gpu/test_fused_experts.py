@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.draw_choice import choose_draws
@@ -22,7 +23,7 @@ from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.compute.sampling.sampler import Sampler
 from tests.support.device_waits import waiting_refused
 from tests.support.packed import as_loaded, random_tokens
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -38,9 +39,18 @@ from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E
 CUDA = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Each with the layers that have experts, and those of all that are fused.
-FAMILIES = {"mixtral": (2, 2), "olmoe": (2, 0), "qwen2_moe": (2, 2), "qwen3_moe": (1, 2), "gpt_oss": (2, 0)}
+FAMILIES = {
+    "mixtral": (2, 2),
+    "olmoe": (2, 0),
+    "qwen2_moe": (2, 2),
+    "qwen3_moe": (1, 2),
+    "gpt_oss": (2, 0),
+    "gemma4": (4, 0),
+}
+CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
 # Experts, hidden, width, and how many a row chooses: Qwen3-30B-A3B's, a few of Mixtral's, and uneven ones.
 SHAPES = [(128, 2048, 768, 8), (4, 4096, 14336, 2), (6, 80, 200, 3)]
+GEMMA4 = (128, 2816, 704, 8)
 BLOCK_SIZE = 16
 NUM_SEQS, BLOCKS_EACH = 12, 8
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
@@ -48,17 +58,20 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def load(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return replace(as_loaded(tiny_model(family, dtype=dtype).to(CUDA)), device=CUDA)
+    return replace(
+        as_loaded(tiny_model(family, dtype=dtype, **CHANGES.get(family, {})).to(CUDA)), device=CUDA
+    )
 
 
-def make(shape: tuple[int, int, int, int], dtype: torch.dtype) -> FusedExperts:
-    """Random experts of this shape."""
+def make(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str = "silu") -> FusedExperts:
+    """Random experts of this shape, gated as transformers calls it."""
     count, hidden, width, _ = shape
     original: Any = next(each for each in tiny_model("qwen3_moe").modules() if hasattr(each, "gate_up_proj"))
     gate_up = torch.randn(count, 2 * width, hidden, device=CUDA, dtype=dtype) / hidden**0.5
     down = torch.randn(count, hidden, width, device=CUDA, dtype=dtype) / width**0.5
     original.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
     original.down_proj = nn.Parameter(down, requires_grad=False)
+    original.act_fn = ACT2FN[activation]
     return FusedExperts(original)
 
 
@@ -68,13 +81,19 @@ def given(num_rows: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     return torch.randn(num_rows, hidden, device=CUDA, dtype=dtype), chosen, shares.to(dtype)
 
 
-def expected(experts: FusedExperts, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> Any:
+def expected(
+    experts: FusedExperts,
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    activation: str = "silu",
+) -> Any:
     """In float64, expert after expert."""
     found = torch.zeros(rows.shape, dtype=torch.float64, device=CUDA)
     for expert in set(chosen.flatten().tolist()):
         at, places = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (rows[at].double() @ experts.gate_up_proj[expert].double().T).chunk(2, dim=1)
-        answers = (nn.functional.silu(gate) * up) @ experts.down_proj[expert].double().T
+        answers = (ACT2FN[activation](gate) * up) @ experts.down_proj[expert].double().T
         found.index_add_(0, at, answers * shares[at, places, None].double())
     return found.to(rows.dtype)
 
@@ -87,6 +106,16 @@ def test_answers_are_those_of_the_experts(shape: tuple[int, int, int, int], dtyp
     for count in (*rows_of_each_layout(shape[3], experts.shape), 5, 17, 40):
         rows = given(count, shape, dtype)
         assert is_close(experts(*rows), expected(experts, *rows)), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu"])
+@torch.inference_mode()
+def test_answers_are_those_of_experts_gated_by_gelu(activation: str, dtype: torch.dtype) -> None:
+    experts = make(GEMMA4, dtype, activation)
+    for count in (*rows_of_each_layout(GEMMA4[3], experts.shape), 17):
+        rows = given(count, GEMMA4, dtype)
+        assert is_close(experts(*rows), expected(experts, *rows, activation)), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import observe
+from engine.compute.native.records import Activation
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_sample
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -40,9 +42,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once, and
-# gpt-oss's attention has sinks.
-FAMILIES = {"mixtral": (2, 2), "olmoe": (2, 0), "qwen2_moe": (2, 2), "qwen3_moe": (1, 2), "gpt_oss": (2, 0)}
+# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once,
+# gpt-oss's attention has sinks, and Gemma 4's layers have six norms.
+FAMILIES = {
+    "mixtral": (2, 2),
+    "olmoe": (2, 0),
+    "qwen2_moe": (2, 2),
+    "qwen3_moe": (1, 2),
+    "gpt_oss": (2, 0),
+    "gemma4": (4, 0),
+}
+CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
+# As transformers calls them.
+CALLED = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_pytorch_tanh",
+    Activation.GELU: "gelu",
+}
 EACH = 3
 COUNTS = [1, 5, 40, 70, 200]  # the first three in the smallest tiles
 
@@ -56,6 +72,7 @@ def experts_of(mixture: Mixture) -> Any:
     experts = next(each for each in tiny_model("qwen3_moe").modules() if hasattr(each, "gate_up_proj"))
     experts.gate_up_proj = nn.Parameter(mixture.gate_up, requires_grad=False)
     experts.down_proj = nn.Parameter(mixture.down, requires_grad=False)
+    experts.act_fn = ACT2FN[CALLED[mixture.activation]]
     return experts
 
 
@@ -73,6 +90,26 @@ def test_answers_in_16_bits_are_rounded_as_those_of_the_experts(monkeypatch: pyt
     mixture = Mixture.random(64, 32, torch.bfloat16)
     rows = random_rows(20, 64, torch.bfloat16)
     assert is_close(FusedExperts(experts_of(mixture))(*rows), mixture.expected(*rows).bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a device's is infinite
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", CALLED)
+def test_experts_of_any_activation_are_computed(
+    activation: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates far to either side of 0 among them, where GELU and SiLU are 0 or the gate itself."""
+    with_all_numbers(monkeypatch)
+    mixture = Mixture.random(64, 32, dtype, activation)
+    x, chosen, shares = random_rows(20, 64, dtype)
+    x *= torch.logspace(-1, 3, 20)[:, None].to(dtype)
+    experts = experts_of(mixture)
+    assert FusedExperts.fits(experts, dtype)
+    found, expected = FusedExperts(experts)(x, chosen, shares), mixture.expected(x, chosen, shares)
+    if dtype is torch.float32:
+        scale = expected.abs().amax(dim=1, keepdim=True)
+        torch.testing.assert_close(found.double() / scale, expected / scale, atol=1e-6, rtol=0)
+    assert is_close(found, expected.to(dtype))
 
 
 def test_numbers_that_no_expert_has_are_left_out() -> None:
@@ -159,7 +196,7 @@ def test_a_call_is_four_launches_and_waits_for_nothing(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
-    loaded = as_loaded(tiny_model(family))
+    loaded = as_loaded(tiny_model(family, **CHANGES.get(family, {})))
     before = packed_sample(PackedForward(loaded))
     num_experts, num_layers = FAMILIES[family]
     assert fuse_experts(loaded, 4) == num_experts
@@ -209,7 +246,7 @@ def test_experts_that_do_more_than_their_class_says_are_not_fused(family: str) -
 def test_experts_with_another_activation_are_not_fused() -> None:
     experts = experts_of(Mixture.random(64, 32, torch.float32))
     assert FusedExperts.fits(experts, torch.float32)
-    experts.act_fn = nn.GELU()
+    experts.act_fn = ACT2FN["relu"]
     assert not FusedExperts.fits(experts, torch.float32)
 
 

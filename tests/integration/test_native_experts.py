@@ -22,7 +22,7 @@ from tests.matrix.reduced import causal_classes, reduced_config
 from tests.support.native import FLOAT32_FORM, compiled_home, compiled_kernels
 from tests.support.packed import as_loaded
 from tests.support.speculated import single_threaded
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_tokenizer
 
 FLOAT32 = torch.float32
 MAPS = Path("/proc/self/maps")
@@ -49,9 +49,7 @@ def fresh(family: str) -> PreTrainedModel:
     if family in FAMILIES and family != "olmoe":  # whose heads are as wide as rows allow
         config.head_dim = 32
     if family == "gemma4":  # which has none unless it is asked to
-        config.update(
-            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-        )
+        config.update(GEMMA4_EXPERTS)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=FLOAT32)
     for parameter in model.parameters():

@@ -334,6 +334,14 @@ _RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+# Changes that give Gemma 4's layers the experts that its larger models have.
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
 FURTHER_FAMILIES: tuple[str, ...] = tuple(_FURTHER_CONFIGS)  # so they do here
 PECULIAR_FAMILIES: tuple[str, ...] = tuple(_PECULIAR_CONFIGS)  # so do these

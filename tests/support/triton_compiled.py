@@ -43,6 +43,7 @@ from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
 from engine.compute.cuda.triton_tile import TritonTile
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRounding
+from engine.compute.native.records import Activation
 
 # Bytes of shared memory that one program gets, by compute capability.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -272,11 +273,14 @@ def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]
             )
 
 
-# Qwen3-30B-A3B's experts and gpt-oss's, each with how many of them a row goes through, and by how many rows.
+# Qwen3-30B-A3B's experts, gpt-oss's, and some gated by GELU, each with how many of them a row goes through,
+# and by how many rows.
 MIXTURES = (
     (ExpertShape(128, 2048, 768), 8, "bf16", (1, 512, 4096)),
     (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
     (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
+    (ExpertShape(128, 2816, 704, activation=Activation.GELU_TANH), 8, "bf16", (1, 4096)),
+    (ExpertShape(128, 2048, 768, activation=Activation.GELU), 8, "bf16", (1,)),
 )
 _MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
 
@@ -285,7 +289,7 @@ def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
     """Compile all that computes experts: what it is, and what it takes."""
     for shape, each, dtype, counts in MIXTURES:
         types = dict.fromkeys(_MIXED, f"*{dtype}") | {"chosen": "*i64"}
-        name = f"{shape.count} experts, {dtype}"
+        name = f"{shape.count} experts, {shape.activation.name}, {dtype}"
         for count in counts:
             layout = layout_for(count, each, shape)
             options = {"num_warps": layout.num_warps, "num_stages": layout.num_stages}

@@ -8,10 +8,19 @@ chose whom is read on the device. A number that no expert has is left out. Weigh
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
+from engine.compute.native.records import Activation
+
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
+_GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
+_GELU = tl.constexpr(int(Activation.GELU))
+_TANH_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_TANH_CUBE = tl.constexpr(0.044715)
+_ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 
 
 @triton.jit
@@ -94,12 +103,21 @@ def _inputs_at(x, rows, is_row, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr
 
 @triton.jit
 def _gated(gate, up, SHAPE: tl.constexpr):
-    """What a gate makes of what it is multiplied with, both in float32."""
+    """What a gate makes of what it is multiplied with, both in float32.
+
+    GELU and its approximation by tanh are those of Hendrycks and Gimpel 2016.
+    """
     if SHAPE.is_limited:
         gate = tl.minimum(gate, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -SHAPE.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-    return gate * tl.sigmoid(gate * SHAPE.alpha) * up
+    if SHAPE.activation == _GELU:
+        share = tl.erf(gate * _ROOT_HALF) * 0.5 + 0.5
+    elif SHAPE.activation == _GELU_TANH:  # (1 + tanh(x)) / 2 is sigmoid(2 * x)
+        share = tl.sigmoid(gate * (gate * gate * _TANH_CUBE + 1.0) * _TANH_SLOPE)
+    else:
+        share = tl.sigmoid(gate * SHAPE.alpha)
+    return gate * share * up
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

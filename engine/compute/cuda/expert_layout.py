@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.compute.native.records import Activation
+
 # Rows up to which the tiles are always the same: what a row's bits are cannot depend on who is beside it.
 FEW_ROWS = 64
 # The rows of a tile, and up to how many rows of an expert, on average, it is the one to take: less of a small
@@ -18,7 +20,7 @@ class ExpertShape:
 
     Each of `count` experts has weights [2 * width, hidden], gates first, and [hidden, width]. With `limit`
     gates and ups have biases and are kept within it, as gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1);
-    0 is no limit, no bias, and silu(gate) * up.
+    0 is no limit, no bias, and activation(gate) * up.
     """
 
     count: int
@@ -26,6 +28,7 @@ class ExpertShape:
     width: int
     alpha: float = 1.0
     limit: float = 0.0
+    activation: Activation = Activation.SILU
 
     @property
     def is_limited(self) -> bool:

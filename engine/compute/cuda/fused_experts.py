@@ -26,7 +26,6 @@ from engine.compute.native.families import has_limited_experts, has_read_experts
 from engine.compute.native.modules import activation_of
 from engine.compute.native.observation import Seen
 from engine.compute.native.places import is_unhooked
-from engine.compute.native.records import Activation
 
 _SORTED = 1024  # pairs that a program sorts at a time
 _SUMMED = 1024  # outputs that a program sums
@@ -41,11 +40,12 @@ class Routes(NamedTuple):
 
 
 class FusedExperts(nn.Module):
-    """The experts of `original`, equal to them up to rounding: down(silu(gate(x)) * up(x)) by shares summed.
+    """The experts of `original`, equal to them up to rounding: down(act(gate(x)) * up(x)) by shares summed.
 
-    Or with gpt-oss's biases and limits. No call waits for the device, so that a CUDA graph can hold it. Up to
-    FEW_ROWS rows have the same bits in any company: they are multiplied in tiles of one size, and each one's
-    answers are summed in float32, in the order in which it chose.
+    `act` is SiLU, GELU or its approximation by tanh. Or they have gpt-oss's biases and limits. No call waits
+    for the device, so that a CUDA graph can hold it. Up to FEW_ROWS rows have the same bits in any company:
+    they are multiplied in tiles of one size, and each one's answers are summed in float32, in the order in
+    which it chose.
     """
 
     def __init__(self, original: Any) -> None:
@@ -66,7 +66,7 @@ class FusedExperts(nn.Module):
         gate_up, down = original.gate_up_proj, original.down_proj
         if has_limited_experts(original):
             gate_up, down = gate_up.mT, down.mT
-        elif activation_of(original.act_fn) is not Activation.SILU:
+        elif activation_of(original.act_fn) is None:
             return False
         count, hidden, width = down.shape
         return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, 2 * width, hidden)
@@ -203,7 +203,11 @@ def _read(original: Any) -> _Weights:
         gate_up, down = (
             _frozen(weight.contiguous()) for weight in (original.gate_up_proj, original.down_proj)
         )
-        return _Weights(gate_up, down, None, None, ExpertShape(*down.shape))
+        activation = activation_of(original.act_fn)
+        assert activation is not None, "only experts that fit are asked for"
+        count, hidden, width = down.shape
+        shape = ExpertShape(count, hidden, width, activation=activation)
+        return _Weights(gate_up, down, None, None, shape)
     gate_up, gate_up_bias = (
         _frozen(torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1))
         for by_turns in (original.gate_up_proj.mT, original.gate_up_proj_bias)
