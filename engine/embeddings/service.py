@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # they bring torch along, which the server does without until
 
 log = logging.getLogger("slipstream.engine")
 
-_BATCH_TOKENS = 1024  # enough to keep the cores busy; more would only make a request wait for others
+BATCH_TOKENS = 1024  # enough to keep the cores busy; more would only make a request wait for others
 _TEXT_THREADS = 2
 
 
@@ -268,7 +268,7 @@ class EmbeddingService:
 
     async def _run_batches(self) -> None:
         """Compute until nothing waits."""
-        while chosen := self._queue.take(_BATCH_TOKENS):
+        while chosen := self._queue.take(BATCH_TOKENS):
             self._batch = chosen
             began = self._engine.now()
             try:

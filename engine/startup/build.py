@@ -14,7 +14,6 @@ import torch
 from config import Settings
 from config.units import format_size
 from engine.compute.cuda.layer_choice import with_fast_layers
-from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, choose_device, load_model
 from engine.compute.loading.model_source import resolve_model
@@ -49,10 +48,10 @@ from engine.startup.build_speculation import (
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.kv_room import HostRoom, foresee_kv_room, measure_kv_room
+from engine.startup.memory_beside import foresee_memory_beside
 from engine.startup.memory_nodes import spread_memory, usable_nodes
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.startup.step_sizes import StepSizes
-from engine.startup.weights_beside import foresee_weights_beside
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -67,11 +66,10 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     tokenizer = factories.tokenizer(directory, read_chat_template(settings))
     loaded = with_kept_kv(load_model(directory, settings.model), settings.cache)
     loaded = take_weights(loaded, settings.model, settings.home)
-    beside = foresee_weights_beside(settings, loaded, directory)
-    room = foresee_kv_room(settings, loaded, gauge_of(loaded.device), beside.total)
+    beside = foresee_memory_beside(settings, loaded, directory)
+    room = foresee_kv_room(settings, loaded, gauge_of(loaded.device), beside)
     block_size = room.sizes.kv_block_size
-    of_target = TargetRoom(room.sizes.max_num_seqs, block_size, room.count_blocks() * room.block_bytes)
-    sources = load_sources(settings, loaded, directory, of_target)
+    sources = load_sources(settings, loaded, directory, room.for_drafters)
 
     def reload() -> LoadedModel:
         return with_kept_kv(load_model(directory, settings.model), settings.cache)
@@ -96,7 +94,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
 class FromFiles(NamedTuple):
     """What is known of a model that was loaded: where its files are, and the sizes its drafters have.
 
-    `coming` are bytes of weights that are loaded after all of it.
+    `coming` are bytes that are taken after all of it.
     """
 
     directory: Path

@@ -18,7 +18,7 @@ from engine.embeddings.text_reader import EmbeddingParts
 from engine.errors import StartRefused
 from engine.startup import build
 from engine.startup.diagnosis import Diagnosis, EmbeddingFacts
-from engine.startup.weights_beside import beside_model
+from engine.startup.memory_beside import beside_model
 from engine.text.embedding_tokenizer import EmbeddingTokenizer
 
 log = logging.getLogger("slipstream.engine")

@@ -64,15 +64,16 @@ def load_sources(
         medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
-        eagle = load_eagle_drafter(heads, target, _eagle_room(room), speculation.draft_verification)
+        eagle = load_eagle_drafter(heads, target, eagle_room(room), speculation.draft_verification)
         sources.append(_reading(eagle, asked))
     elif method in ("auto", "mtp") and (layout := find_module(speculation, target, directory)) is not None:
-        mtp = load_mtp_drafter(directory, target, layout, _eagle_room(room), speculation.draft_verification)
+        mtp = load_mtp_drafter(directory, target, layout, eagle_room(room), speculation.draft_verification)
         sources.append(_reading(mtp, asked))
     return tuple(sources)
 
 
-def _eagle_room(room: TargetRoom) -> EagleRoom:
+def eagle_room(room: TargetRoom) -> EagleRoom:
+    """What a drafter of one layer may keep of sequences beside a target with such room."""
     return EagleRoom(room.max_num_seqs, int(room.kv_bytes * _HEADS_KV_SHARE))
 
 

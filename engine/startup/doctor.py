@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 
 from config import Settings, SpeculationSettings
-from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.cuda.coded_choice import kept_kinds
 from engine.compute.drafters.draft_loader import (
-    KV_SHARE,
     check_vocabulary,
-    count_draft_blocks,
+    draft_kv_bytes,
+    draft_sizes,
     named_as_draft,
 )
 from engine.compute.drafters.eagle_layer import check_eagle
@@ -51,7 +50,12 @@ from engine.startup.build_speculation import (
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 from engine.startup.kv_room import KvRoom, foresee_kv_room
-from engine.startup.weights_beside import beside_model, foresee_codes_kept, foresee_weights_beside
+from engine.startup.memory_beside import (
+    beside_model,
+    foresee_codes_kept,
+    foresee_memory_beside,
+    outline_draft_model,
+)
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -153,8 +157,8 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
         _describe_stored(model, source, architecture, kinds)
         _foresee_kept(model, settings, outline, source, architecture)
         gauge = gauge_of(outline.device)
-        beside = foresee_weights_beside(settings, outline, directory, may_fetch=False)
-        room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, beside.total, is_loaded=False))
+        beside = foresee_memory_beside(settings, outline, directory, may_fetch=False)
+        room = found.attempt(lambda: foresee_kv_room(settings, outline, gauge, beside, is_loaded=False))
         if room is None:
             return
         num_tokens = room.sizes.max_num_batched_tokens
@@ -165,7 +169,7 @@ def _examine_model(found: Diagnosis, settings: Settings, source: FoundModel, rea
             model.quantized = foresee_weights(outline.model, outline.dtype, settings.model.quantization)
         _warn_of_slow_dtype(found, settings, outline)
         _examine_cache(found, settings, room)
-        _examine_drafts(found, settings, outline, source)
+        _examine_drafts(found, settings, room, source)
 
 
 def _outline(
@@ -286,7 +290,7 @@ def _examine_cache(found: Diagnosis, settings: Settings, room: KvRoom) -> None:
     )
 
 
-def _examine_drafts(found: Diagnosis, settings: Settings, outline: LoadedModel, source: FoundModel) -> None:
+def _examine_drafts(found: Diagnosis, settings: Settings, room: KvRoom, source: FoundModel) -> None:
     speculation = settings.speculation
     method = speculation.speculative_method
     if method == "none":
@@ -296,13 +300,13 @@ def _examine_drafts(found: Diagnosis, settings: Settings, outline: LoadedModel, 
     found.drafts = facts = DraftFacts(methods)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
         facts.methods += ("draft-model",)
-        found.attempt(lambda: _examine_draft_model(found, settings, outline, source.directory))
+        found.attempt(lambda: _examine_draft_model(found, settings, room, source.directory))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         heads = speculation.medusa_heads
         facts.methods += ("medusa",)
         found.attempt(lambda: check_medusa(heads))
     elif method in ("auto", "heads", "mtp"):
-        found.attempt(lambda: _examine_layers(facts, speculation, outline, source))
+        found.attempt(lambda: _examine_layers(facts, speculation, room.loaded, source))
 
 
 def _examine_layers(
@@ -321,18 +325,16 @@ def _examine_layers(
         facts.methods += ("mtp",)
 
 
-def _examine_draft_model(
-    found: Diagnosis, settings: Settings, target: LoadedModel, directory: Path | None
-) -> None:
+def _examine_draft_model(found: Diagnosis, settings: Settings, room: KvRoom, directory: Path | None) -> None:
     """Raises StartRefused."""
     name = settings.speculation.draft_model
     assert name is not None
     with named_as_draft(name):
-        _look_at_draft_model(name, found, settings, target, directory)
+        _look_at_draft_model(name, found, settings, room, directory)
 
 
 def _look_at_draft_model(
-    name: str, found: Diagnosis, settings: Settings, target: LoadedModel, directory: Path | None
+    name: str, found: Diagnosis, settings: Settings, room: KvRoom, directory: Path | None
 ) -> None:
     facts = found.drafts
     assert facts is not None
@@ -343,20 +345,16 @@ def _look_at_draft_model(
         found.warnings.append(f"The draft model {name}: a start {source.pending}.")
     elif directory is not None and source.directory is not None:
         check_vocabulary(directory, source.directory)
-    stored = read_stored(source)
-    if stored is None:
-        return
     try:
-        outline = outline_model(*stored, asked)
+        outline = outline_draft_model(asked, source, room.loaded.max_model_len)
     except NoOutline:
         return
-    foresee_codes_kept(outline, asked, None if source.pending else source.directory, stored[0])
+    if outline is None:
+        return
     facts.model_bytes = weight_bytes(outline.model)
     if found.cache is not None:
-        block_size = found.cache.kv_block_size
-        share = int(found.cache.kv_bytes * KV_SHARE)
-        num_blocks = count_draft_blocks(outline, block_size, found.cache.max_num_seqs, share)
-        facts.model_kv_bytes = num_blocks * bytes_per_block(outline.layers, block_size, outline.dtype)
+        sizes = draft_sizes(outline, room.loaded.vocab_size, room.for_drafters)
+        facts.model_kv_bytes = draft_kv_bytes(outline, sizes)
 
 
 def _check_room(found: Diagnosis, home: Path, most_bytes: int) -> None:

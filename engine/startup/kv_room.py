@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from config import Settings
 from config.units import rough_size
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
 from engine.compute.runner.largest_step import LargestStep, measure_largest_step
@@ -17,7 +18,14 @@ from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.startup.build_runner import recorded_bytes
 from engine.startup.build_speculation import foreseen_draft_tokens
-from engine.startup.step_sizes import ModelNeeds, StepSizes, step_sizes
+from engine.startup.step_sizes import (
+    NOTHING_BESIDE,
+    MemoryBeside,
+    ModelNeeds,
+    StepSizes,
+    is_kv_given,
+    step_sizes,
+)
 
 log = logging.getLogger("slipstream.engine")
 
@@ -65,12 +73,30 @@ class HostRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """How the memory for K/V is divided, by the settings and the sizes of a start. Any thread."""
+    """How the memory for K/V is divided, by the settings and the sizes of a start. Any thread.
+
+    `drafts` bytes of the memory are what drafters will keep of sequences; 0 once they are there.
+    """
 
     settings: Settings
     loaded: LoadedModel
     sizes: StepSizes
     memory: KvMemory
+    drafts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The model's own part of the memory."""
+        return max(0, self.memory.num_bytes - self.drafts)
+
+    @property
+    def for_drafters(self) -> TargetRoom:
+        """What drafters are given shares of: the room that the model would have without them.
+
+        Raises StartRefused as `count_blocks` does.
+        """
+        kv_bytes = replace(self, drafts=0).count_blocks() * self.block_bytes
+        return TargetRoom(self.sizes.max_num_seqs, self.sizes.kv_block_size, kv_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -94,7 +120,7 @@ class KvRoom:
         attends nowhere needs none for its blocks, which then only count tokens.
         """
         cache, block_bytes, needed = self.settings.cache, self.block_bytes, self.longest
-        memory, source = self.memory
+        memory, source = self.num_bytes, self.memory.source
         left = memory - self.seats_bytes
         if self.seats_bytes and left < needed * block_bytes:
             raise StartRefused(
@@ -126,7 +152,7 @@ class KvRoom:
         each = state_bytes(self.loaded.states, self.loaded.dtype)
         if not each or not self.settings.cache.prefix_caching:
             return 0
-        left = self.memory.num_bytes - self.seats_bytes
+        left = self.num_bytes - self.seats_bytes
         spare = left - self.longest * self.block_bytes
         return min(_MOST_SNAPSHOTS, max(0, min(left // _SNAPSHOT_SHARE, spare)) // each)
 
@@ -155,19 +181,22 @@ def foresee_kv_room(
     settings: Settings,
     loaded: LoadedModel,
     gauge: MemoryGauge | None,
-    beside: int = 0,
+    beside: MemoryBeside = NOTHING_BESIDE,
     *,
     is_loaded: bool = True,
 ) -> KvRoom:
     """The room as it can be told before steps can run; without `is_loaded` the weights are not there yet.
 
-    Those `beside` the model's, so many bytes, never are. `gauge` is None on a CPU. Raises StartRefused.
+    What lies `beside` the model's never is. `gauge` is None on a CPU. Raises StartRefused.
     """
     needs = ModelNeeds.of(settings, loaded, beside)
     sizes = step_sizes(settings, needs, None if gauge is None else gauge.free_and_total()[1])
-    coming = beside + (0 if is_loaded else needs.weights)
+    coming = beside.total + (0 if is_loaded else needs.weights)
     memory = find_kv_memory(settings, loaded, sizes, gauge, needs.work(sizes), coming)
-    return KvRoom(settings, loaded, sizes, memory)
+    room = KvRoom(settings, loaded, sizes, memory)
+    if gauge is None or is_kv_given(settings) or not beside.kept:
+        return room
+    return replace(room, drafts=beside.kept_bytes(room.for_drafters))
 
 
 def measure_kv_room(
@@ -180,8 +209,8 @@ def measure_kv_room(
 ) -> KvRoom:
     """The room once the drafters' weights are there, with work space as measured; on the model's thread.
 
-    `sizes` are those foreseen, None where nothing was made by them; `coming` are bytes of weights that will
-    be loaded later. Of a step that finds no memory the tokens are halved as far as nobody has asked for so
+    `sizes` are those foreseen, None where nothing was made by them; `coming` are bytes that will
+    come later. Of a step that finds no memory the tokens are halved as far as nobody has asked for so
     many. Raises StartRefused.
     """
     if sizes is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
+
+from transformers import PreTrainedConfig
 
 from config import CPU_BLOCK_SIZE, CPU_SEATS, CPU_TOKENS, Settings
 from config.units import rough_size
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.outline import weight_bytes
 from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS, state_bytes
@@ -36,8 +39,9 @@ class StepSizes:
       less of the budget beside them.
     - Seats are as many sequences of 1,024 tokens, or of the model's context if that is less, as the memory
       behind weights and work space holds K/V and states of, from 32 to 256, in sizes that steps are recorded
-      for. The weights are also those of drafters and of an embedding model. More would be preempted before
-      they end; beyond 256 a step grows as much as its sequences do.
+      for. The weights are also those of drafters and of an embedding model, and what drafters keep of as many
+      sequences leaves less. More would be preempted before they end; beyond 256 a step grows as much as its
+      sequences do.
 
     By the whole of the device's memory, not by what is free: the same flags make the same sizes each start.
     """
@@ -58,8 +62,33 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBeside:
+    """About what lies on a device beside a model's own, in bytes.
+
+    `drafts` are the weights of all drafters, `embeddings` those of an embedding model and what it computes
+    in. `kept` says of each drafter what it keeps beside a model with such room: K/V, and its recorded steps.
+    """
+
+    drafts: int = 0
+    embeddings: int = 0
+    kept: tuple[Callable[[TargetRoom], int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All but what depends on the model's room."""
+        return self.drafts + self.embeddings
+
+    def kept_bytes(self, room: TargetRoom) -> int:
+        """What all drafters keep beside a model with such room."""
+        return sum(each(room) for each in self.kept)
+
+
+NOTHING_BESIDE: Final = MemoryBeside()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model takes of a device's memory, in bytes; `beside` it are weights of others."""
+    """What a model takes of a device's memory, in bytes, and what others take `beside` it."""
 
     weights: int
     kv_of_token: int  # in all layers
@@ -67,10 +96,10 @@ class ModelNeeds:
     work_of_token: int  # what a step computes it in, by the widths of the model
     logits_of_row: int  # as the model gives them and as numbers of 32 bits, twice, to draw from
     max_model_len: int
-    beside: int = 0
+    beside: MemoryBeside = NOTHING_BESIDE
 
     @classmethod
-    def of(cls, settings: Settings, loaded: LoadedModel, beside: int = 0) -> ModelNeeds:
+    def of(cls, settings: Settings, loaded: LoadedModel, beside: MemoryBeside = NOTHING_BESIDE) -> ModelNeeds:
         """Those of a model or its outline."""
         num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
         width = loaded.dtype.itemsize
@@ -78,7 +107,7 @@ class ModelNeeds:
             weights=weight_bytes(loaded.model),
             kv_of_token=bytes_per_block(loaded.layers, 1, loaded.kv_dtype),
             state_of_seq=state_bytes(loaded.states, loaded.dtype, 1, num_kept),
-            work_of_token=_numbers_of_token(loaded) * width,
+            work_of_token=numbers_of_token(loaded.config) * width,
             logits_of_row=loaded.vocab_size * (width + 8),
             max_model_len=loaded.max_model_len,
             beside=beside,
@@ -112,8 +141,14 @@ def _on_gpu(settings: Settings, needs: ModelNeeds, gpu_bytes: int) -> StepSizes:
     block_size = settings.cache.kv_block_size or _GPU_BLOCK
     length = min(_SENSIBLE_LEN, needs.max_model_len)
     room = _kv_bytes(settings, needs, gpu_bytes - num_tokens * needs.work_of_token, block_size)
-    held = max(0, room) // max(1, length * needs.kv_of_token + needs.state_of_seq)
-    seats = max((count for count in _GPU_SEATS if count <= held), default=_GPU_SEATS[0])
+
+    def count_held(seats: int) -> int:
+        """How many sequences there is memory for, with so many seats."""
+        kept = _kept_bytes(settings, needs, TargetRoom(seats, block_size, room - seats * needs.state_of_seq))
+        return max(0, room - kept) // max(1, length * needs.kv_of_token + needs.state_of_seq)
+
+    seats = next((count for count in reversed(_GPU_SEATS) if count <= count_held(count)), _GPU_SEATS[0])
+    held = count_held(seats)
     whole = f"derived: {rough_size(gpu_bytes)} of GPU memory"
     reasons = {
         "max_num_seqs": f"{whole}, K/V for {held:,} sequences of {length:,} tokens",
@@ -124,13 +159,27 @@ def _on_gpu(settings: Settings, needs: ModelNeeds, gpu_bytes: int) -> StepSizes:
 
 
 def _kv_bytes(settings: Settings, needs: ModelNeeds, gpu_bytes: int, block_size: int) -> int:
-    """About what K/V and states get of a GPU with `gpu_bytes` beside work space; below 0 if nothing is."""
+    """About what K/V and states get of a GPU with `gpu_bytes` beside work space, drafters' among them.
+
+    What is given is the model's alone.
+    """
     cache = settings.cache
     if cache.num_kv_blocks is not None and needs.kv_of_token:
         return cache.num_kv_blocks * block_size * needs.kv_of_token
     if "kv_cache_memory" in cache.model_fields_set:
         return cache.kv_cache_memory
-    return int(gpu_bytes * cache.gpu_memory_utilization) - needs.weights - needs.beside
+    return max(0, int(gpu_bytes * cache.gpu_memory_utilization) - needs.weights - needs.beside.total)
+
+
+def is_kv_given(settings: Settings) -> bool:
+    """Whether a setting says how much K/V there is, so that what drafters keep is not taken from it."""
+    cache = settings.cache
+    return cache.num_kv_blocks is not None or "kv_cache_memory" in cache.model_fields_set
+
+
+def _kept_bytes(settings: Settings, needs: ModelNeeds, room: TargetRoom) -> int:
+    """What drafters take of the memory for K/V."""
+    return 0 if is_kv_given(settings) else needs.beside.kept_bytes(room)
 
 
 def _with_given(settings: Settings, derived: StepSizes, reasons: Mapping[str, str]) -> StepSizes:
@@ -156,9 +205,8 @@ def _refuse_above(flag: str, value: int | None, sizes: StepSizes, name: str) -> 
         raise StartRefused(f"{flag} {value}: at most --{word}, here {limit}. Lower it, or give both.")
 
 
-def _numbers_of_token(loaded: LoadedModel) -> int:
+def numbers_of_token(config: PreTrainedConfig) -> int:
     """About how many numbers of a token are there at once: rows of the hidden width, three of the MLP's."""
-    config = loaded.config
     hidden = int(getattr(config, "hidden_size", None) or 0)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     experts = (getattr(config, "moe_intermediate_size", None) or 0) * (

@@ -19,7 +19,7 @@ from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, O
 from engine.compute.loading.loader import LoadedModel, load_model, own_context_length
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.model_source import resolve_model
-from engine.compute.loading.support import exact_context_limit, read_architecture
+from engine.compute.loading.support import Architecture, exact_context_limit, read_architecture
 from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.stored import take_weights
 from engine.compute.runner.device import own_stream
@@ -71,13 +71,7 @@ def _load_drafter(
     directory = resolve_model(source, settings.home)
     check_vocabulary(target_directory, directory)
     loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
-    memory_bytes = int(room.kv_bytes * KV_SHARE)
-    sizes = DraftSizes(
-        vocab_size=target.vocab_size,
-        num_blocks=count_draft_blocks(loaded, room.block_size, room.max_num_seqs, memory_bytes),
-        block_size=room.block_size,
-        max_num_seqs=room.max_num_seqs,
-    )
+    sizes = draft_sizes(loaded, target.vocab_size, room)
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
@@ -93,6 +87,18 @@ def _load_drafter(
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+
+
+def draft_sizes(loaded: LoadedModel, vocab_size: int, room: TargetRoom) -> DraftSizes:
+    """What a draft model, or its outline, may use beside a target with such room and so many tokens."""
+    memory_bytes = int(room.kv_bytes * KV_SHARE)
+    num_blocks = count_draft_blocks(loaded, room.block_size, room.max_num_seqs, memory_bytes)
+    return DraftSizes(vocab_size, num_blocks, room.block_size, room.max_num_seqs)
+
+
+def draft_kv_bytes(loaded: LoadedModel, sizes: DraftSizes) -> int:
+    """What the K/V of a draft model, or of its outline, takes."""
+    return sizes.num_blocks * bytes_per_block(loaded.layers, sizes.block_size, loaded.dtype)
 
 
 def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice | None:
@@ -150,13 +156,17 @@ def _shown(token: str | None) -> str:
     return "missing" if token is None else repr(token)
 
 
+def with_context(settings: ModelSettings, architecture: Architecture, max_model_len: int) -> ModelSettings:
+    """The settings of a draft model with as much context as it has, at most `max_model_len`."""
+    config = architecture.text_config
+    limits = (own_context_length(config), exact_context_limit(config), max_model_len)
+    return settings.model_copy(update={"max_model_len": min(each for each in limits if each is not None)})
+
+
 def _load(directory: Path, settings: ModelSettings, max_model_len: int) -> LoadedModel:
     """The model with as much context as it has, at most `max_model_len`."""
     architecture = read_architecture(directory)
-    config = architecture.text_config
-    limits = (own_context_length(config), exact_context_limit(config), max_model_len)
-    longest = min(limit for limit in limits if limit is not None)
-    loaded = load_model(directory, settings.model_copy(update={"max_model_len": longest}))
+    loaded = load_model(directory, with_context(settings, architecture, max_model_len))
     if loaded.keeps_state:
         raise UnsupportedModel(
             f"{architecture.model_class.__name__} cannot draft: it carries recurrent state, of which too "

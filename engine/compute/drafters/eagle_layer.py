@@ -218,10 +218,8 @@ def load_eagle_layer(directory: Path, target: LoadedModel) -> EagleLayer:
 
     Raises StartRefused, one line, for anything missing, damaged, not finite, or made for another target.
     """
-    values = _read_config(directory)
+    config, shape = read_eagle_config(directory, target)
     weights = _read_weights(directory / WEIGHTS_FILE)
-    shape = _read_shape(directory, values, target)
-    config = LlamaConfig.from_dict({**values, "num_hidden_layers": 1})
     token_ids = _read_token_ids(directory, weights, target.vocab_size)
     layer = EagleLayer(target, config, shape, token_ids)
     sample = weights.pop("base_sample", None)
@@ -236,6 +234,13 @@ def load_eagle_layer(directory: Path, target: LoadedModel) -> EagleLayer:
     layer.load_state_dict(weights, strict=False)
     layer.round_to(target.dtype)
     return layer.requires_grad_(False).to(target.device).eval()
+
+
+def read_eagle_config(directory: Path, target: LoadedModel) -> tuple[LlamaConfig, EagleShape]:
+    """What is known of the layer in `directory` without its weights. Raises StartRefused."""
+    values = _read_config(directory)
+    shape = _read_shape(directory, values, target)
+    return LlamaConfig.from_dict({**values, "num_hidden_layers": 1}), shape
 
 
 def check_eagle(directory: Path, target: LoadedModel) -> None:

@@ -10,10 +10,10 @@ import torch
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_kv import EagleKv, slots_for
-from engine.compute.drafters.eagle_layer import is_for, load_eagle_layer
+from engine.compute.drafters.eagle_layer import is_for, load_eagle_layer, read_eagle_config
 from engine.compute.drafters.eagle_round import GUESSES
 from engine.compute.drafters.eagle_torch import TorchEagle
-from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.drafters.eagle_weights import EagleSizes, EagleWeights
 from engine.compute.drafters.layer_chains import DraftLayer, LayerChains
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.speculation.speculation_config import Verification
@@ -32,6 +32,29 @@ class EagleRoom:
     kv_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """The K/V that `make_kv` makes, of which `layer` says what is kept of a position."""
+
+    layer: LayerKv
+    window: int
+    dtype: torch.dtype
+
+    def count(self, room: EagleRoom) -> int:
+        """How many sequences have one: one at least."""
+        return max(1, min(room.max_num_seqs, room.kv_bytes // self._bytes_of_one))
+
+    def num_bytes(self, room: EagleRoom) -> int:
+        """What all of them take."""
+        return self.count(room) * self._bytes_of_one
+
+    @property
+    def _bytes_of_one(self) -> int:
+        layer = self.layer
+        of_slot = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize
+        return slots_for(self.window, MOST_DRAFTS) * of_slot
+
+
 def shipped_heads(target: LoadedModel) -> Path | None:
     """The directory of the drafter that was trained for exactly this model and comes with the project."""
     found = sorted(path for path in SHIPPED.glob("*") if path.is_dir())
@@ -48,8 +71,7 @@ def load_eagle_drafter(
     layer = load_eagle_layer(directory, target)
     weights = EagleWeights.of(layer)
     sizes = weights.sizes
-    layer_kv = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
-    kv = make_kv(layer_kv, sizes.window, weights.head, room)
+    kv = make_kv(sizes.kv, sizes.window, weights.head, room)
     return EagleDrafter(
         chains_for(target, TorchEagle(weights, kv)),
         kv,
@@ -67,6 +89,11 @@ def chains_for(target: LoadedModel, layer: DraftLayer) -> LayerChains:
 
 def make_kv(layer: LayerKv, window: int, like: torch.Tensor, room: EagleRoom) -> EagleKv:
     """Slabs for as many sequences as there is room for, of the dtype and on the device of `like`."""
-    each = slots_for(window, MOST_DRAFTS) * layer.num_kv_heads * (layer.key_dim + layer.value_dim)
-    num_slabs = max(1, min(room.max_num_seqs, room.kv_bytes // (each * like.dtype.itemsize)))
+    num_slabs = Slabs(layer, window, like.dtype).count(room)
     return EagleKv(layer, window, num_slabs, MOST_DRAFTS, like)
+
+
+def foresee_eagle_kv(directory: Path, target: LoadedModel) -> Slabs:
+    """The slabs of the drafter in `directory`, of which no weights are read. Raises StartRefused."""
+    sizes = EagleSizes.of(*read_eagle_config(directory, target))
+    return Slabs(sizes.kv, sizes.window, target.dtype)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.compute.drafters.eagle_layer import EagleLayer
+from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.drafters.eagle_layer import EagleLayer, EagleShape
 
 # How many positions a layer sees that was trained without a bound: its K/V has one all the same.
 DEFAULT_WINDOW = 512
@@ -23,6 +25,22 @@ class EagleSizes:
     kv_heads: int
     head_dim: int
     window: int
+
+    @classmethod
+    def of(cls, config: LlamaConfig, shape: EagleShape) -> EagleSizes:
+        """Those of a layer by what its files say of it."""
+        return cls(
+            hidden=int(config.hidden_size),
+            heads=int(config.num_attention_heads),
+            kv_heads=int(config.num_key_value_heads),
+            head_dim=int(config.head_dim),
+            window=shape.window or DEFAULT_WINDOW,
+        )
+
+    @property
+    def kv(self) -> LayerKv:
+        """What is kept of a position."""
+        return LayerKv(self.kv_heads, self.head_dim, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +74,7 @@ class EagleWeights:
         config, middle = layer.config, layer.midlayer
         attention, mlp = middle.self_attn, middle.mlp
         return cls(
-            EagleSizes(
-                hidden=int(config.hidden_size),
-                heads=int(config.num_attention_heads),
-                kv_heads=int(config.num_key_value_heads),
-                head_dim=int(config.head_dim),
-                window=layer.shape.window or DEFAULT_WINDOW,
-            ),
+            EagleSizes.of(config, layer.shape),
             eps=float(config.rms_norm_eps),
             fuse=layer.fc.weight,
             hidden_norm=middle.hidden_norm.weight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.compute.drafters.eagle import EagleDrafter
-from engine.compute.drafters.eagle_loader import EagleRoom, chains_for, make_kv
+from engine.compute.drafters.eagle_loader import EagleRoom, Slabs, chains_for, make_kv
 from engine.compute.drafters.eagle_weights import DEFAULT_WINDOW
 from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.drafters.mtp_layouts import MtpLayout
@@ -26,7 +26,7 @@ def load_mtp_drafter(
     Its K/V has a bound, though the module was trained without one. For a recurrent target it drafts chains.
     """
     module = load_mtp_module(directory, target, layout)
-    kv = make_kv(module.layer, min(DEFAULT_WINDOW, target.max_model_len), module.weight, room)
+    kv = make_kv(module.layer, _window(target), module.weight, room)
     return EagleDrafter(
         chains_for(target, MtpLayer(module, kv)),
         kv,
@@ -35,3 +35,17 @@ def load_mtp_drafter(
         couples=verification == "match",
         plants_trees=not target.keeps_state,
     )
+
+
+def foresee_mtp_kv(target: LoadedModel) -> Slabs:
+    """The slabs of the module in the files of a target, which may be an outline.
+
+    The module's layer is one of the target's kind that attends to everything.
+    """
+    layer = next((layer for layer in target.layers if layer.reach is None), target.layers[0])
+    return Slabs(layer, _window(target), target.dtype)
+
+
+def _window(target: LoadedModel) -> int:
+    """How many positions one sees."""
+    return min(DEFAULT_WINDOW, target.max_model_len)

@@ -94,11 +94,16 @@ def load_embedder(directory: Path, settings: ModelSettings) -> Embedder:
 
 @dataclass(frozen=True, slots=True)
 class DescribedEmbedder:
-    """What the files of a model tell without loading it; `weight_bytes` is about what they take in memory."""
+    """What the files of a model tell without loading it; `weight_bytes` is about what they take in memory.
+
+    It computes in `dtype`; `config` is the transformer's own.
+    """
 
     architecture: str
     max_model_len: int
     weight_bytes: int
+    dtype: torch.dtype
+    config: PreTrainedConfig
 
 
 def describe_embedder(folder: EmbeddingFolder, settings: ModelSettings) -> DescribedEmbedder:
@@ -108,10 +113,13 @@ def describe_embedder(folder: EmbeddingFolder, settings: ModelSettings) -> Descr
     config = _read_config(folder.directory)
     if folder.is_classifier:
         _check_labels(folder, config)
+    dtype = choose_dtype(settings.dtype, stored_dtype(folder.directory, config), device)
     return DescribedEmbedder(
         next(iter(config.architectures or ()), config.model_type),
         max_text_tokens(folder, config),
-        _weight_bytes(folder, choose_dtype(settings.dtype, stored_dtype(folder.directory, config), device)),
+        _weight_bytes(folder, dtype),
+        dtype,
+        config.get_text_config(),
     )
 
 

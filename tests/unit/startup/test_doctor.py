@@ -21,7 +21,7 @@ from engine.compute.native import compiler
 from engine.compute.native.forms import NativeUnavailable, choose_build, forms_of
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.errors import StartRefused, UnsupportedModel
-from engine.startup import doctor, weights_beside
+from engine.startup import doctor, memory_beside
 from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
@@ -361,7 +361,7 @@ def test_an_embedding_model_that_a_start_refuses(model: Path, tmp_path: Path) ->
 
 def keep_every_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend a GPU that multiplies codes of all kinds."""
-    for room in (doctor, weights_beside):
+    for room in (doctor, memory_beside):
         monkeypatch.setattr(room, "kept_kinds", lambda *_: frozenset(CodeKind))
 
 

@@ -10,12 +10,13 @@ import torch
 
 from config import load_settings
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.recurrent.slot_states import LayerState
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.startup.build_runner import recorded_bytes
 from engine.startup.kv_room import HostRoom, KvRoom, find_kv_memory, foresee_kv_room, measure_kv_room
-from engine.startup.step_sizes import ModelNeeds, StepSizes
+from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes
 from tests.support.packed import load_tiny
 
 BLOCK_BYTES = 4096  # 16 tokens of one layer with a head of 32 numbers, in 32 bits
@@ -221,13 +222,36 @@ def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() ->
 
 def test_weights_beside_the_models_are_foreseen_whether_its_own_are_there_or_not() -> None:
     loaded, settings = load_tiny("llama"), load_settings((), {})
-    beside = 4 * GIB
+    beside = MemoryBeside(3 * GIB, GIB)
     for is_loaded in (False, True):
         plain = foresee_kv_room(settings, loaded, FakeGauge(), is_loaded=is_loaded)
         less = foresee_kv_room(settings, loaded, FakeGauge(), beside, is_loaded=is_loaded)
         assert less.memory.num_bytes == plain.memory.num_bytes - 4 * GIB
     on_cpu = foresee_kv_room(settings, loaded, None, beside)
     assert on_cpu == foresee_kv_room(settings, loaded, None), "whose memory is given"
+
+
+def test_what_drafters_will_keep_is_told_by_the_room_without_them_and_taken_from_it() -> None:
+    loaded, settings = load_tiny("llama"), load_settings(("--max-num-seqs", "4"), {})
+    beside = MemoryBeside(kept=(lambda room: room.kv_bytes // 4, lambda room: room.max_num_seqs * GIB))
+    plain = foresee_kv_room(settings, loaded, FakeGauge())
+    room = foresee_kv_room(settings, loaded, FakeGauge(), beside)
+    whole = TargetRoom(4, 64, plain.count_blocks() * plain.block_bytes)
+    assert room.memory == plain.memory and room.for_drafters == plain.for_drafters == whole
+    assert room.drafts == whole.kv_bytes // 4 + 4 * GIB
+    assert room.count_blocks() == (plain.memory.num_bytes - room.drafts) // plain.block_bytes
+    for given in (("--kv-cache-memory", "1GiB"), ("--num-kv-blocks", "64")):
+        settings = load_settings((*given, "--max-num-seqs", "4"), {})
+        room = foresee_kv_room(settings, loaded, FakeGauge(), beside)
+        assert room == foresee_kv_room(settings, loaded, FakeGauge()), "which is the model's alone"
+
+
+def test_k_v_that_drafters_leave_no_room_for_is_refused() -> None:
+    loaded, settings = load_tiny("llama"), load_settings((), {})
+    beside = MemoryBeside(kept=(lambda room: 100 * GIB,))
+    room = foresee_kv_room(settings, loaded, FakeGauge(), beside)
+    with pytest.raises(StartRefused, match="too small for one sequence"):
+        room.count_blocks()
 
 
 def test_what_is_loaded_later_keeps_its_room_once_work_is_measured() -> None:

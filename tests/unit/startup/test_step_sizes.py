@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from config import load_settings
+from engine.compute.drafters.draft_loader import TargetRoom
 from engine.errors import StartRefused
-from engine.startup.step_sizes import ModelNeeds, StepSizes, step_sizes
+from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes, step_sizes
 from tests.support.packed import load_tiny
 
 GIB = 1 << 30
@@ -67,22 +69,58 @@ def test_what_is_given_wins(gpu_gib: int | None) -> None:
 
 @pytest.mark.parametrize(("beside_gib", "seats"), [(0, 48), (1, 32), (5, 32)])
 def test_weights_beside_the_models_leave_less_for_seats(beside_gib: int, seats: int) -> None:
-    sizes = sizes_of(replace(MIDDLE, beside=beside_gib * GIB), 24)
+    sizes = sizes_of(replace(MIDDLE, beside=MemoryBeside(beside_gib * GIB)), 24)
     assert numbers(sizes) == (seats, 4096, 64), "what steps are computed in stays"
 
 
 def test_weights_beside_the_models_count_as_its_own_do() -> None:
     for gib in (2, 7, 20, 60):
-        with_others = replace(MIDDLE, weights=MIDDLE.weights - GIB, beside=gib * GIB + GIB)
+        with_others = replace(MIDDLE, weights=MIDDLE.weights - GIB, beside=MemoryBeside(gib * GIB, GIB))
         alone = replace(MIDDLE, weights=MIDDLE.weights + gib * GIB)
         assert sizes_of(with_others, 80) == sizes_of(alone, 80)
-    held = sizes_of(replace(MIDDLE, beside=20 * GIB), 80).origins["max_num_seqs"]
+    held = sizes_of(replace(MIDDLE, beside=MemoryBeside(20 * GIB)), 80).origins["max_num_seqs"]
     assert held == "derived: 80.00 GiB of GPU memory, K/V for 287 sequences of 1,024 tokens"
 
 
 def test_memory_that_is_given_for_k_v_is_not_theirs() -> None:
     given = ("--kv-cache-memory", "16GiB")
-    assert sizes_of(replace(MIDDLE, beside=40 * GIB), 80, *given) == sizes_of(MIDDLE, 80, *given)
+    beside = MemoryBeside(40 * GIB, kept=(lambda room: 12 * GIB,))
+    assert sizes_of(replace(MIDDLE, beside=beside), 80, *given) == sizes_of(MIDDLE, 80, *given)
+
+
+# Of 80 GiB 8,192 tokens of a step take 1.16; of nine tenths of the rest weights take 15 GiB. 447 sequences of
+# 1,024 tokens fit in the 55.96 GiB that are left, 128 MiB each.
+@pytest.mark.parametrize(
+    ("kept", "seats", "held"),
+    [
+        (lambda room: 0, 256, 447),
+        (lambda room: room.kv_bytes // 4, 256, 335),
+        (lambda room: room.kv_bytes // 2, 192, 223),
+        (lambda room: room.max_num_seqs * 96 << 20, 192, 303),  # 256 seats would leave room for 255
+        (lambda room: 24 * GIB, 192, 255),
+        (lambda room: 60 * GIB, 32, 0),
+    ],
+)
+def test_what_drafters_keep_of_as_many_sequences_leaves_less_for_seats(
+    kept: Callable[[TargetRoom], int], seats: int, held: int
+) -> None:
+    sizes = sizes_of(replace(MIDDLE, beside=MemoryBeside(kept=(kept,))), 80)
+    assert numbers(sizes) == (seats, 8192, 64)
+    assert sizes.origins["max_num_seqs"].endswith(f" K/V for {held} sequences of 1,024 tokens")
+
+
+def test_drafters_are_asked_about_k_v_without_the_states_of_all_seats() -> None:
+    asked: list[TargetRoom] = []
+
+    def keep(room: TargetRoom) -> int:
+        asked.append(room)
+        return 0
+
+    beside = MemoryBeside(kept=(keep,))
+    sizes_of(replace(RECURRENT, beside=beside), 80)
+    work = 8192 * (100 << 10)
+    whole = int((80 * GIB - work) * 0.9) - 6 * GIB
+    assert asked[0] == TargetRoom(256, 64, whole - 256 * (256 << 20))
 
 
 def test_each_derived_size_says_why() -> None:
@@ -124,8 +162,10 @@ def test_needs_are_those_of_the_model() -> None:
     assert needs.weights >= sum(each.numel() * each.itemsize for each in loaded.model.parameters())
     first = loaded.layers[0]
     assert needs.kv_of_token == len(loaded.layers) * 2 * first.num_kv_heads * first.key_dim * 4
-    assert needs.state_of_seq == needs.beside == 0
-    assert ModelNeeds.of(load_settings((), {}), loaded, 77) == replace(needs, beside=77)
+    assert needs.state_of_seq == needs.beside.total == 0
+    assert ModelNeeds.of(load_settings((), {}), loaded, MemoryBeside(77)) == replace(
+        needs, beside=MemoryBeside(77)
+    )
     config = loaded.config
     assert needs.work_of_token == 4 * (8 * config.hidden_size + 3 * config.intermediate_size)
     assert needs.work(StepSizes(3, 10, 16)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size

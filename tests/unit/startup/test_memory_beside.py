@@ -1,4 +1,4 @@
-"""What lies on a GPU beside a model's weights: whose files are counted for which flags, and what is not."""
+"""What lies on a GPU beside a model's own: whose files are counted for which flags, and what is not."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ import pytest
 import torch
 
 from config import Settings, load_settings
+from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
+from engine.compute.drafters.draft_loader import TargetRoom, load_draft_model
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
+from engine.compute.drafters.eagle import EagleDrafter
 from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.drafters.mtp_layouts import find_mtp
+from engine.compute.drafters.mtp_loader import load_mtp_drafter
 from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.loader import LoadedModel, load_model
-from engine.startup import build, kv_room, weights_beside
+from engine.startup import build, kv_room, memory_beside
 from engine.startup.build import load_parts
+from engine.startup.build_speculation import eagle_room, load_sources
 from engine.startup.doctor import diagnose
-from engine.startup.weights_beside import WeightsBeside, foresee_weights_beside
+from engine.startup.memory_beside import foresee_memory_beside
+from engine.startup.step_sizes import MemoryBeside
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny
 from tests.support.quantized_checkpoints import awq, save_quantized
-from tests.support.tiny_eagle import TinyEagle
-from tests.support.tiny_embedders import make_model, save_embedder
+from tests.support.tiny_eagle import WINDOW, TinyEagle
+from tests.support.tiny_embedders import MAX_TOKENS, make_model, save_embedder
 from tests.support.tiny_models import save_tiny_model, tiny_model
-from tests.support.tiny_mtp import TinyMtp
+from tests.support.tiny_mtp import FAMILIES, TinyMtp
 
 GPU = torch.device("cuda", 0)
+# With room for all that drafters may keep, for some of it, and for no more than one sequence.
+ROOMS = (TargetRoom(4, 16, 1 << 30), TargetRoom(4, 16, 3 << 19), TargetRoom(4, 16, 0))
 
 
 def on_gpu(loaded: LoadedModel) -> LoadedModel:
@@ -41,8 +49,8 @@ def settings_for(*flags: str) -> Settings:
     return load_settings(["a/model", "--device", "cpu", "--dtype", "float32", *flags], {})
 
 
-def beside(*flags: str, target: LoadedModel | None = None, directory: Path | None = None) -> WeightsBeside:
-    return foresee_weights_beside(settings_for(*flags), on_gpu(target or load_tiny("llama")), directory)
+def beside(*flags: str, target: LoadedModel | None = None, directory: Path | None = None) -> MemoryBeside:
+    return foresee_memory_beside(settings_for(*flags), on_gpu(target or load_tiny("llama")), directory)
 
 
 def bytes_of(model: Any) -> int:
@@ -67,12 +75,12 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_others_there_is_nothing() -> None:
-    assert beside() == beside("--speculative-method", "none") == WeightsBeside(0, 0)
+    assert beside() == beside("--speculative-method", "none") == MemoryBeside(0, 0)
 
 
 def test_a_cpu_sets_nothing_aside(draft: Path) -> None:
     settings = settings_for("--draft-model", str(draft))
-    assert foresee_weights_beside(settings, load_tiny("llama"), None) == WeightsBeside()
+    assert foresee_memory_beside(settings, load_tiny("llama"), None) == MemoryBeside()
 
 
 def test_a_draft_models_weights_are_those_of_its_outline(draft: Path) -> None:
@@ -80,7 +88,7 @@ def test_a_draft_models_weights_are_those_of_its_outline(draft: Path) -> None:
     # Tables of angles are weights, too.
     assert plain <= beside("--draft-model", str(draft)).drafts < plain + 4096
     halved = settings_for("--draft-model", str(draft), "--dtype", "bfloat16")
-    found = foresee_weights_beside(halved, on_gpu(load_tiny("llama")), None).drafts
+    found = foresee_memory_beside(halved, on_gpu(load_tiny("llama")), None).drafts
     assert plain // 2 <= found < plain // 2 + 4096
     assert beside("--draft-model", str(draft), "--speculative-method", "ngram").drafts == 0
 
@@ -90,7 +98,7 @@ def test_a_draft_model_whose_codes_stay_counts_as_much_as_these(
 ) -> None:
     save_quantized(tmp_path, awq())
     unpacked = beside("--draft-model", str(tmp_path)).drafts
-    monkeypatch.setattr(weights_beside, "kept_kinds", lambda *_: frozenset(CodeKind))
+    monkeypatch.setattr(memory_beside, "kept_kinds", lambda *_: frozenset(CodeKind))
     assert 0 < beside("--draft-model", str(tmp_path)).drafts < 0.6 * unpacked
 
 
@@ -98,8 +106,9 @@ def test_heads_and_modules_count_as_they_are_chosen(layer: Path, heads: Path, tm
     target = load_tiny("llama")
     of_layer, of_heads = eagle_bytes(layer, target), medusa_bytes(heads, target)
     assert 0 < of_layer != of_heads > 0
-    assert beside("--draft-heads", str(layer)) == WeightsBeside(drafts=of_layer)
-    assert beside("--medusa-heads", str(heads)) == WeightsBeside(drafts=of_heads)
+    assert beside("--draft-heads", str(layer)).total == of_layer
+    assert beside("--medusa-heads", str(heads)).total == of_heads
+    assert beside("--medusa-heads", str(heads)).kept_bytes(ROOMS[0]) == 0
     assert beside("--draft-heads", str(layer), "--speculative-method", "suffix").drafts == 0
     directory = TinyMtp("mimo").save(tmp_path)
     settings = load_settings([str(directory), "--dtype", "float32"], environ=WITHOUT_KERNELS)
@@ -107,7 +116,7 @@ def test_heads_and_modules_count_as_they_are_chosen(layer: Path, heads: Path, tm
     layout = find_mtp(directory, with_module.config)
     assert layout is not None
     of_module = mtp_bytes(directory, with_module, layout)
-    assert beside(target=with_module, directory=directory) == WeightsBeside(drafts=of_module)
+    assert beside(target=with_module, directory=directory).total == of_module
     assert beside("--speculative-method", "heads", target=with_module, directory=directory).drafts == 0
 
 
@@ -117,6 +126,52 @@ def test_a_draft_model_and_heads_add_up(draft: Path, layer: Path) -> None:
     assert both.drafts == sum(each.drafts for each in apart)
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_draft_model_keeps_what_it_takes_for_k_v_and_its_recorded_steps(
+    room: TargetRoom, draft: Path
+) -> None:
+    target = load_tiny("llama")
+    target = replace(target, max_model_len=target.max_model_len - 40)  # no draft is behind it
+    settings = settings_for("--draft-model", str(draft))
+    told = foresee_memory_beside(settings, on_gpu(target), draft)
+    drafter = load_draft_model(settings, target, draft, room)
+    tensors = drafter._kv.tensors
+    limits = GraphLimits(room.max_num_seqs, -(-target.max_model_len // room.block_size), max_draft_tokens=1)
+    recorded = graph_bytes(target, limits)
+    assert recorded > 0
+    assert told.kept_bytes(room) == sum(each.nbytes for each in tensors.tensors) + recorded
+
+
+@pytest.mark.parametrize(("slabs_bytes", "num_slabs"), [(1 << 26, 4), (3.5, 3), (0, 1)])
+def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, layer: Path) -> None:
+    """For all seats, for as many as a tenth of the target's K/V holds, and for one at least."""
+    of_one = (2 * WINDOW + 16) * 2 * (32 + 32) * 4  # two windows and the longest chain
+    room = TargetRoom(4, 16, 10 * int(slabs_bytes * of_one))
+    target, flags = load_tiny("llama"), ("--draft-heads", str(layer), "--speculative-method", "heads")
+    *_, source = load_sources(settings_for(*flags), target, layer, room)
+    assert isinstance(source.drafter, EagleDrafter)
+    slabs = source.drafter.kv
+    assert beside(*flags).kept_bytes(room) == slabs.keys.nbytes + slabs.values.nbytes == num_slabs * of_one
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_module_keeps_what_its_slabs_take(family: str, tmp_path: Path) -> None:
+    """Though its layer is known by those of the target alone."""
+    directory = TinyMtp(family).save(tmp_path)
+    target = load_model(directory, load_settings([str(directory)], environ=WITHOUT_KERNELS).model)
+    layout = find_mtp(directory, target.config)
+    assert layout is not None
+    slabs = load_mtp_drafter(directory, target, layout, eagle_room(ROOMS[0])).kv
+    told = beside("--speculative-method", "mtp", target=target, directory=directory)
+    assert told.kept_bytes(ROOMS[0]) == slabs.keys.nbytes + slabs.values.nbytes > 0
+
+
+def test_all_that_draft_keep_something(draft: Path, layer: Path) -> None:
+    both = beside("--draft-model", str(draft), "--draft-heads", str(layer))
+    apart = (beside("--draft-model", str(draft)), beside("--draft-heads", str(layer)))
+    assert both.kept_bytes(ROOMS[1]) == sum(each.kept_bytes(ROOMS[1]) for each in apart)
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_an_embedding_model_counts_in_the_dtype_it_is_loaded_in(
     dtype: str, width: int, tmp_path: Path
@@ -124,26 +179,34 @@ def test_an_embedding_model_counts_in_the_dtype_it_is_loaded_in(
     directory = save_embedder(tmp_path, heads=("Dense", "Dense", "Normalize"))
     numbers = sum(each.numel() for each in make_model("bert").parameters())
     behind = 2 * 4 * (16 * 32 + 16)  # which compute in float32
+    computed = 1024 * (8 * 32 + 3 * 48) * width  # of a batch
     found = beside("--embedding-model", str(directory), "--dtype", dtype)
-    assert found == WeightsBeside(embeddings=numbers * width + behind)
+    assert found == MemoryBeside(embeddings=numbers * width + behind + computed)
     assert found.total == found.embeddings
+
+
+def test_a_text_that_is_longer_than_a_batch_is_what_an_embedding_model_computes_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ("--embedding-model", str(save_embedder(tmp_path)))
+    whole = beside(*flags).embeddings
+    monkeypatch.setattr(memory_beside, "BATCH_TOKENS", 1)
+    assert whole - beside(*flags).embeddings == (1024 - MAX_TOKENS) * (8 * 32 + 3 * 48) * 4
 
 
 def test_what_cannot_be_told_counts_as_nothing(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for flag in ("--draft-model", "--draft-heads", "--medusa-heads", "--embedding-model"):
-        assert beside(flag, nowhere) == WeightsBeside()
+        assert beside(flag, nowhere) == MemoryBeside()
 
 
 def test_a_start_and_the_doctor_size_with_what_comes_and_measure_with_what_is_still_to_come(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = WeightsBeside(drafts=3, embeddings=5)
+    told = MemoryBeside(drafts=3, embeddings=5, kept=(lambda room: room.max_num_seqs,))
     asked: list[tuple[str, object]] = []
 
-    def foresee(
-        settings: Settings, target: LoadedModel, directory: Path | None, **may: bool
-    ) -> WeightsBeside:
+    def foresee(settings: Settings, target: LoadedModel, directory: Path | None, **may: bool) -> MemoryBeside:
         assert directory == Path(settings.model.model)
         asked.append(("beside", may.get("may_fetch", True)))
         return told
@@ -157,13 +220,13 @@ def test_a_start_and_the_doctor_size_with_what_comes_and_measure_with_what_is_st
         return kv_room.measure_kv_room(*args)
 
     for room in ("build", "doctor"):
-        monkeypatch.setattr(f"engine.startup.{room}.foresee_weights_beside", foresee)
+        monkeypatch.setattr(f"engine.startup.{room}.foresee_memory_beside", foresee)
         monkeypatch.setattr(f"engine.startup.{room}.foresee_kv_room", foresee_room)
     monkeypatch.setattr(build, "measure_kv_room", measure_room)
     model = save_tiny_model("llama", tmp_path)
     settings = load_settings([str(model), "--kv-cache-memory", "1MiB", "--swap-space", "64KiB"], {})
     assert diagnose(settings).problems == []
-    assert asked == [("beside", False), ("foreseen", 8)]
+    assert asked == [("beside", False), ("foreseen", told)]
     asked.clear()
     load_parts(settings)
-    assert asked == [("beside", True), ("foreseen", 8), ("measured", 5)]
+    assert asked == [("beside", True), ("foreseen", told), ("measured", 5)]

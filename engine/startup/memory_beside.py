@@ -1,0 +1,164 @@
+"""What else will lie on a GPU beside the target's weights and K/V, told before any of it is loaded.
+
+Seats are derived from it, and K/V leaves it room.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from config import ModelSettings, Settings
+from engine.compute.cuda.coded_choice import kept_kinds
+from engine.compute.cuda.graphs.step_graphs import graph_bytes
+from engine.compute.cuda.weight_rounding import foresee_rounding
+from engine.compute.drafters.draft_loader import (
+    TargetRoom,
+    draft_graphs,
+    draft_kv_bytes,
+    draft_sizes,
+    with_context,
+)
+from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
+from engine.compute.drafters.eagle_loader import foresee_eagle_kv
+from engine.compute.drafters.mtp_loader import foresee_mtp_kv
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.loading.locate import FoundModel, find_model
+from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
+from engine.compute.loading.quantized_files import foresee_codes
+from engine.compute.loading.support import Architecture, weight_format_of
+from engine.embeddings.service import BATCH_TOKENS
+from engine.errors import StartRefused
+from engine.startup.build_speculation import eagle_room, find_heads, find_module
+from engine.startup.step_sizes import NOTHING_BESIDE, MemoryBeside, numbers_of_token
+
+log = logging.getLogger("slipstream.engine")
+_Told = TypeVar("_Told")
+
+
+class _Drafter(NamedTuple):
+    """The bytes of a drafter's weights, and what it keeps beside a target with some room."""
+
+    weights: int
+    kept: Callable[[TargetRoom], int]
+
+
+def foresee_memory_beside(
+    settings: Settings, target: LoadedModel, directory: Path | None, *, may_fetch: bool = True
+) -> MemoryBeside:
+    """What a start will load beside the target, which may be an outline, in `directory`; nothing on a CPU.
+
+    What cannot be told counts as nothing: who loads it says why. With `may_fetch` models that are not on this
+    machine yet are fetched, as loading them would.
+    """
+    if target.device.type != "cuda":
+        return NOTHING_BESIDE
+    told = (
+        _told(lambda: _draft_model(settings, target, may_fetch=may_fetch)),
+        _told(lambda: _reader(settings, target, directory)),
+    )
+    drafters = [drafter for drafter in told if drafter is not None]
+    return MemoryBeside(
+        sum(drafter.weights for drafter in drafters),
+        _told(lambda: _embedding_bytes(settings.model, may_fetch=may_fetch)) or 0,
+        tuple(drafter.kept for drafter in drafters),
+    )
+
+
+def beside_model(settings: ModelSettings, name: str) -> ModelSettings:
+    """The settings of another model that a start loads, on the same device: its files' own in the rest."""
+    return settings.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+
+
+def outline_draft_model(asked: ModelSettings, source: FoundModel, max_model_len: int) -> LoadedModel | None:
+    """What a draft model will be beside a target of such a context; None where nothing of it is here yet.
+
+    Raises StartRefused, NoOutline.
+    """
+    stored = read_stored(source)
+    if stored is None:
+        return None
+    architecture, dtype = stored
+    outline = outline_model(architecture, dtype, with_context(asked, architecture, max_model_len))
+    foresee_codes_kept(outline, asked, None if source.pending else source.directory, architecture)
+    return outline
+
+
+def foresee_codes_kept(
+    outline: LoadedModel, settings: ModelSettings, directory: Path | None, architecture: Architecture
+) -> str | None:
+    """Have an outline take what a GPU keeps of its weights as codes; in words, where a start rounds to them.
+
+    `directory` None: its files are not here.
+    """
+    kinds, rounding = kept_kinds(outline.device, settings), settings.quantization
+    if kinds and rounding != "none":
+        return foresee_rounding(outline.model, rounding)
+    weight_format = weight_format_of(architecture.config)
+    if kinds and weight_format is not None and directory is not None:
+        foresee_codes(outline.model, directory, weight_format, kinds)
+    return None
+
+
+def _told(tell: Callable[[], _Told | None]) -> _Told | None:
+    try:
+        return tell()
+    except (StartRefused, NoOutline) as reason:
+        log.debug("no memory is set aside: %s", reason)
+        return None
+
+
+def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) -> _Drafter | None:
+    speculation = settings.speculation
+    if speculation.draft_model is None or speculation.speculative_method not in ("auto", "draft-model"):
+        return None
+    asked = beside_model(settings.model, speculation.draft_model)
+    if may_fetch:
+        resolve_model(asked, settings.home)
+    outline = outline_draft_model(asked, find_model(asked, settings.home), target.max_model_len)
+    if outline is None:
+        return None
+
+    def kept(room: TargetRoom) -> int:
+        sizes = draft_sizes(outline, target.vocab_size, room)
+        return draft_kv_bytes(outline, sizes) + graph_bytes(outline, draft_graphs(outline, sizes))
+
+    return _Drafter(weight_bytes(outline.model), kept)
+
+
+def _reader(settings: Settings, target: LoadedModel, directory: Path | None) -> _Drafter | None:
+    """What reads the target's features: as `load_sources` chooses it."""
+    speculation, method = settings.speculation, settings.speculation.speculative_method
+    if method in ("auto", "medusa") and speculation.medusa_heads is not None:
+        return _Drafter(medusa_bytes(speculation.medusa_heads, target), lambda _: 0)
+    if method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
+        slabs = foresee_eagle_kv(heads, target)
+        return _Drafter(eagle_bytes(heads, target), lambda room: slabs.num_bytes(eagle_room(room)))
+    layout = find_module(speculation, target, directory) if method in ("auto", "mtp") else None
+    if layout is None or directory is None:
+        return None
+    slabs = foresee_mtp_kv(target)
+    return _Drafter(mtp_bytes(directory, target, layout), lambda room: slabs.num_bytes(eagle_room(room)))
+
+
+def _embedding_bytes(settings: ModelSettings, *, may_fetch: bool) -> int:
+    """Its weights, and what its largest pass is computed in: a batch, or one text that is longer.
+
+    Without the masks of a model that needs padding, which shows only in running it.
+    """
+    if settings.embedding_model is None:
+        return 0
+    from engine.compute.embedding.embedder import describe_embedder  # a start without one goes without it
+    from engine.compute.embedding.folder import read_folder
+    from engine.compute.embedding.source import find_embedding_model, resolve_embedding_model
+
+    asked = beside_model(settings, settings.embedding_model)
+    directory = resolve_embedding_model(asked) if may_fetch else find_embedding_model(asked)
+    if directory is None:
+        return 0
+    described = describe_embedder(read_folder(directory), asked)
+    of_token = numbers_of_token(described.config) * described.dtype.itemsize
+    return described.weight_bytes + max(BATCH_TOKENS, described.max_model_len) * of_token
