@@ -19,6 +19,7 @@ from engine.compute.native.closeness import is_close
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.compute.sampling.sampler import Sampler
 from tests.support.device_waits import waiting_refused
@@ -166,6 +167,18 @@ def test_a_model_of_fused_experts_is_the_model(family: str, dtype: torch.dtype) 
     assert fuse_experts(loaded, BLOCK_SIZE) == num_experts
     assert fuse_layers(loaded, TritonAttention(Gpu.of(CUDA)), BLOCK_SIZE) == num_layers
     assert packed_difference(packed_sample(PackedForward(loaded)), before, dtype, has_blocks=False) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "num_experts"), [("qwen3_next_hybrid", 2), ("granite_hybrid_moe", 3)])
+def test_a_model_that_carries_state_with_fused_experts_is_the_model(
+    family: str, num_experts: int, dtype: torch.dtype
+) -> None:
+    loaded = load(family, dtype)
+    before = packed_sample(forward_of(loaded))
+    fused = with_fused_layers(loaded, BLOCK_SIZE, lambda: pytest.fail("the kernels do not run"))
+    assert fused.kernels_used == f"for CUDA, experts of {num_experts} fused"
+    assert packed_difference(packed_sample(forward_of(fused)), before, dtype, has_blocks=False) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,9 @@ from transformers.activations import ACT2FN
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import observe
 from engine.compute.native.records import Activation
+from engine.compute.recurrent import recurrent_forward
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
@@ -32,7 +34,11 @@ from engine.compute.cuda.expert_layout import (  # noqa: E402
 )
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route  # noqa: E402
 from engine.compute.cuda.fused_layer import CalledMixture, FusedLayer, JoinedMlp  # noqa: E402
-from engine.compute.cuda.fused_model import fuse_experts, fuse_layers  # noqa: E402
+from engine.compute.cuda.fused_model import (  # noqa: E402
+    fuse_experts,
+    fuse_layers,
+    with_fused_layers,
+)
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from tests.support.interpreter import with_all_numbers  # noqa: E402
 
@@ -52,6 +58,8 @@ FAMILIES = {
     "gpt_oss": (2, 0),
     "gemma4": (4, 0),
 }
+# Each with the layers that have experts, beside layers of a delta rule or Mamba.
+HYBRIDS = {"qwen3_next_hybrid": 2, "granite_hybrid_moe": 3}
 CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
 # As transformers calls them.
 CALLED = {
@@ -205,6 +213,21 @@ def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
     forward = PackedForward(loaded)
     forward.backend = backend()
     torch.testing.assert_close(packed_sample(forward), before, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "num_experts"), HYBRIDS.items())
+def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts(
+    family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
+    loaded = as_loaded(tiny_model(family))
+    before = packed_sample(forward_of(loaded))
+    kinds = [type(layer) for layer in loaded.model.base_model.layers]
+    fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))
+    assert fused.kernels_used == f"for CUDA, experts of {num_experts} fused"
+    assert sum(isinstance(module, FusedExperts) for module in fused.model.modules()) == num_experts
+    assert [type(layer) for layer in fused.model.base_model.layers] == kinds
+    torch.testing.assert_close(packed_sample(forward_of(fused)), before, atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:

@@ -17,7 +17,7 @@ from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Observation, observe
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.scratch_pass import forward_of
 
 log = logging.getLogger("slipstream.model")
 
@@ -26,14 +26,15 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     """The model with all experts and each layer fused that answer alike; the log says how many.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
-    compiled or run. Attention that is not Triton's leaves the model as it is.
+    compiled or run. Attention that is not Triton's leaves the model as it is. Of a model that carries state
+    only the experts are fused: the layers that attend do so in a pass of another kind.
     """
-    backend = PackedForward(loaded).backend
+    backend = forward_of(loaded).backend
     if not isinstance(backend, TritonAttention):
         return loaded
     try:
         num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
-        count = fuse_layers(loaded, backend, block_size)
+        count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)

@@ -13,7 +13,7 @@ def with_fast_layers(
     loaded: LoadedModel, settings: ModelSettings, block_size: int, reload: Callable[[], LoadedModel]
 ) -> LoadedModel:
     """The model, on CUDA with layers and experts fused where no answer changes; see `with_fused_layers`."""
-    if loaded.device.type != "cuda" or loaded.keeps_state or settings.compile == "off":
+    if loaded.device.type != "cuda" or settings.compile == "off":
         return loaded
     if find_spec("triton") is None:
         return loaded
