@@ -102,17 +102,21 @@ def _begun(surveyed, row, top_k, top_p):
 
 
 @triton.jit
-def _narrowed(state, tallies, surveyed, row, temperature, top_p):
-    """A row's state after one more digit was summed; see `_begun`. A border that is found stays."""
-    at = state + row * FIELDS
+def _narrowed(states, tallies, surveyed, row, step, temperature, top_p):
+    """A row's state at `step`, after the digit of the one before was summed; see `_begun`.
+
+    A border that is found stays.
+    """
+    place = (step - 1) * tl.num_programs(0) + row
+    at, sums = states + place * FIELDS, tallies + place * (2 * BINS)
     stage, low, bits = tl.load(at + _STAGE), tl.load(at + LOW), tl.load(at + _BITS)
     left, passed, is_cut = tl.load(at + LEFT), tl.load(at + _PASSED), tl.load(at + IS_CUT)
     if stage != _FOUND:
         digit = tl.arange(0, BINS)
-        masses = tl.load(tallies + (row * 2 + 1) * BINS + digit)
+        masses = tl.load(sums + BINS + digit)
         weights = masses
         if stage == _COUNTING:
-            weights = tl.load(tallies + row * 2 * BINS + digit)
+            weights = tl.load(sums + digit)
         border = tl.sum((tl.cumsum(weights, 0) < left).to(tl.int64), 0)
         weight = tl.sum(tl.where(digit == border, weights, 0), 0)
         left -= tl.sum(tl.where(digit < border, weights, 0), 0)
@@ -138,8 +142,8 @@ def _narrowed(state, tallies, surveyed, row, temperature, top_p):
 
 
 @triton.jit
-def _keep_state(state, row, stage, low, bits, left, passed, is_cut):
-    at = state + row * FIELDS
+def _keep_state(states, row, step, stage, low, bits, left, passed, is_cut):
+    at = states + (step * tl.num_programs(0) + row) * FIELDS
     tl.store(at + _STAGE, stage)
     tl.store(at + LOW, low)
     tl.store(at + _BITS, bits)
@@ -192,23 +196,17 @@ def digit_kernel(
     of a row works out the state that the last step has led to, and the first one keeps it.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    num_rows = tl.num_programs(0)
     if step == 0:
         stage, low, bits, left, passed, is_cut = _begun(surveyed, row, top_k, top_p)
     else:
         stage, low, bits, left, passed, is_cut = _narrowed(
-            states + (step - 1) * num_rows * FIELDS,
-            tallies + (step - 1) * num_rows * (2 * BINS),
-            surveyed,
-            row,
-            temperature,
-            top_p,
+            states, tallies, surveyed, row, step, temperature, top_p
         )
     if part == 0:
-        _keep_state(states + step * num_rows * FIELDS, row, stage, low, bits, left, passed, is_cut)
+        _keep_state(states, row, step, stage, low, bits, left, passed, is_cut)
     if stage != _FOUND:
         place, heat = tl.load(places + row), tl.load(temperature + row)
-        at = tallies + ((step * num_rows + row) * 2) * BINS
+        at = tallies + (step * tl.num_programs(0) + row) * (2 * BINS)
         first, shift = low.to(tl.int32), tl.maximum(bits - _DIGIT_BITS, 0).to(tl.int32)
         is_counted = stage == _COUNTING
         for chunk in range(part * chunks, tl.minimum((part + 1) * chunks, tl.cdiv(vocab_size, CHUNK))):
@@ -245,17 +243,11 @@ def tie_kernel(
     Grid (rows, parts). Where all tokens at the border are kept, nobody asks for `ties`, and it stays.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    num_rows = tl.num_programs(0)
     stage, low, bits, left, passed, is_cut = _narrowed(
-        states + (step - 1) * num_rows * FIELDS,
-        tallies + (step - 1) * num_rows * (2 * BINS),
-        surveyed,
-        row,
-        temperature,
-        top_p,
+        states, tallies, surveyed, row, step, temperature, top_p
     )
     if part == 0:
-        _keep_state(states + step * num_rows * FIELDS, row, stage, low, bits, left, passed, is_cut)
+        _keep_state(states, row, step, stage, low, bits, left, passed, is_cut)
     if is_cut != 0:
         place, border = tl.load(places + row), low.to(tl.int32)
         tied = tl.zeros((CHUNK,), tl.int32)
