@@ -216,8 +216,9 @@ def digit_kernel(
             is_inside = (token < vocab_size) & (key >= first) & ((key - first) >> bits.to(tl.int32) == 0)
             if tl.max(is_inside.to(tl.int32), 0) != 0:  # in the later steps few chunks have any
                 digit = tl.where(is_inside, (key - first) >> shift, 0)
-                ones = tl.full((CHUNK,), 1, tl.int64)
-                tl.atomic_add(at + digit, ones, mask=is_inside & is_counted, sem="relaxed")
+                if is_counted:
+                    ones = tl.full((CHUNK,), 1, tl.int64)
+                    tl.atomic_add(at + digit, ones, mask=is_inside, sem="relaxed")
                 tl.atomic_add(at + BINS + digit, _masses(gap, heat), mask=is_inside, sem="relaxed")
 
 
