@@ -1,9 +1,8 @@
 // Rows of a product's input as integers of 8 bits, for products with integer weights.
 //
-// Each 32 numbers of a row have a scale of their own: the largest of them becomes 127. Some channels of a model are so
-// large that their neighbours would be lost beside them, and half of what rounding changes comes from the largest: the
-// four inputs that it is among, the row's peak, have a scale of their own and are zero in their block. What a row becomes
-// depends on that row alone.
+// Each 32 numbers of a row have a scale of their own: the largest of them becomes 127. Beside a row's largest number its
+// neighbours would be lost, as half of what rounding changes was: the four inputs that it is among, the row's peak, have
+// a scale of their own and are zero in their block. What a row becomes depends on that row alone.
 
 #pragma once
 
