@@ -201,7 +201,13 @@ void check_blocks(Format format, std::vector<Index> halves) {
   }
   const auto x = noise(40 * k, 1.f / std::sqrt((float)k));
   std::vector<RowBlock> rows(40 * row_blocks(k));
-  for (Index i = 0; i < 40; i++) put_row(x.data() + i * k, k, rows.data() + i * row_blocks(k));
+  for (Index i = 0; i < 40; i++) {
+    const Element* row = x.data() + i * k;
+    put_row(row, k, rows.data() + i * row_blocks(k));
+    const auto is_less = [](Element a, Element b) { return std::abs(value(a)) < std::abs(value(b)); };
+    const uint32_t largest = (uint32_t)(std::max_element(row, row + k, is_less) - row);  // the first of equals
+    check(rows[i * row_blocks(k) + k / BLOCK].four == largest / 4, "a row's peak", i);
+  }
   std::vector<Element> whole(40 * out), few(40 * out), read(out * k);
   slip_linear(&three, &product, x.data(), whole.data(), 40);
   for (Index i = 0; i < 40; i++)
