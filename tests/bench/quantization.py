@@ -18,8 +18,15 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
+from config import ModelSettings
 from engine.compute.loading.loader import LoadedModel, load_model
-from engine.compute.native.install import with_kernels
+from engine.compute.native.compiler import library
+from engine.compute.native.forms import choose_build
+from engine.compute.native.install import install, with_kernels
+from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.modules import NativeLinear
+from engine.compute.native.quantization import quantize
+from engine.compute.native.records import BLOCKS
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.plan.step_records import StepInputs
@@ -27,12 +34,14 @@ from engine.startup.build import use_compute_threads
 from tests.bench.bare import fill_kv
 from tests.bench.context import BenchContext
 from tests.bench.machine import REPOSITORY
-from tests.bench.report import Section
+from tests.bench.report import Bar, Section
 
 WINDOW = 512  # tokens that are judged together
 NUM_WINDOWS = 40  # half a percent of perplexity shows in so many
 NUM_CONTINUED = 4  # of these windows are continued
 PROMPT, CONTINUED = 64, 64  # tokens that are continued, from a window's start and its middle, and by how many
+NUM_EXACT = 8  # windows that are computed in float32 throughout, but for inputs of products with codes
+ACTIVATIONS_BAR = 0.003  # nats
 DECODED = (1, 8, 32)  # sequences that decode at once
 CONTEXT_TOKENS = 128  # of each
 PREFILLED = 512  # tokens of the prompt that is timed
@@ -114,8 +123,10 @@ def run_quantization(context: BenchContext) -> list[Section]:
     context.say("continuing texts")
     measure_divergence(accuracy, [exact, *models], windows[:NUM_CONTINUED])
     del exact
+    context.say("reading texts with weights as they are and activations in integers, and in float32")
+    activations = measure_activations(directory, settings, context.settings.home, windows[:NUM_EXACT])
     context.say("timing steps")
-    return [accuracy, measure_speed(models, context.runs)]
+    return [accuracy, activations, measure_speed(models, context.runs)]
 
 
 def read_windows(directory: Path) -> list[list[int]]:
@@ -168,6 +179,35 @@ def agreement(exact: torch.Tensor, other: torch.Tensor) -> Agreement:
     """Of two [tokens, vocab] of log probabilities."""
     divergence = (exact.exp() * (exact - other)).sum(-1).mean()
     return Agreement(float(divergence), float((exact.argmax(-1) == other.argmax(-1)).float().mean()))
+
+
+def measure_activations(
+    directory: Path, settings: ModelSettings, home: Path, windows: Sequence[list[int]]
+) -> Section:
+    """What integers in place of activations change: the same codes of weights, all else in float32."""
+    section = Section("activations", f"in integers beside float32, {len(windows)} windows of {WINDOW} tokens")
+    settings = settings.model_copy(update={"dtype": "float32"})
+    build = choose_build(torch.float32, settings.cpu_kernels, formats=True)
+    kernels = NativeKernels(library(home, build), torch.float32)
+    for name in ("int8", "int4"):
+        loaded = install(load_model(directory, settings), kernels)
+        quantize(loaded, kernels, name)
+        section.bars.append(activations_bar(name, Model(name, loaded), windows))
+    return section
+
+
+def activations_bar(name: str, model: Model, windows: Sequence[list[int]]) -> Bar:
+    """Of a model in float32, whose layers are not joined and whose weights become float32 too."""
+    found = [model.log_probabilities(window) for window in windows]
+    for module in model.loaded.model.modules():
+        if isinstance(module, NativeLinear) and module.weights.kind == BLOCKS:
+            codes = module.weights
+            numbers = module.kernels.read_rows(codes, torch.arange(codes.out))
+            module.weights = module.kernels.pack(numbers, codes.bias)
+    exact = map(model.log_probabilities, windows)
+    mean = statistics.fmean(agreement(one, other).divergence for one, other in zip(exact, found, strict=True))
+    about = f"KL divergence by activations in integers, {name}"
+    return Bar(about, ACTIVATIONS_BAR, "nats", mean, at_least=False)
 
 
 def measure_divergence(section: Section, models: Sequence[Model], windows: Sequence[list[int]]) -> None:

@@ -72,8 +72,18 @@ def unpacked(kind: Format, stored: NDArray[np.uint8]) -> torch.Tensor:
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """The rows of x as the kernels round them, in float64: 32 numbers have the scale of their largest."""
-    parts = x.float().view(len(x), -1, 32)
+    """The rows of x as the kernels round them, in float64: 32 numbers have the scale of their largest.
+
+    But for the four inputs with the largest number of a row, which have their own.
+    """
+    fours = x.float().view(len(x), -1, 4)
+    chosen = fours.abs().amax(-1).argmax(-1)  # [rows]
+    is_peak = torch.nn.functional.one_hot(chosen, fours.shape[1]).bool()[:, :, None]  # [rows, fours, 1]
+    peak, rest = (torch.where(mask, fours, 0.0).view(len(x), -1, 32) for mask in (is_peak, ~is_peak))
+    return (_rounded(peak) + _rounded(rest)).view(x.shape)
+
+
+def _rounded(parts: torch.Tensor) -> torch.Tensor:
     largest = parts.abs().amax(-1, keepdim=True)
     codes = torch.where(largest > 0, parts * (torch.tensor(127.0) / largest), 0.0).round()
-    return (codes.double() * (largest / 127).double()).view(x.shape)
+    return codes.double() * (largest / 127).double()

@@ -63,17 +63,17 @@ struct Layout {
   static constexpr Index panel_bytes(Index k) { return (k / SPAN * BYTES + 63) / 64 * 64; }  // whole cache lines
 };
 
-// Four inputs, those from 4 * J on of 32, of the outputs in register `r`, as `dot` takes them.
-template <class L, int J>
-SLIP_INLINE NativeBytes codes_of(const uint8_t* codes, int r) {
-  const auto part = [&](Index plane, int from, int bits, int to) __attribute__((always_inline)) {
+// Four inputs, those from 4 * j on of 32, of the outputs in register `r`, as `dot` takes them.
+template <class L>
+SLIP_INLINE NativeBytes codes_of(const uint8_t* codes, unsigned j, int r) {
+  const auto part = [&](unsigned plane, unsigned from, int bits, unsigned to) __attribute__((always_inline)) {
     const NativeBits words = (NativeBits)load_bytes(codes + FOURS * plane + 4 * WIDTH * r);
-    const NativeBits moved = from > to ? words >> (from - to) : words << (to - from);
+    const NativeBits moved = from >= to ? words >> (from - to) : words << (to - from);
     return moved & (((1u << bits) - 1) << to) * 0x01010101u;
   };
-  NativeBits found = part(J * L::LOW / 8, J * L::LOW % 8, L::LOW, L::RAISED);
+  NativeBits found = part(j * L::LOW / 8, j * L::LOW % 8, L::LOW, L::RAISED);
   if constexpr (L::HIGH > 0)
-    found |= part(L::LOW + J * L::HIGH / 8, J * L::HIGH % 8, L::HIGH, L::LOW + L::RAISED);
+    found |= part(L::LOW + j * L::HIGH / 8, j * L::HIGH % 8, L::HIGH, L::LOW + L::RAISED);
   if constexpr (L::IS_LISTED) return look_up(L::LISTED_CODES.codes, (NativeBytes)found);
   if constexpr (L::IS_CENTRED && !MULTIPLIES_UNSIGNED)
     return (NativeBytes)found - (uint8_t)(1 << (L::LOW + L::HIGH - 1));
@@ -95,10 +95,9 @@ class PanelBlock {
     });
   }
 
-  // Four inputs, those from 4 * J on of its 32 inputs `within`.
-  template <int J>
-  SLIP_INLINE NativeBytes codes(int within, int r) const {
-    return codes_of<L, J>(at_ + L::CODES_AT + within * L::CODE_BYTES, first_ + r);
+  // Four inputs, those from 4 * j on of its 32 inputs `within`.
+  SLIP_INLINE NativeBytes codes(int within, unsigned j, int r) const {
+    return codes_of<L>(at_ + L::CODES_AT + within * L::CODE_BYTES, j, first_ + r);
   }
 
   // What one is worth; `half` counts scales within the 32 inputs.
@@ -174,7 +173,7 @@ void read_output(const uint8_t* panel, Index o, Element* to, Index k) {
       if constexpr (L::HAS_LEAST) least = block.least(within, half, 0)[lane];
       repeat<8 / SCALES>(SLIP_EACH_OF(j) {
         constexpr int J = half * (8 / SCALES) + j;
-        const NativeBytes codes = block.template codes<J>(within, 0);
+        const NativeBytes codes = block.codes(within, J, 0);
         for (int i = 0; i < 4; i++) {
           const int code = codes[4 * lane + i];
           const int number = L::IS_ABOVE_ZERO ? code - UNSIGNED_ZERO : L::HAS_LEAST ? code : (int8_t)code;

@@ -42,7 +42,7 @@ struct UnpackedSpan {
   // Takes over block `b` of those here.
   template <class L>
   SLIP_INLINE void put(const PanelBlock<L, 1>& from, int within, int b, int r) {
-    repeat<8>(SLIP_EACH_OF(j) { store_bytes(codes[b] + FOURS * j + 4 * WIDTH * r, from.template codes<j>(within, 0)); });
+    repeat<8>(SLIP_EACH_OF(j) { store_bytes(codes[b] + FOURS * j + 4 * WIDTH * r, from.codes(within, j, 0)); });
     repeat<SCALES>(SLIP_EACH_OF(half) {
       store_native(scales[b][half] + WIDTH * r, from.scale(within, half, 0));
       if constexpr (F::HAS_LEAST) store_native(leasts[b][half] + WIDTH * r, from.least(within, half, 0));
@@ -67,9 +67,8 @@ struct UnpackedView {
   const UnpackedSpan<F>* at;
   int first;
 
-  template <int J>
-  SLIP_INLINE NativeBytes codes(int within, int r) const {
-    return load_bytes(at->codes[within] + FOURS * J + 4 * WIDTH * (first + r));
+  SLIP_INLINE NativeBytes codes(int within, unsigned j, int r) const {
+    return load_bytes(at->codes[within] + FOURS * j + 4 * WIDTH * (first + r));
   }
   SLIP_INLINE Native scale(int within, int half, int r) const {
     return load_native(at->scales[within][half] + WIDTH * (first + r));
@@ -78,6 +77,13 @@ struct UnpackedView {
     return load_native(at->leasts[within][half] + WIDTH * (first + r));
   }
 };
+
+// sums + a * b in each four bytes, of weights `a` of a form and inputs `b`.
+template <class F>
+SLIP_INLINE NativeInts dot_of(NativeInts sums, NativeBytes a, NativeInts b) {
+  if constexpr (F::HAS_LEAST || F::IS_ABOVE_ZERO) return dot(sums, a, b);
+  return dot_signed(sums, a, b);
+}
 
 // Adds to total[i][r] what the rows' 32 inputs are worth with those `within` of a panel's block.
 template <int M, int R, class F, class Block>
@@ -93,14 +99,11 @@ SLIP_INLINE void add_block(Native (&total)[M][R], const RowBlock* rows, Index st
     repeat<FOURS_EACH>(SLIP_EACH_OF(four) {
       constexpr int J = half * FOURS_EACH + four;
       NativeBytes codes[R];
-      repeat<R>(SLIP_EACH_OF(r) { codes[r] = block.template codes<J>(within, r); });
+      repeat<R>(SLIP_EACH_OF(r) { codes[r] = block.codes(within, J, r); });
       repeat<M>(SLIP_EACH_OF(i) {
         const NativeInts inputs = load_four(rows[i * stride].codes + 4 * J);
         repeat<R>(SLIP_EACH_OF(r) {
-          if constexpr (F::HAS_LEAST || F::IS_ABOVE_ZERO)
-            dots[i][r] = dot(dots[i][r], codes[r], inputs);
-          else
-            dots[i][r] = dot_signed(dots[i][r], codes[r], inputs);
+          dots[i][r] = dot_of<F>(dots[i][r], codes[r], inputs);
         });
       });
     });
@@ -143,7 +146,7 @@ __attribute__((noinline)) void packed_tile(const RowBlock* rows, Index k, const 
         const PanelBlock<L, R> block(panel + span * L::BYTES, first);
         for (int within = 0; within < EACH; within++) {
           if (first == 0) ask_behind<L>(panel, span * EACH + within);
-          add_block<M, R, L>(total, rows + span * EACH + within, k / BLOCK, block, within);
+          add_block<M, R, L>(total, rows + span * EACH + within, row_blocks(k), block, within);
         }
       }
     });
@@ -173,9 +176,9 @@ template <class L>
 __attribute__((noinline)) void times_unpacked(const uint8_t* panel, const RowBlock* rows, Index n, Index k, float (*sums)[BLOCK_PANEL]) {
   using F = UnpackedForm<L::PER_SCALE, L::HAS_LEAST>;
   UnpackedSpan<F> span;
-  const Index stride = k / BLOCK, parts = (n + BLOCK_TILE - 1) / BLOCK_TILE;
-  for (Index b = 0; b < stride; b += F::SPAN / BLOCK) {
-    const Index num_blocks = std::min(stride - b, F::SPAN / BLOCK);
+  const Index stride = row_blocks(k), parts = (n + BLOCK_TILE - 1) / BLOCK_TILE;
+  for (Index b = 0; b < k / BLOCK; b += F::SPAN / BLOCK) {
+    const Index num_blocks = std::min(k / BLOCK - b, F::SPAN / BLOCK);
     const uint8_t* at = panel + b * BLOCK / L::SPAN * L::BYTES;
     span.template fill<L>(at, num_blocks);
     const uint8_t* next = at + num_blocks * BLOCK / L::SPAN * L::BYTES;
@@ -190,6 +193,23 @@ __attribute__((noinline)) void times_unpacked(const uint8_t* panel, const RowBlo
   }
 }
 
+// sums [32] += a row's peak times a panel, which has been read just now.
+template <class L>
+SLIP_INLINE void add_peak(const uint8_t* panel, const RowBlock& peak, float* sums) {
+  constexpr unsigned EACH = L::SPAN / BLOCK;
+  const unsigned b = peak.four / 8, j = peak.four % 8, within = b % EACH, half = 4 * j / L::PER_SCALE;
+  const PanelBlock<L, PANEL_PARTS> block(panel + b / EACH * L::BYTES, 0);
+  const NativeInts start = L::IS_ABOVE_ZERO ? broadcast_int(peak.zeros[2]) : NativeInts{};
+  const NativeInts inputs = load_four(peak.codes + 4 * j);
+  repeat<PANEL_PARTS>(SLIP_EACH_OF(r) {
+    const NativeInts dots = dot_of<L>(start, block.codes(within, j, r), inputs);
+    const Native worth = __builtin_convertvector(dots, Native) * broadcast_part(peak.scale);
+    Native total = fma_part(worth, block.scale(within, half, r), load_native(sums + WIDTH * r));
+    if constexpr (L::HAS_LEAST) total = fma_part(block.least(within, half, r), broadcast_part(peak.sums[2]), total);
+    store_native(sums + WIDTH * r, total);
+  });
+}
+
 // sums [n][32] = rows [n, k] times a panel of a format.
 __attribute__((noinline)) void times_block_panel(Index format, const uint8_t* panel, const RowBlock* rows, Index n, Index k,
                               float (*sums)[BLOCK_PANEL]) {
@@ -202,6 +222,7 @@ __attribute__((noinline)) void times_block_panel(Index format, const uint8_t* pa
       packed_tile<L, 2>(rows, k, panel, sums);
     else
       times_unpacked<L>(panel, rows, n, k, sums);
+    for (Index i = 0; i < n; i++) add_peak<L>(panel, rows[i * row_blocks(k) + k / BLOCK], sums[i]);
   });
 }
 

@@ -24,7 +24,7 @@ from engine.compute.native.modules import NativeActivation, activation_of
 from engine.compute.native.observation import observe
 from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
-from engine.compute.native.replacement import make_equal
+from engine.compute.native.replacement import make_equal, names_to_observe
 from engine.compute.native.router import NativeScaledRouter
 from engine.compute.native.scratch import foreseen_bytes
 from engine.compute.native.state_scans import NativeScans
@@ -246,7 +246,7 @@ def _made_of_ours(
 def _replace_all(loaded: LoadedModel, places: list[Place], kernels: NativeKernels) -> Counter[str]:
     """How many of each kind were replaced. What answers otherwise stays, and the log says so."""
     count: Counter[str] = Counter()
-    observation = observe(loaded, [place.name for place in places])
+    observation = observe(loaded, list(names_to_observe(loaded.model, places)))
     context = observation.context(kernels)
     for place in places:
         made = make_equal(loaded.model.get_submodule(place.name), place, observation, context, kernels)

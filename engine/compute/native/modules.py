@@ -233,6 +233,7 @@ def _mlp_names(mlp: Any) -> _MlpNames | None:
 
 
 _JOINED, _APART = ("qkv_proj",), ("q_proj", "k_proj", "v_proj")
+_OUTPUT = "o_proj"
 # What norms an attention may have: none, those of queries and keys, of values too, or of queries alone.
 _HEAD_NORMS = ((), ("q_norm", "k_norm"), ("q_norm", "k_norm", "v_norm"), ("q_norm",))
 
@@ -247,7 +248,7 @@ class NativeAttention(nn.Module):
         super().__init__()
         self._kernels = kernels
         self.qkv = NativeLinear(kernels, *(getattr(original, name) for name in _qkv_names(original)))
-        self.output = NativeLinear(kernels, original.o_proj)
+        self.output = NativeLinear(kernels, getattr(original, _OUTPUT))
         self.form = _head_form(original, kernels.dtype)
         self.head_dim: int = original.head_dim
         self._family = _family(original)
@@ -263,7 +264,7 @@ class NativeAttention(nn.Module):
         """True for one that can be computed; its output is still to be compared."""
         if not is_whole(original, "Attention") or _clips(original):
             return False
-        names = (*_qkv_names(original), "o_proj")
+        names = (*_qkv_names(original), _OUTPUT)
         norms = {name for name, _ in original.named_children()} - set(names)
         dim = getattr(original, "head_dim", 0)
         if not isinstance(dim, int) or not 0 < dim <= MAX_HEAD_DIM or dim % PANEL:
@@ -302,6 +303,14 @@ class NativeAttention(nn.Module):
             options["shared_kv_states"][self._shared_as] = (query.new_empty(1, 1, 0, 0),) * 2
         attended = context.attend_written(query, call)  # [N, heads, dim]
         return self.output(attended.flatten(1))[None], None
+
+
+def last_projection(original: Any) -> str | None:
+    """What an attention or MLP calls the projection that its output comes from; None for other modules."""
+    names = _mlp_names(original)
+    if names is not None:
+        return names.last
+    return _OUTPUT if hasattr(original, _OUTPUT) else None
 
 
 def _clips(original: Any) -> bool:

@@ -181,7 +181,7 @@ class Input {
   // The rows from `first` up to `stop`, for a piece of the work.
   Rows rows(Index first, Index stop) {
     return {w_.kind == BLOCKS ? nullptr : as_numbers(x_ + first * w_.k, (stop - first) * w_.k),
-            takes_blocks(w_) ? blocks_.get() + first * (w_.k / BLOCK) : nullptr};
+            takes_blocks(w_) ? blocks_.get() + first * row_blocks(w_.k) : nullptr};
   }
 
  private:
@@ -191,7 +191,7 @@ class Input {
 };
 
 // How many blocks n rows are; 0 where the product takes none.
-inline Index num_row_blocks(const Product& w, Index n) { return takes_blocks(w) ? n * (w.k / BLOCK) : 0; }
+inline Index num_row_blocks(const Product& w, Index n) { return takes_blocks(w) ? n * row_blocks(w.k) : 0; }
 
 inline Index num_panels(const Product& w) { return (w.out + PANEL - 1) / PANEL; }
 

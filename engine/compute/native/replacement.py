@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,29 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
 from engine.compute.native.closeness import LIMITS, is_close
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
-from engine.compute.native.observation import Observation, Seen
+from engine.compute.native.modules import (
+    NativeAttention,
+    NativeLinear,
+    NativeMlp,
+    NativeNorm,
+    last_projection,
+)
+from engine.compute.native.observation import Observation
 from engine.compute.native.places import Place
+from engine.compute.native.records import BLOCKS, MIXED
 from engine.compute.native.router import NativeRouter
 
 
+def names_to_observe(model: nn.Module, places: Iterable[Place]) -> Iterator[str]:
+    """The modules of `model` that `make_equal` compares with: those in `places`, and projections in them."""
+    for place in places:
+        yield place.name
+        if last := last_projection(model.get_submodule(place.name)):
+            yield f"{place.name}.{last}"
+
+
 def make_equal(
-    original: nn.Module,
+    original: Any,
     place: Place,
     observation: Observation,
     context: AttentionContext,
@@ -34,7 +50,11 @@ def make_equal(
     if seen is None or given is None or given.dtype is not kernels.dtype:
         return None
     if place.name_of_kind == Place.ATTENTION:
-        return _equal_attention(original, seen, observation, context, kernels)
+        return _equal_attention(original, place, observation, context, kernels)
+    if place.name_of_kind == Place.MLP:
+        mlp = NativeMlp(kernels, original)
+        end = _End.of(original, place, observation, mlp.down)
+        return mlp if end.is_alike(lambda: mlp(given), seen.output) else None
     if place.name_of_kind == Place.ROUTER:
         return _equal_router(original, given, seen.output, kernels)
     if place.name_of_kind == Place.EXPERTS:
@@ -47,11 +67,39 @@ def make_equal(
             return None
         made = NativeNorm(kernels, original, width)
     else:
-        made = _SIMPLE[place.name_of_kind](kernels, original)
+        made = NativeLinear(kernels, original)
     return made if is_close(made(given), seen.output) else None
 
 
-_SIMPLE: dict[str, Any] = {Place.MLP: NativeMlp, Place.LINEAR: NativeLinear}
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The projection that our module ends with, and what the original's was given; None if unseen."""
+
+    projection: NativeLinear
+    given: torch.Tensor | None
+
+    @staticmethod
+    def of(original: nn.Module, place: Place, observation: Observation, projection: NativeLinear) -> _End:
+        seen = observation.seen.get(f"{place.name}.{last_projection(original)}")
+        return _End(projection, None if seen is None else seen.given)
+
+    def is_alike(self, answer: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
+        """Whether `answer`, of our module, gives what the original gave.
+
+        A projection with weights in blocks rounds its input, and of a difference in the last bits before it
+        makes a whole step where a number lies between two. So each side of the rounding is compared for
+        itself: what ours is given, and what it makes of what the original's was given.
+        """
+        if self.given is None or self.projection.weights.kind not in (BLOCKS, MIXED):
+            return is_close(answer(), expected)
+        found: list[torch.Tensor] = []
+        handle = self.projection.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        try:
+            answer()
+        finally:
+            handle.remove()
+        before = is_close(found[0].view(self.given.shape), self.given)
+        return before and is_close(self.projection(self.given), expected)
 
 
 def _equal_router(
@@ -70,9 +118,10 @@ def _equal_router(
 
 
 def _equal_attention(
-    original: Any, seen: Seen, observation: Observation, context: AttentionContext, kernels: NativeKernels
+    original: Any, place: Place, observation: Observation, context: AttentionContext, kernels: NativeKernels
 ) -> nn.Module | None:
     """As `make_equal`; the keys and values it leaves behind must be equal too."""
+    seen = observation.seen[place.name]
     call = observation.calls.get(original.layer_idx)
     rotation = seen.options.get("position_embeddings")
     if call is None or not NativeAttention.rotates(original, rotation):
@@ -82,10 +131,9 @@ def _equal_attention(
     if kv.layers[layer].shares is not None:  # the layer that writes these may not be ours
         context.kv.keys[layer].copy_(kv.keys[layer])
         context.kv.values[layer].copy_(kv.values[layer])
-    output, _ = made(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
-    pairs = (
-        (output, seen.output[0]),
-        (context.kv.keys[layer], kv.keys[layer]),
-        (context.kv.values[layer], kv.values[layer]),
-    )
-    return made if all(is_close(found, expected) for found, expected in pairs) else None
+    options = seen.options | {CONTEXT_KEYWORD: context}
+    end = _End.of(original, place, observation, made.output)
+    if not end.is_alike(lambda: made(*seen.args, **options)[0], seen.output[0]):
+        return None
+    pairs = (context.kv.keys, kv.keys), (context.kv.values, kv.values)
+    return made if all(is_close(found[layer], expected[layer]) for found, expected in pairs) else None

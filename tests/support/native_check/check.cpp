@@ -200,16 +200,23 @@ void check_blocks(Format format, std::vector<Index> halves) {
     if (F::HAS_LEAST) exact[i] += half_value(span.least) * (F::HAS_BYTES ? -span.leasts[number] : 1);
   }
   const auto x = noise(40 * k, 1.f / std::sqrt((float)k));
-  std::vector<RowBlock> rows(40 * k / BLOCK);
-  put_row_blocks(x.data(), 40 * k, rows.data());
+  std::vector<RowBlock> rows(40 * row_blocks(k));
+  for (Index i = 0; i < 40; i++) {
+    const Element* row = x.data() + i * k;
+    put_row(row, k, rows.data() + i * row_blocks(k));
+    const auto is_less = [](Element a, Element b) { return std::abs(value(a)) < std::abs(value(b)); };
+    const uint32_t largest = (uint32_t)(std::max_element(row, row + k, is_less) - row);  // the first of equals
+    check(rows[i * row_blocks(k) + k / BLOCK].four == largest / 4, "a row's peak", i);
+  }
   std::vector<Element> whole(40 * out), few(40 * out), read(out * k);
   slip_linear(&three, &product, x.data(), whole.data(), 40);
   for (Index i = 0; i < 40; i++)
     for (Index o = 0; o < out; o++) {
       double expected = 0, size = 0;
       for (Index j = 0; j < k; j++) {
-        const RowBlock& block = rows[(i * k + j) / BLOCK];
-        const double term = (double)block.scale * block.codes[j % BLOCK] * exact[o * k + j];
+        const RowBlock *row = rows.data() + i * row_blocks(k), &block = row[j / BLOCK], &peak = row[k / BLOCK];
+        const double number = j / 4 == peak.four ? (double)peak.scale * peak.codes[j % BLOCK] : (double)block.scale * block.codes[j % BLOCK];
+        const double term = number * exact[o * k + j];
         expected += term, size += std::abs(term);
       }
       check(std::abs(value(whole[i * out + o]) - expected) <= ROUNDING * std::abs(expected) + 1e-5 * size, "blocks", i, o);

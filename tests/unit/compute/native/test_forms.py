@@ -168,6 +168,22 @@ def test_products_with_stored_blocks(side_with_formats: Side) -> None:
         side.assert_close(side.kernels.read_rows(packed, torch.arange(72)), exact)
 
 
+def test_one_very_large_input_spoils_no_other(side_with_formats: Side) -> None:
+    """As of a channel that a model has made large: wherever it is, its neighbours keep their own scale."""
+    side = side_with_formats
+    x, places = side.noise(128, 512, seed=2), torch.arange(128)
+    x.view(128, 128, 4)[places, places] = 0
+    exact_x, at = x.double(), (places, 4 * places + places % 4)
+    x[at] = 300
+    for kind in BLOCK_FORMATS:
+        stored = random_blocks(kind, 64, 512)
+        exact = unpacked(kind, stored).double()
+        found = side.kernels.linear(x, joined([side.kernels.pack_blocks(int(kind), stored, 512)]))
+        rest = found.double() - 300 * exact[:, at[1]].T
+        expected = exact_x @ exact.T
+        assert ((rest - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
+
+
 def test_products_with_floats_of_8_bits(side_with_formats: Side) -> None:
     side = side_with_formats
     codes, scales = every_float(72, 576), 0.001 + side.noise(72, 5, seed=3).float().abs() / 100
