@@ -56,7 +56,7 @@ def test_each_proposed_token_followed_the_longest_match_before_the_end(
     automaton = SuffixAutomaton()
     automaton.extend(text)
     match = automaton.longest_repeat()
-    proposed = automaton.continuation(match, num_wanted, 1.0, 0.0)
+    proposed = automaton.continuation(match, num_wanted, 1.0, 0.0).token_ids
     assert len(proposed) <= num_wanted
     read = list(text)
     for token_id in proposed:
@@ -84,17 +84,17 @@ def test_chances_are_chances(text: list[int]) -> None:
     automaton = SuffixAutomaton()
     automaton.extend(text)
     match = automaton.longest_repeat()
-    sure = automaton.continuation(match, 9, 1.0, 1.0)
-    likely = automaton.continuation(match, 9, 1.0, 0.3)
+    sure = automaton.continuation(match, 9, 1.0, 1.0).token_ids
+    likely = automaton.continuation(match, 9, 1.0, 0.3).token_ids
     assert sure == []  # nothing that was seen a few times is certain to come again
     assert (
-        automaton.continuation(match, 9, 0.5, 0.3)
-        == likely[: len(automaton.continuation(match, 9, 0.5, 0.3))]
+        automaton.continuation(match, 9, 0.5, 0.3).token_ids
+        == likely[: len(automaton.continuation(match, 9, 0.5, 0.3).token_ids)]
     )
 
 
 def test_an_empty_text_says_nothing() -> None:
     automaton = SuffixAutomaton()
     assert automaton.longest_repeat() == Match(0, 0)
-    assert automaton.continuation(Match(0, 0), 4, 1.0, 0.0) == []
+    assert automaton.continuation(Match(0, 0), 4, 1.0, 0.0).token_ids == []
     assert automaton.follow(Match(0, 0), [1, 2]) == Match(0, 0)

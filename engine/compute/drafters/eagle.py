@@ -6,7 +6,7 @@ The layer is an EAGLE-3 layer that was trained for the target, or the MTP module
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -186,6 +186,7 @@ class EagleDrafter:
             slabs=[turn.slab.index for turn in turns],
             num_drafts=num_drafts,
             num_wanted=num_wanted,
+            least_chance=min(turn.job.least_chance for turn in turns),
             noise=self._noise(turns, max(num_drafts)) if draws else None,
         )
 
@@ -240,13 +241,17 @@ def plant(job: DraftJob, chain: Chain, *, as_tree: bool = True) -> Draft:
     guesses.sort()
     token_ids: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     above = [-1]  # the place of what each depth follows
-    for _, depth, rank, token_id in guesses[: job.num_wanted]:
+    for negative, depth, rank, token_id in guesses[: job.num_wanted]:
         if rank == 0:
             above.append(len(token_ids))
         token_ids.append(token_id)
         parents.append(above[depth])
-    return _answer(job, tuple(token_ids), tuple(parents) if as_tree else None)
+        before = chain[depth - 1][0].chance if depth else 1.0
+        chances.append(min(1.0, -negative / before) if before > 0 else 0.0)
+    planted = tuple(parents) if as_tree else None
+    return replace(_answer(job, tuple(token_ids), planted), chances=tuple(chances))
 
 
 def _answer(job: DraftJob, token_ids: tuple[int, ...], parents: tuple[int, ...] | None) -> Draft:

@@ -10,9 +10,10 @@ import torch
 from engine.plan.step_records import SamplingInputs
 
 GUESSES = 3  # for each position of a chain; eagle.h has it too
-# How likely each guess is where the position's noise draws it: the logits do not say how often the target's
-# draw is the same. These are about what it was for the default model's drafter.
-DRAWN_CHANCES = (0.5, 0.13, 0.05)
+# Where the position's noise draws, as eagle.h has them: the chance of what is none of the guesses, and how
+# far behind the first a score does not count any longer.
+OTHERS = 0.1
+FAR_BEHIND = 3.0
 
 
 class Guess(NamedTuple):
@@ -39,7 +40,8 @@ class EagleRound:
 
     Sequence j reads `num_rows[j]` rows, into slots from `num_kept[j]` on of slab `slabs[j]`, and then draws
     a chain of up to `num_drafts[j]` tokens, which may be none; it ends where nothing behind it could be among
-    the sequence's best guesses, of which `num_wanted[j]` are wanted. Without `noise` all of them are greedy.
+    the sequence's best guesses, of which `num_wanted[j]` are wanted, or as likely as `least_chance`. Without
+    `noise` all of them are greedy.
     The numbers are in lists, since a round has few: an operation on short arrays takes longer than a loop.
     """
 
@@ -51,6 +53,7 @@ class EagleRound:
     slabs: list[int]  # [J]
     num_drafts: list[int]  # [J]
     num_wanted: list[int]  # [J]
+    least_chance: float = 0.0
     noise: EagleNoise | None = None
 
     @property

@@ -11,8 +11,9 @@ import torch
 
 from engine.compute.drafters.eagle_kv import Span
 from engine.compute.drafters.eagle_round import (
-    DRAWN_CHANCES,
+    FAR_BEHIND,
     GUESSES,
+    OTHERS,
     Chain,
     EagleRound,
     Guess,
@@ -84,8 +85,11 @@ class LayerChains:
         last = [stop - 1 for stop in accumulate(work.num_rows)]
         out, positions = out[last], [work.positions[row] for row in last]
         chains: list[Chain] = [[] for _ in last]
+        least_chance = max(self._least_chance, work.least_chance)
         for depth, count in enumerate(work.drawing):
-            goes_on = [self._goes_on(chains[j], depth, work.num_wanted[j]) for j in range(count)]
+            goes_on = [
+                self._goes_on(chains[j], depth, work.num_wanted[j], least_chance) for j in range(count)
+            ]
             if not any(goes_on):
                 break
             if depth:
@@ -100,10 +104,11 @@ class LayerChains:
                 chains[j].append([Guess(token_id, before * chance) for token_id, chance in own if chance > 0])
         return chains
 
-    def _goes_on(self, chain: Chain, depth: int, wanted: int) -> bool:
+    @staticmethod
+    def _goes_on(chain: Chain, depth: int, wanted: int, least_chance: float) -> bool:
         if not depth:
             return True
-        return len(chain) == depth and may_matter(chain, chain[-1][0].chance, wanted, self._least_chance)
+        return len(chain) == depth and may_matter(chain, chain[-1][0].chance, wanted, least_chance)
 
     def _draw(self, logits: torch.Tensor, work: EagleRound, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The guesses for each of the first rows, the target's ids, and how likely each is, 0 for none."""
@@ -123,8 +128,11 @@ class LayerChains:
             at = torch.from_numpy(rows).to(logits.device)
             best[at, :width] = support.token_ids.gather(1, won.indices).long()
             chance[at] = 0.0
-            drawn = torch.tensor(DRAWN_CHANCES[:width], device=logits.device)
-            chance[at, :width] = torch.where(won.values.isfinite(), drawn, 0.0)
+            # The smaller a token's lead, the likelier the target draws another: as if what the layer's logits
+            # are wrong by were noise like the position's own.
+            values = won.values
+            values = values.masked_fill(values <= values[:, :1] - FAR_BEHIND, -torch.inf)
+            chance[at, :width] = (1 - OTHERS) * values.softmax(dim=1).float()
         return self._layer.token_ids[best], chance
 
 

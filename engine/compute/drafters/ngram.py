@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.compute.drafters.known_tokens import KnownTokens
-from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter
+from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter, match_chances
 from engine.plan.speculation.drafter import DraftJob, DraftResult
 
 MIN_MATCH, MAX_MATCH = 2, 5
@@ -41,7 +41,8 @@ class NgramSource:
             return Proposal([], 0, "ngram")
         limit = max(1, num_matched - (num_matched < _GOOD_MATCH)) - num_drafts
         source = known.num_tokens - len(text) + end
-        return Proposal(known.copy_from(source, max(0, min(num_wanted, limit))), num_matched, "ngram")
+        token_ids = known.copy_from(source, max(0, min(num_wanted, limit)))
+        return Proposal(token_ids, num_matched, "ngram", chances=match_chances(length, len(token_ids)))
 
 
 def last_occurrence(text: npt.NDArray[np.int32], max_length: int) -> tuple[int, int]:

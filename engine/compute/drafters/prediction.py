@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.compute.drafters.known_tokens import KnownTokens
-from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter
+from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter, match_chances
 from engine.plan.speculation.drafter import DraftJob, DraftRequest, DraftResult
 
 MAX_TOKENS = 32_768  # of a prediction that are looked at: 8 ms to index them, once, when output differs
@@ -126,7 +126,8 @@ class PredictionSource:
             return Proposal([], 0, "prediction")
         limit = LENGTH_PER_MATCH * num_matched - num_drafts
         token_ids = self._prediction.after(alignment, max(0, min(num_wanted, limit)))
-        return Proposal(token_ids, num_matched, "prediction")
+        chances = match_chances(num_matched + num_drafts, len(token_ids))
+        return Proposal(token_ids, num_matched, "prediction", chances=chances)
 
 
 class PredictionDrafter:

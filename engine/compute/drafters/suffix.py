@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from engine.compute.drafters.known_tokens import KnownTokens
-from engine.compute.drafters.suffix_automaton import ESCAPE, Match, SuffixAutomaton
-from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter
+from engine.compute.drafters.suffix_automaton import Match, SuffixAutomaton
+from engine.compute.drafters.text_source import Proposal, ReadAllowance, TextDrafter, match_chances
 from engine.plan.speculation.drafter import DraftJob, DraftResult
 
 MAX_TOKENS = 65_536  # that one sequence may index: 8 MB of ordinary text, 19 MB at worst
-MIN_CHANCE = (
-    0.3  # that all of a draft is right; measured: best where verifying a draft costs 0.1 to 0.25 steps
-)
+MIN_CHANCE = 0.1  # that all of a draft is right; how much of it is verified is for the length policy
 
 
 class SuffixSource:
@@ -50,11 +49,9 @@ class SuffixSource:
         num_matched = match.length - num_drafts
         if num_matched <= 0:
             return Proposal([], 0, "suffix")
-        chance = (
-            num_matched / match.length
-        ) ** ESCAPE  # about what it was when they were drafted, one by one
-        token_ids = self._automaton.continuation(match, num_wanted, chance, MIN_CHANCE)
-        return Proposal(token_ids, num_matched, "suffix")
+        chance = prod(match_chances(num_matched, num_drafts))  # about what it was when they were drafted
+        found = self._automaton.continuation(match, num_wanted, chance, MIN_CHANCE)
+        return Proposal(found.token_ids, num_matched, "suffix", chances=found.chances)
 
     def has_all(self, known: KnownTokens) -> bool:
         """Whether all that is committed is indexed, so that no other match can be longer."""

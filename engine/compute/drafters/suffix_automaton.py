@@ -26,6 +26,13 @@ class Match(NamedTuple):
     length: int
 
 
+class Continuation(NamedTuple):
+    """What may follow a match, and the chance of each token where all before it did."""
+
+    token_ids: list[int]
+    chances: list[float]
+
+
 class SuffixAutomaton:
     """Adding a token takes 1 to 5 µs whatever the length of the text, and 120 bytes, 300 at worst.
 
@@ -70,12 +77,13 @@ class SuffixAutomaton:
                 state, length = target, length + 1
         return Match(state, length)
 
-    def continuation(self, match: Match, num_wanted: int, chance: float, min_chance: float) -> list[int]:
+    def continuation(self, match: Match, num_wanted: int, chance: float, min_chance: float) -> Continuation:
         """What most often followed, token by token, while all of it follows again with more than this chance.
 
         `chance` is that of the match itself. Where the text ends, a shorter suffix goes on.
         """
-        token_ids: list[int] = []
+        found = Continuation([], [])
+        token_ids = found.token_ids
         state, length = match
         while len(token_ids) < num_wanted:
             if self._token[state] == _NONE:
@@ -88,8 +96,9 @@ class SuffixAutomaton:
             if chance <= min_chance:
                 break
             token_ids.append(token_id)
+            found.chances.append(max(0.0, min(1.0, share)))
             state, length = target, length + 1
-        return token_ids
+        return found
 
     def _likeliest(self, state: int, length: int) -> tuple[int, int, float]:
         """The token that most often followed, the state it leads to, and the chance that it follows again.

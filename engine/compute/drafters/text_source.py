@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from engine.compute.drafters.known_tokens import KnownTokens
+from engine.compute.drafters.suffix_automaton import ESCAPE
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
 
 READ_PIECE = 2048  # tokens of long texts that one call reads: below 10 ms at 4 µs a token
@@ -19,13 +20,19 @@ class Proposal(NamedTuple):
     """How a sequence may go on; no tokens for no idea.
 
     `num_matched` is how many committed tokens before them are found in the text they come from. `is_behind`
-    says that there is more to read.
+    says that there is more to read. `chances` are as in Draft.
     """
 
     token_ids: list[int]
     num_matched: int
     method: str
     is_behind: bool = False
+    chances: Sequence[float] = ()
+
+
+def match_chances(num_matched: int, count: int) -> list[float]:
+    """How likely each of `count` tokens is that follow a match of so many, seen once; see ESCAPE."""
+    return [max(0.0, 1.0 - ESCAPE / (num_matched + place)) for place in range(count)]
 
 
 class TextSource(Protocol):
@@ -111,6 +118,7 @@ def _answer(job: DraftJob, sequence: _Sequence) -> Draft:
         if not stops.isdisjoint(token_ids):
             del token_ids[1 + next(i for i, token_id in enumerate(token_ids) if token_id in stops) :]
         known.append(token_ids)
+    chances = tuple(proposal.chances[: len(token_ids)])
     return Draft(
         request_id=job.request.request_id,
         epoch=job.epoch,
@@ -118,4 +126,5 @@ def _answer(job: DraftJob, sequence: _Sequence) -> Draft:
         token_ids=tuple(token_ids),
         is_behind=proposal.is_behind,
         method=proposal.method,
+        chances=chances,
     )

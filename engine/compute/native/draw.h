@@ -207,12 +207,12 @@ inline void filter(const Draw* d, Index i, Row& row) {
   keep_prefix(row, row.mass.data(), d->top_p[i] * total);
 }
 
-// Every token whose noise could carry it past the likeliest. Gumbel noise of bits b is below ln(2^32 / (2^32 - b)),
-// which the exponent of the divisor bounds.
-inline void list_hopeful(const Draw* d, Index i, Row& row) {
+// Every token whose noise could carry it past the likeliest, or to less than `behind` from it. Gumbel noise of bits b
+// is below ln(2^32 / (2^32 - b)), which the exponent of the divisor bounds.
+inline void list_hopeful(const Draw* d, Index i, Row& row, float behind) {
   const int32_t* key = d->keys + 2 * i;
   const Index best = std::find(row.gaps.begin(), row.gaps.end(), 0.f) - row.gaps.begin();
-  const float least_score = (float)gumbel(name_of(d, best), key) - SLACK;
+  const float least_score = (float)gumbel(name_of(d, best), key) - SLACK - behind;
   const Floats bar = broadcast(least_score), temperature = broadcast(d->temperature[i]), half = broadcast(.5f);
   const Floats all = broadcast(32.f + 127.f), doubling = broadcast(0.693148f);
   const float farthest = (24.f - least_score) * d->temperature[i];  // noise never exceeds 23
@@ -224,9 +224,8 @@ inline void list_hopeful(const Draw* d, Index i, Row& row) {
 }
 
 // The `most` listed tokens with the greatest scores, greatest first; -1 behind the last.
-inline void find_winners(const Draw* d, Index i, const Row& row, Index* winners, Index most) {
+inline void find_winners(const Draw* d, Index i, const Row& row, Index* winners, double* scores, Index most) {
   std::fill_n(winners, most, -1);
-  double scores[MOST_WINNERS];
   for (Index j = 0; j < row.count; j++) {
     const float scaled = row.gaps[row.ids[j]] / -d->temperature[i];
     if ((double)scaled < d->log_min_p[i]) continue;
@@ -282,20 +281,21 @@ inline void find_likeliest(const Draw* d, Index i, Index* ids, float* chances, I
 }
 
 // What row i draws at its temperature: the `most` tokens with the greatest scores, as far as they could be the
-// greatest.
-inline void draw_tokens(const Draw* d, Index i, Index* winners, Index most) {
+// greatest or are less than `behind` from it, and these scores.
+inline void draw_tokens(const Draw* d, Index i, Index* winners, double* scores, Index most, float behind) {
   Row& row = own_row();
   find_gaps(d, i, row);
   if ((d->top_k[i] > 0 && d->top_k[i] < d->vocab) || d->top_p[i] < 1)
     filter(d, i, row);
   else
-    list_hopeful(d, i, row);
-  find_winners(d, i, row, winners, most);
+    list_hopeful(d, i, row, behind);
+  find_winners(d, i, row, winners, scores, most);
 }
 
 inline Index draw_token(const Draw* d, Index i) {
   Index winner;
-  draw_tokens(d, i, &winner, 1);
+  double score;
+  draw_tokens(d, i, &winner, &score, 1, 0);
   return winner;
 }
 

@@ -15,7 +15,6 @@ struct Eagle {  // what stays from round to round; records.py mirrors it
   const Element* embedding;  // [head.out, hidden] of the tokens that it can guess
   void *keys, *values;       // a slab for each sequence, as pages.h has a block
   Index hidden, heads, kv_heads, dim, width, norms_residual;
-  float least_chance;        // that a greedy chain must have, for another draft behind it
 };
 
 struct EagleRound {  // records.py mirrors it. J sequences, those with most drafts first; N rows to read; D most drafts
@@ -33,6 +32,7 @@ struct EagleRound {  // records.py mirrors it. J sequences, those with most draf
   float* chances;                    // [D, J, GUESSES] of each guess and all drafts before it
   Element* scratch;                  // slip_eagle_scratch() numbers
   Index n, sequences, most;
+  float least_chance;                // that a chain must have, for another draft behind it
 };
 
 }  // extern "C"
@@ -40,9 +40,24 @@ struct EagleRound {  // records.py mirrors it. J sequences, those with most draf
 namespace {
 
 constexpr Index GUESSES = 3;  // for each position of a chain; eagle_round.py has it too
-// Of a token drawn by the position's noise, as of those that come next, nobody can say how likely the target's draw
-// is to be the same. These are what it was for the default model's drafter.
-constexpr float DRAWN_CHANCES[GUESSES] = {.5f, .13f, .05f};
+// Of drawn tokens, as eagle_round.py has them: the chance of what is none of the guesses, and how far behind the first
+// a score does not count any longer.
+constexpr double OTHERS = .1;
+constexpr float FAR_BEHIND = 3;
+
+// How likely the target is to draw each token that won by such scores, -1 behind the last: the smaller its lead, the
+// less. As if what the layer's logits are wrong by were noise like the position's own.
+inline void chances_of(Index* winners, const double* scores, float* chances) {
+  double total = 0;
+  for (Index k = 0; k < GUESSES && winners[k] >= 0; k++) {
+    if (scores[k] <= scores[0] - FAR_BEHIND)
+      winners[k] = -1;
+    else
+      total += std::exp(scores[k] - scores[0]);
+  }
+  for (Index k = 0; k < GUESSES && winners[k] >= 0; k++)
+    chances[k] = (float)((1 - OTHERS) * std::exp(scores[k] - scores[0]) / total);
+}
 
 // Where a round's intermediate results lie.
 struct EagleSpace {
@@ -97,8 +112,8 @@ void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpa
 }
 
 // Whether a guess behind a draft of such a chance could be among the best `wanted` of sequence `j`, which has `depths`.
-bool may_matter(const Eagle& e, const EagleRound& r, Index depths, Index j, float chance) {
-  if (chance < e.least_chance) return false;
+bool may_matter(const EagleRound& r, Index depths, Index j, float chance) {
+  if (chance < r.least_chance) return false;
   Index better = 0;
   for (Index depth = 0; depth < depths; depth++)
     for (Index k = 0; k < GUESSES; k++) better += r.chances[(depth * r.sequences + j) * GUESSES + k] >= chance;
@@ -112,13 +127,14 @@ void draw_draft(const Eagle& e, const EagleRound& r, const EagleSpace& at, const
   Index* token_ids = r.token_ids + depth * step + j * GUESSES;
   const float before = depth ? chances[-step] : 1;
   std::fill_n(chances, GUESSES, -1.f);
-  if (depth && !may_matter(e, r, depth, j, before)) return;
+  if (depth && !may_matter(r, depth, j, before)) return;
   if (best_token(draw.logits, draw.is_bf16, j, draw.vocab) < 0) return;
   Index guesses[GUESSES];
   float own[GUESSES];
   if (draw.temperature[j] > 0) {
-    draw_tokens(&draw, j, guesses, GUESSES);
-    std::copy_n(DRAWN_CHANCES, GUESSES, own);
+    double scores[GUESSES];
+    draw_tokens(&draw, j, guesses, scores, GUESSES, FAR_BEHIND);
+    chances_of(guesses, scores, own);
   } else {
     find_likeliest(&draw, j, guesses, own, GUESSES);
   }
@@ -127,9 +143,9 @@ void draw_draft(const Eagle& e, const EagleRound& r, const EagleSpace& at, const
 }
 
 // Whether any sequence goes on behind the draft of this depth. What it looks at is not written again.
-bool goes_on(const Eagle& e, const EagleRound& r, Index depth) {
+bool goes_on(const EagleRound& r, Index depth) {
   for (Index j = 0; depth + 1 < r.most && j < r.drawing[depth + 1]; j++)
-    if (may_matter(e, r, depth + 1, j, r.chances[(depth * r.sequences + j) * GUESSES])) return true;
+    if (may_matter(r, depth + 1, j, r.chances[(depth * r.sequences + j) * GUESSES])) return true;
   return false;
 }
 
@@ -170,7 +186,7 @@ void slip_eagle(Team* team, const Eagle* eagle, const EagleRound* round) {
       });
       product_in_team(me, e.head, at.normed, at.logits, count, at.blocks);
       me.each(count, [&](Index j) { draw_draft(e, r, at, draws[depth], depth, j); });
-      if (!goes_on(e, r, depth)) return;
+      if (!goes_on(r, depth)) return;
     }
   });
 }

@@ -46,6 +46,7 @@ class NativeEagle:
         self._weights = weights
         self._kernels = kernels
         self._kv = kv
+        self._least_chance = least_chance
         self._token_ids = weights.token_ids.numpy()
         self._names = torch.zeros(_padded(len(weights.token_ids)) + _GAP_BLOCK, dtype=torch.int32)
         self._names[: len(weights.token_ids)] = weights.token_ids
@@ -61,7 +62,7 @@ class NativeEagle:
             *(product.record for product in self._products),
             *(tensor.data_ptr() for tensor in (self._embedding, kv.keys, kv.values)),
             *(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim),
-            *(weights.down.shape[1], weights.norms_residual, least_chance),
+            *(weights.down.shape[1], weights.norms_residual),
         )
         self._rotations = RotationTable(weights.rotary, weights.head)
         self._scratch = torch.empty(0, dtype=kernels.dtype)
@@ -109,6 +110,7 @@ class NativeEagle:
                 *(ctypes.pointer(attention), ctypes.pointer(draw)),
                 *(wanted, _address(guesses), _address(chances)),
                 *(self._scratch_for(len(features), num_sequences), len(features), num_sequences, most),
+                max(self._least_chance, work.least_chance),
             ),
         )
         del kept  # the kernel is done with it

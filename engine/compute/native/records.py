@@ -245,7 +245,6 @@ class Eagle(ctypes.Structure):
         *((name, Product) for name in ("fuse", "qkv", "output", "gate_up", "down", "head")),
         *((name, POINTER) for name in ("embedding", "keys", "values")),
         *((name, INDEX) for name in ("hidden", "heads", "kv_heads", "dim", "width", "norms_residual")),
-        ("least_chance", FLOAT),
     )
 
 
@@ -259,4 +258,5 @@ class EagleRound(ctypes.Structure):
         ("draw", ctypes.POINTER(Draw)),
         *((name, POINTER) for name in ("wanted", "token_ids", "chances", "scratch")),
         *((name, INDEX) for name in ("n", "sequences", "most")),
+        ("least_chance", FLOAT),
     )

@@ -1,4 +1,4 @@
-"""Acceptance: how likely the target accepts the drafts of one request, by place in the draft.
+"""Acceptance: how likely the target accepts the drafts of one request, by place or by what the drafter says.
 
 Estimates forget exponentially and start from what the method did for all requests (a Beta prior).
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import neg
 
+from engine.plan.speculation.calibration import Calibration
 from engine.plan.speculation.isotonic import never_decreasing
 from engine.plan.speculation.spec_stats import RecentRatio
 from engine.plan.speculation.speculation_config import LengthPolicyName
@@ -23,6 +24,8 @@ _CARRY = 0.7  # of how far the place before differs from its prior
 _STRIDE = 8  # places that `reach` looks at together: a tree's are worked out anew each time
 _REFRESH = 64  # observations, after which a method's rates are computed again
 
+Kind = tuple[str, bool]  # of drafts: the method, and whether the request samples
+
 
 @dataclass(slots=True)
 class _Tally:
@@ -32,8 +35,8 @@ class _Tally:
     accepted: list[float] = field(default_factory=list)
     judged: list[float] = field(default_factory=list)
 
-    def add(self, outcomes: Sequence[bool]) -> None:
-        """Count one draft at each of the first places."""
+    def add(self, outcomes: Sequence[float]) -> None:
+        """Count one draft at each of the first places, accepted or with that chance of it."""
         keep, accepted, judged = self.keep, self.accepted, self.judged
         missing = [0.0] * (len(outcomes) - len(judged))
         accepted += missing
@@ -55,16 +58,25 @@ class _Tally:
 
 
 class MethodPrior:
-    """What one method did for all requests; the estimates of a new request start from it."""
+    """What one drafter did for all requests; the estimates of a new request start from it.
 
-    def __init__(self) -> None:
+    `is_free` says that its drafts cost nothing to make.
+    """
+
+    def __init__(self, *, is_free: bool = False) -> None:
+        self.is_free = is_free
         self.is_tree = False
+        self._calibrations: dict[Kind, Calibration] = {}
         self._chain = _Tally(_METHOD_KEEP)
         self._tree = _Tally(_METHOD_KEEP)
         self._rates: list[float] = []
         self._num_unseen = 0  # observations that are not in the rates yet
 
-    def observe(self, outcomes: Sequence[bool], *, is_tree: bool) -> None:
+    def calibration(self, kind: Kind) -> Calibration:
+        """What the chances of such drafts are worth."""
+        return self._calibrations.setdefault(kind, Calibration())
+
+    def observe(self, outcomes: Sequence[float], *, is_tree: bool) -> None:
         """Learn which of the first drafts, or tree nodes, of one round were accepted."""
         (self._tree if is_tree else self._chain).add(outcomes)
         self._num_unseen += len(outcomes)
@@ -92,6 +104,7 @@ class Pacing:
 
     length: int = 0
     num_refused: int = 0  # steps in a row in which no draft was worth verifying
+    surplus: float | None = None  # tokens that drafts with stated chances bring beyond their price, lately
     refused_price: float = 0.0  # tokens that a draft had to bring at the last refusal
     num_waited: int = 0  # steps without drafts since the last ones
     is_probing: bool = False
@@ -106,14 +119,17 @@ class Acceptance:
 
     `num_rounds` and `num_proposed` never forget. `rate` is the chance of a draft after accepted ones,
     whatever its place. `round_rate` is the share of the proposed drafts that the last rounds accepted; it
-    sinks as drafts get longer.
+    sinks as drafts get longer. Once it `is_told` chances by the drafter, places say how likely drafts are
+    there that come at all, and not those that were found worth verifying.
     """
 
     def __init__(self, prior: MethodPrior) -> None:
         self.num_rounds = 0
         self.num_proposed = 0
+        self.is_told = False
         self.pacing = Pacing()
         self._prior = prior
+        self._told = RecentRatio(_KEEP)  # drafts that came, of those expected
         self._chain = _Tally(_KEEP)
         self._tree = _Tally(_KEEP)
         self._is_tree = prior.is_tree
@@ -133,25 +149,59 @@ class Acceptance:
         """Accepted over proposed in the last rounds; 0 before the first."""
         return self._rounds.ratio
 
+    @property
+    def is_free(self) -> bool:
+        """True if drafts cost nothing to make."""
+        return self._prior.is_free
+
+    def believe(self, kind: Kind, stated: Sequence[float]) -> list[float]:
+        """What the drafter's word on some drafts is worth for this request."""
+        odds = (self._told.part + _PRIOR_WEIGHT) / (self._told.whole + _PRIOR_WEIGHT)
+        found = self._prior.calibration(kind).read(stated)
+        return [odds * chance / (1.0 + (odds - 1.0) * chance) for chance in found]
+
+    def expect(self, kind: Kind, stated: Sequence[float]) -> list[float]:
+        """As `believe`, of drafts that are there to be verified."""
+        chances = self.believe(kind, stated)
+        self.is_told = self._is_tree = True
+        self._tree.add(chances)
+        self._prior.observe(chances, is_tree=True)
+        self._survival.clear()
+        return chances
+
+    def learn(self, kind: Kind, stated: Sequence[float], accepted: Sequence[int]) -> None:
+        """Drafts `stated` to be so likely were verified; `accepted` are the indices of those that came."""
+        path = frozenset(accepted)
+        came = [node in path for node in range(len(stated))]
+        calibration = self._prior.calibration(kind)
+        self._told.observe(len(path), sum(calibration.read(stated)))
+        calibration.observe(stated, came)
+
+    def least_stated(self, kind: Kind, chance: float) -> float:
+        """The least chance that the drafter must state of a draft for it to be worth this one."""
+        return self._prior.calibration(kind).least_stated(chance)
+
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """Learn from one verified chain. Drafts after the first rejected one were not judged."""
         if num_proposed == 0:
             return
         num_judged = min(num_proposed, num_accepted + 1)
-        outcomes = [True] * num_accepted + [False] * (num_judged - num_accepted)
-        self._chain.add(outcomes)
-        self._chain.fade(len(outcomes))
-        self._prior.observe(outcomes, is_tree=False)
+        if not self.is_told:
+            outcomes = [True] * num_accepted + [False] * (num_judged - num_accepted)
+            self._chain.add(outcomes)
+            self._chain.fade(len(outcomes))
+            self._prior.observe(outcomes, is_tree=False)
         self._count(num_proposed, num_judged, num_accepted, is_tree=False)
 
     def observe_tree(self, num_proposed: int, accepted: Sequence[int]) -> None:
         """Learn from one verified tree of so many drafts; `accepted` are the indices of the accepted path."""
         if num_proposed == 0:
             return
-        path = frozenset(accepted)
-        outcomes = [node in path for node in range(num_proposed)]
-        self._tree.add(outcomes)
-        self._prior.observe(outcomes, is_tree=True)
+        if not self.is_told:
+            path = frozenset(accepted)
+            outcomes = [node in path for node in range(num_proposed)]
+            self._tree.add(outcomes)
+            self._prior.observe(outcomes, is_tree=True)
         self._count(num_proposed, len(accepted) + 1, len(accepted), is_tree=True)
 
     def _count(self, num_proposed: int, num_judged: int, num_accepted: int, *, is_tree: bool) -> None:
@@ -161,7 +211,7 @@ class Acceptance:
         self._judged = kept * self._judged + num_judged
         self._accepted = kept * self._accepted + num_accepted
         self._rounds.observe(num_accepted, num_proposed)
-        self._is_tree = is_tree
+        self._is_tree = is_tree or self.is_told
         self._survival.clear()
 
     def survival(self, count: int) -> list[float]:

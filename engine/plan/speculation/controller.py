@@ -23,6 +23,7 @@ _WARM_UP_LENGTH = 4  # drafts of a request in a step while costs are unknown
 _PROBE_SHARE = 0.01  # of the time that probes may take
 _HYSTERESIS = 1.03
 _MARGIN = 1.05  # the best of many estimates is an overestimate, so it must be this much better than no drafts
+_TOLD_MARGIN = 1.02  # where drafters say which of their drafts are sure: few of many requests have any
 _PATIENCE = 16  # steps without a draft worth verifying, until drafting stops
 _RELIEF = 0.8  # of the price at which drafting stopped, to start again
 _LONGEST_STEP = 3.0  # of one without drafts, that several requests may have to wait for
@@ -30,6 +31,8 @@ _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
 _PRICED_SLOTS = 4  # drafts that the price of one is an average over, or one for each sequence
 _STRETCH_EVERY = 16  # rounds, in one of which a draft more is asked for than seems worth it
 _SMOOTHING = 0.2  # of the newest step in the going rate
+_SURPLUS_SMOOTHING = 0.1  # of the newest round in what a request's drafts bring beyond their price
+_RETRY_EVERY = 50  # refusals of drafts in a row, after which one is verified all the same
 
 
 def make_length_policy(config: SpeculationConfig, costs: PassCosts) -> LengthPolicy:
@@ -46,7 +49,8 @@ class GoodputPolicy(LengthPolicy):
 
     After TurboSpec (Liu et al. 2024, "Optimizing speculative decoding for serving large language models
     using goodput"). Drafts are ranked by their chance to be committed. It never increases along a draft, so
-    the best k drafts of all requests are leading drafts of each, and only k is to be found.
+    the best k drafts of all requests are leading drafts of each, and only k is to be found. Where a drafter
+    says how sure it is of each draft, that decides, and not what is usual at its place.
     """
 
     def __init__(self, config: SpeculationConfig, costs: PassCosts) -> None:
@@ -99,13 +103,17 @@ class GoodputPolicy(LengthPolicy):
         survivals: list[float] = []
         counts = []
         for candidate, cap in zip(candidates, caps, strict=True):
-            counts.append(candidate.acceptance.reach(_LEAST_SURVIVAL, cap))
-            survivals += candidate.acceptance.survival(counts[-1])
+            chances = self._chances(candidate, cap)
+            counts.append(len(chances))
+            survivals += chances
         values = np.array(survivals)
         order = np.argsort(-values, kind="stable")[: self._room(load, step_s)]
         tokens = load.num_seqs + np.concatenate(([0.0], np.cumsum(values[order])))
         rates = tokens / (step_s[: len(tokens)] + load.draft_s)
-        rates[0] *= _MARGIN if self._is_verifying else _MARGIN * _HYSTERESIS
+        if all(candidate.chances for candidate in candidates):
+            rates[0] *= _TOLD_MARGIN
+        else:
+            rates[0] *= _MARGIN if self._is_verifying else _MARGIN * _HYSTERESIS
         best = int(np.argmax(rates))
         if survivals:
             self._is_verifying = best > 0
@@ -114,6 +122,19 @@ class GoodputPolicy(LengthPolicy):
         self._follow(max(float(rates[best]), load.num_seqs / float(step_s[0])), slot_s)
         owners = np.repeat(np.arange(len(counts)), counts)
         return [int(count) for count in np.bincount(owners[order[:best]], minlength=len(counts))]
+
+    def _chances(self, candidate: Candidate, cap: int) -> list[float]:
+        """Those of the first drafts that are likely enough to be looked at, never increasing."""
+        acceptance, stated = candidate.acceptance, candidate.chances
+        if not stated:
+            return acceptance.survival(acceptance.reach(_LEAST_SURVIVAL, cap))
+        surplus = sum(max(0.0, chance - self._price) for chance in stated[:cap])
+        before = acceptance.pacing.surplus
+        share = 1.0 if before is None else _SURPLUS_SMOOTHING
+        acceptance.pacing.surplus = (before or 0.0) + share * (surplus - (before or 0.0))
+        if acceptance.is_free and stated[0] < self._min_rate:
+            return []
+        return [chance for chance in stated[:cap] if chance >= _LEAST_SURVIVAL]
 
     def _room(self, load: StepLoad, step_s: NDArray[np.float64]) -> int:
         """The most drafts of a step: where several requests share it, one's must be no gap for the others."""
@@ -149,7 +170,11 @@ class GoodputPolicy(LengthPolicy):
         """Remember which requests got no drafts, and which got fewer than there were."""
         for candidate, cap, count in zip(candidates, caps, chosen, strict=True):
             pacing = candidate.acceptance.pacing
-            if count:
+            if candidate.chances and candidate.acceptance.is_free:
+                again = not count and cap > 0 and pacing.num_refused + 1 >= _RETRY_EVERY
+                pacing.is_probing = pacing.is_probing or again
+                pacing.num_refused = 0 if count or again else pacing.num_refused + 1
+            elif count:
                 pacing.num_refused = 0
                 if count < cap or count > (pacing.most_taken or cap):
                     pacing.most_taken = count
@@ -173,17 +198,30 @@ class GoodputPolicy(LengthPolicy):
             limit = min(limit, _WARM_UP_LENGTH)
         is_refused = pacing.num_refused >= _PATIENCE and self._price > _RELIEF * pacing.refused_price
         count = 0
-        if not (pacing.is_off or is_refused):
+        if acceptance.is_told and not pacing.is_off and (acceptance.is_free or not is_refused):
+            count = limit
+        elif not (pacing.is_off or is_refused):
             wait_price = self._price + self._rate * draft_s if draft_s else 0.0
             count = acceptance.reach(max(wait_price, _LEAST_SURVIVAL), limit)
         if count == 0:
             return self._probe(acceptance, limit)
         pacing.is_probing = False
-        if draft_s:
+        if draft_s and not acceptance.is_told:
             count = min(count, pacing.most_taken or count)
             if acceptance.num_rounds % _STRETCH_EVERY == 0:
                 count = min(count + 1, limit)
         return count
+
+    def gain(self, acceptance: Acceptance, num_drafted: int, num_more: int) -> float:
+        """See LengthPolicy. Where the drafter is sure of some drafts only, those are verified."""
+        surplus = acceptance.pacing.surplus
+        if acceptance.is_told and surplus is not None:
+            return surplus + self._price
+        return super().gain(acceptance, num_drafted, num_more)
+
+    def least_chance(self, acceptance: Acceptance) -> float:
+        """See LengthPolicy."""
+        return self._price
 
     def served(
         self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.plan.request import Request
-from engine.plan.speculation.acceptance import Acceptance
+from engine.plan.speculation.acceptance import Acceptance, Kind
 from engine.plan.speculation.drafter import Draft, DraftRequest, TargetFeatures
 from engine.plan.step_records import FeatureRows
 
@@ -23,6 +23,7 @@ class DraftedToken(NamedTuple):
     token_id: int
     parent: int | None = None  # the index of the draft before it, -1 for the known tokens; None in a chain
     probs: object | None = None  # that it was drawn from; None if it was certain
+    chance: float | None = None  # that the drafter gave it, where the draft before it comes; None for no word
 
 
 class TapeOutcome(Enum):
@@ -121,6 +122,21 @@ def num_levels(drafted: Sequence[DraftedToken]) -> int:
     return max(levels, default=0)
 
 
+def stated_chances(drafted: Sequence[DraftedToken]) -> list[float]:
+    """The chance of each draft and all before it, by the drafter's word, never increasing.
+
+    Empty where any has none, or was sampled: which sampled drafts are verified must not depend on them.
+    """
+    stated: list[float] = []
+    for index, draft in enumerate(drafted):
+        if draft.chance is None or draft.probs is not None:
+            return []
+        before = index - 1 if draft.parent is None else draft.parent
+        chance = draft.chance * (stated[before] if before >= 0 else 1.0)
+        stated.append(min(chance, stated[-1]) if stated else chance)
+    return stated
+
+
 def _child(drafted: Sequence[DraftedToken], root: int, token_id: int) -> int | None:
     """The draft that follows `root` with this token; the first of equal siblings."""
     if not drafted or drafted[0].parent is None:
@@ -134,7 +150,8 @@ def _drafted_tokens(draft: Draft) -> list[DraftedToken]:
     num_tokens = len(draft.token_ids)
     parents = draft.parents or (None,) * num_tokens
     probs = draft.probs or (None,) * num_tokens
-    return list(map(DraftedToken, draft.token_ids, parents, probs))
+    chances = draft.chances or (None,) * num_tokens
+    return list(map(DraftedToken, draft.token_ids, parents, probs, chances))
 
 
 def _after(drafted: list[DraftedToken], known: Sequence[int]) -> list[DraftedToken] | None:
@@ -234,6 +251,11 @@ class DraftedSequence:
     num_in_flight: int = 0  # first drafts of the tape that are being verified
     author: DraftView | None = None  # whose drafts the tape holds, or held last
     is_given_up: bool = False  # it is not to be drafted for again
+
+    @property
+    def draft_kind(self) -> Kind:
+        """Of the drafts that the tape holds."""
+        return self.tape.method, self.request.sampling.temperature > 0
 
     @property
     def num_known(self) -> int:

@@ -48,7 +48,8 @@ class DraftJob:
     those that a drafter which reads them was not given yet, oldest first; the newest final token's are last.
     Where it was given all of them, it gets the last again. Unless it `may_branch`, the answer must be a
     chain: a later job goes on behind it while it is verified. Of a sequence that `is_quiet` the drafter has
-    long had nothing of use: it should take little trouble.
+    long had nothing of use: it should take little trouble. Drafts of less than `least_chance`, by the
+    drafter's own account, with all before them, are not worth making.
     """
 
     request: DraftRequest
@@ -60,6 +61,7 @@ class DraftJob:
     features: tuple[TargetFeatures, ...] = ()
     may_branch: bool = True
     is_quiet: bool = False
+    least_chance: float = 0.0
 
     @property
     def next_position(self) -> int:
@@ -72,7 +74,8 @@ class Draft:
     """A drafter's answer to one job: tokens for the positions from `first` on, none if it has no draft.
 
     With `parents` the drafts form a tree: entry i is the index, below i, of the draft that draft i follows,
-    or -1 for the known tokens.
+    or -1 for the known tokens. `chances` are how likely the drafter thinks each is to come where the one
+    before it did; what they are worth is found by what comes of them.
     """
 
     request_id: str
@@ -83,6 +86,7 @@ class Draft:
     probs: tuple[object, ...] = ()  # float32 [vocab], each one's distribution; empty: each was certain
     is_behind: bool = False  # it asks for another turn, to read more known tokens first
     method: str = ""  # the source inside the drafter; "" is the drafter's own
+    chances: tuple[float, ...] = field(default=(), compare=False)  # in [0, 1]; empty: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,10 @@ def fault_of(job: DraftJob, draft: Draft, vocab_size: int) -> str | None:
             return f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
     if draft.probs and len(draft.probs) != len(token_ids):
         return f"{len(draft.probs)} distributions for {len(token_ids)} tokens"
+    if draft.chances and not (
+        len(draft.chances) == len(token_ids) and all(0 <= c <= 1 for c in draft.chances)
+    ):
+        return f"{len(draft.chances)} chances from 0 to 1 expected for {len(token_ids)} tokens"
     return None if parents is None else _fault_of_tree(job, parents, len(token_ids))
 
 
@@ -183,12 +191,15 @@ def _fault_of_tree(job: DraftJob, parents: tuple[int, ...], num_tokens: int) -> 
     return "a tree behind other drafts" if num_tokens and has_drafts_before else None
 
 
-_FIELD_TYPES = (int, int, tuple, tuple, bool, str)
+_FIELD_TYPES = (int, int, tuple, tuple, tuple, bool, str)
 
 
 def _has_right_types(draft: Draft) -> bool:
-    fields = (draft.epoch, draft.first, draft.token_ids, draft.probs, draft.is_behind, draft.method)
-    if tuple(map(type, fields)) != _FIELD_TYPES or not _are_ints(draft.token_ids):
+    numbers, tuples = (draft.epoch, draft.first), (draft.token_ids, draft.probs, draft.chances)
+    types = tuple(map(type, (*numbers, *tuples, draft.is_behind, draft.method)))
+    if types != _FIELD_TYPES or not _are_ints(draft.token_ids):
+        return False
+    if not all(type(chance) is float for chance in draft.chances):
         return False
     return draft.parents is None or (type(draft.parents) is tuple and _are_ints(draft.parents))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
+from operator import mul
 
 from engine.plan.speculation.acceptance import MethodPrior
 from engine.plan.speculation.draft_tape import DraftedSequence, DraftView
@@ -28,7 +30,7 @@ class DrafterLink:
 
     def __init__(self, drafter: Drafter, policy: LengthPolicy, stats: SpecStats) -> None:
         self.drafter = drafter
-        self.prior = MethodPrior()
+        self.prior = MethodPrior(is_free=drafter.is_cheap)
         self.is_awaited = False
         self.may_branch = True
         self.rival: DrafterLink | None = None  # who reads features, where this drafter does not
@@ -139,7 +141,7 @@ class DrafterLink:
         for sequence, view, count in wishes:
             num_drafted = len(sequence.tape)
             num_more = 1 if is_chain else count  # a tree comes at once
-            gains.append(sum(view.acceptance.survival(num_drafted + num_more)[num_drafted:]))
+            gains.append(self._policy.gain(view.acceptance, num_drafted, num_more))
         acceptances = [view.acceptance for _, view, _ in wishes]
         waited_s = self._waits.plain(len(wishes))
         seconds = [0.0] * len(wishes) if waited_s is None else waited_s.tolist()
@@ -162,7 +164,16 @@ class DrafterLink:
             features=sequence.features.take_again() if self.drafter.reads_features else (),
             may_branch=self.may_branch,
             is_quiet=self._is_quiet(view),
+            least_chance=self._least_chance(sequence, view),
         )
+
+    def _least_chance(self, sequence: DraftedSequence, view: DraftView) -> float:
+        """That the drafter must state of a draft for it to be verified; 0 where drafts cost nothing."""
+        acceptance = view.acceptance
+        if acceptance.is_free or not acceptance.is_told:
+            return 0.0
+        kind = self.drafter.method, sequence.request.sampling.temperature > 0
+        return acceptance.least_stated(kind, self._policy.least_chance(acceptance))
 
     # What comes back.
 
@@ -218,9 +229,14 @@ class DrafterLink:
         if found is None or not sequence.has_new_features:
             return False
         other, length = found[1], len(draft.token_ids)
-        if length >= other.max_tokens:
+        if draft.chances:
+            kind = draft.method or self.drafter.method, sequence.request.sampling.temperature > 0
+            chances = view.acceptance.believe(kind, list(accumulate(draft.chances, mul)))
+        elif length >= other.max_tokens:
             return False
-        return sum(other.acceptance.survival(other.limit)) > sum(view.acceptance.survival(length))
+        else:
+            chances = view.acceptance.survival(length)
+        return sum(other.acceptance.survival(other.limit)) > sum(chances)
 
     def _drop_stale(self, draft: Draft) -> None:
         self._stats.num_stale += 1

@@ -18,11 +18,16 @@ _LONGER_ABOVE, _FIRST_LENGTH = 0.8, 4  # of the threshold rule
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request with `num_available` drafts on its tape."""
+    """A request with `num_available` drafts on its tape.
+
+    `chances` are how likely each of them is to be committed, never increasing; empty where only their places
+    say anything.
+    """
 
     acceptance: Acceptance
     num_available: int
     is_tree: bool = False
+    chances: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,14 @@ class LengthPolicy(ABC):
         `draft_s` is how long the target waits for one draft: a micro-step's seconds over its sequences, 0
         where drafting costs nothing or runs beside the target.
         """
+
+    def gain(self, acceptance: Acceptance, num_drafted: int, num_more: int) -> float:
+        """The tokens that so many more drafts, behind those that a request has, are likely to bring."""
+        return sum(acceptance.survival(num_drafted + num_more)[num_drafted:])
+
+    def least_chance(self, acceptance: Acceptance) -> float:
+        """The chance of coming that a draft must have to be verified, as far as that is known."""
+        return 0.0
 
     def served(
         self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]

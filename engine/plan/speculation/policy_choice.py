@@ -67,6 +67,14 @@ class PolicyChoice(LengthPolicy):
         """See LengthPolicy."""
         return self._named(self.name_for(acceptance)).wanted(acceptance, limit, draft_s)
 
+    def gain(self, acceptance: Acceptance, num_drafted: int, num_more: int) -> float:
+        """See LengthPolicy."""
+        return self._named(self.name_for(acceptance)).gain(acceptance, num_drafted, num_more)
+
+    def least_chance(self, acceptance: Acceptance) -> float:
+        """See LengthPolicy."""
+        return self._named(self.name_for(acceptance)).least_chance(acceptance)
+
     def served(
         self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
     ) -> list[int]:

@@ -20,6 +20,7 @@ from engine.plan.speculation.draft_tape import (
     TapeOutcome,
     accepted_drafts,
     num_levels,
+    stated_chances,
 )
 from engine.plan.speculation.drafter import Drafter, DraftRequest
 from engine.plan.speculation.drafter_link import DrafterLink
@@ -269,7 +270,9 @@ class SpeculativeDecoder:
             num_available = sequence.num_offered(room)
             if num_available > 0:
                 sequences.append(sequence)
-                candidates.append(Candidate(author.acceptance, num_available, is_tree=sequence.tape.is_tree))
+                stated = stated_chances(sequence.tape.drafted[:num_available])
+                chances = author.acceptance.expect(sequence.draft_kind, stated) if stated else []
+                candidates.append(Candidate(author.acceptance, num_available, sequence.tape.is_tree, chances))
         if not self._can_rewind:
             return []
         chosen = []
@@ -324,6 +327,9 @@ class SpeculativeDecoder:
         accepted = accepted_drafts(drafted, tokens)
         is_cut = len(tokens) == len(accepted)
         self.gain.observe_round(len(drafted), num_levels(drafted), len(accepted), is_cut=is_cut)
+        stated = [] if is_cut else stated_chances(drafted)
+        if stated:
+            author.acceptance.learn(sequence.draft_kind, stated, accepted)
         if drafted[0].parent is None:
             num_judged = len(accepted) if is_cut else len(drafted)
             self._policy.observe(author.acceptance, num_judged, len(accepted))

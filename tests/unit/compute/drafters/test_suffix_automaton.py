@@ -16,7 +16,7 @@ def automaton_of(text: list[int]) -> SuffixAutomaton:
 
 def continued(text: list[int], num_wanted: int, min_chance: float = 0.0) -> list[int]:
     automaton = automaton_of(text)
-    return automaton.continuation(automaton.longest_repeat(), num_wanted, 1.0, min_chance)
+    return automaton.continuation(automaton.longest_repeat(), num_wanted, 1.0, min_chance).token_ids
 
 
 def test_goes_on_as_the_longest_repeat_did() -> None:

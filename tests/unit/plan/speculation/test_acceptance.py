@@ -123,3 +123,43 @@ def test_bad_luck_far_along_is_forgotten_while_drafts_are_too_short_to_refute_it
     for _ in range(200):
         acceptance.observe(3, 3)
     assert acceptance.survival(4)[3] > 0.8
+
+
+TEXT = ("suffix", False)
+
+
+def test_what_a_drafter_says_of_each_draft_counts_and_not_its_place() -> None:
+    acceptance, random = Acceptance(MethodPrior()), Random(8)
+    for _ in range(400):
+        stated = [0.9, 0.8] if random.random() < 0.5 else [0.2, 0.1]
+        acceptance.expect(TEXT, stated)
+        came = random.random() < stated[0]
+        acceptance.learn(TEXT, stated, [0, 1] if came else [])
+        acceptance.observe(2, 2 * came)
+    sure, unsure = acceptance.believe(TEXT, [0.9])[0], acceptance.believe(TEXT, [0.2])[0]
+    assert sure == pytest.approx(0.9, abs=0.08)
+    assert unsure == pytest.approx(0.2, abs=0.08)
+    assert acceptance.is_told
+    assert acceptance.survival(2) == pytest.approx([0.55, 0.55], abs=0.12)  # of drafts as they come
+
+
+def test_a_request_whose_drafts_come_less_often_than_others_is_believed_less() -> None:
+    prior = MethodPrior()
+    usual, poor = Acceptance(prior), Acceptance(prior)
+    for _ in range(200):
+        usual.learn(TEXT, [0.6], [0])
+        usual.learn(TEXT, [0.6], [])
+    for _ in range(40):
+        poor.learn(TEXT, [0.6], [])
+        usual.learn(TEXT, [0.6], [0])
+    assert poor.believe(TEXT, [0.6])[0] < 0.6 * usual.believe(TEXT, [0.6])[0]
+    assert poor.believe(TEXT, [0.6])[0] > 0
+
+
+def test_kinds_of_drafts_are_known_apart() -> None:
+    acceptance = Acceptance(MethodPrior())
+    for _ in range(200):
+        acceptance.learn(("heads", False), [0.5], [0])
+        acceptance.learn(("heads", True), [0.5], [])
+    greedy, sampled = (acceptance.believe(("heads", samples), [0.5])[0] for samples in (False, True))
+    assert greedy > 0.9 and sampled < 0.1

@@ -361,3 +361,46 @@ def test_always_drafting_much_is_what_the_cells_catch() -> None:
 
     cells: Sequence[Cell] = [CELLS[name][0] for name in list(CELLS)[2:6]]
     assert all(share("fixed", cell) < 0.92 for cell in cells)
+
+
+# Drafters that say how sure they are.
+
+
+def told(num_drafts: int, chances: Sequence[float], *, is_tree: bool = False) -> Candidate:
+    return Candidate(Acceptance(MethodPrior()), num_drafts, is_tree, chances)
+
+
+def test_the_surest_drafts_of_all_requests_are_verified() -> None:
+    policy = make_policy("goodput", costs=make_costs(0.004, 0.001, 3), max_drafts=8)
+    candidates = [told(3, (0.95, 0.9, 0.2)), told(3, (0.1, 0.05, 0.04)), told(3, (0.6, 0.05, 0.04))]
+    assert policy.lengths(candidates, load_of(3)) == [2, 0, 1]
+
+
+def test_a_request_of_which_the_drafter_is_sure_gets_drafts_where_usual_ones_do_not_pay() -> None:
+    policy = make_policy("goodput", costs=make_costs(0.004, 0.003, 4), max_drafts=8)
+    usual = [Candidate(learnt(0.55), 2) for _ in range(4)]
+    assert policy.lengths(usual, load_of(4)) == [0, 0, 0, 0]
+    sure = [told(2, (0.55, 0.3)) for _ in range(3)] + [told(2, (0.99, 0.98))]
+    assert policy.lengths(sure, load_of(4)) == [0, 0, 0, 2]
+
+
+def test_a_free_draft_below_the_least_rate_is_not_verified_but_tried_now_and_then() -> None:
+    policy = make_policy("goodput", costs=make_costs(0.01, 0.00001), max_drafts=8)
+    acceptance = Acceptance(MethodPrior(is_free=True))
+    lengths = []
+    for _ in range(120):
+        acceptance.expect(("suffix", False), [0.25])
+        assert policy.wanted(acceptance, 8) == 8  # asking costs nothing
+        lengths += policy.lengths([Candidate(acceptance, 1, chances=(0.25,))], load_of(1))
+    assert sum(lengths) == 2 and lengths.index(1) == 49
+
+
+def test_what_a_sure_drafter_brings_is_what_lies_above_the_price() -> None:
+    policy = make_policy("goodput", costs=make_costs(0.004, 0.001, 2), max_drafts=8)
+    acceptance = Acceptance(MethodPrior())
+    for _ in range(60):
+        chances = acceptance.expect(("heads", False), [0.9, 0.02])
+        policy.lengths([Candidate(acceptance, 2, chances=chances)] * 2, load_of(2))
+    price = policy.least_chance(acceptance)
+    assert 0.2 < price < 0.6
+    assert policy.gain(acceptance, 0, 2) == pytest.approx(0.9, abs=0.05)  # the second draft is left out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan.speculation.draft_tape import DraftTape, TapeOutcome, num_levels
+from engine.plan.speculation.draft_tape import DraftedToken, DraftTape, TapeOutcome, num_levels
 from engine.plan.speculation.drafter import Draft
 
 KNOWN = [1, 2, 3]
@@ -95,7 +95,7 @@ def test_of_a_late_tree_the_branch_that_came_true_is_kept() -> None:
     tape.commit([5])
     tree = draft(3, 4, 5, 6, 7, 8, 9, parents=(-1, -1, 0, 1, 1, 3))
     assert tape.put(tree, [*KNOWN, 5], "medusa") == 1
-    assert [tuple(drafted) for drafted in tape.drafted] == [(7, -1, None), (8, -1, None), (9, 0, None)]
+    assert tape.drafted == [DraftedToken(7, -1), DraftedToken(8, -1), DraftedToken(9, 0)]
 
 
 def test_a_late_tree_without_the_branch_that_came_true_is_wrong() -> None:
