@@ -44,6 +44,7 @@ class Hostile:
         Draft("r", 5, 3, (0, 99, 5, 5)),
         Draft("r", 5, 3, (7, 8), (-1, -1)),
         Draft("r", 5, 3, (7, 8), (-1, 0), ("p", "q")),
+        Draft("r", 5, 3, (7, 8), chances=(1.0, 0.0)),
         Draft("r", 5, 3, (), ()),
     ],
 )
@@ -93,6 +94,13 @@ def test_a_fitting_answer_has_no_fault(draft: Draft) -> None:
         {"probs": ("p",)},
         {"probs": ["p", "q"]},
         {"probs": None},
+        {"chances": (0.5,)},
+        {"chances": (0.5, 1.5)},
+        {"chances": (0.5, -0.1)},
+        {"chances": (0.5, float("nan"))},
+        {"chances": (0.5, 1)},
+        {"chances": [0.5, 0.5]},
+        {"chances": None},
         {"is_behind": 1},
         {"is_behind": np.array([True, False])},
         {"method": None},
@@ -167,7 +175,9 @@ def test_what_is_no_result_is_a_value_error(result: Any) -> None:
         read_answers([job_for()], result, VOCAB)
 
 
-@pytest.mark.parametrize("field", ["epoch", "first", "token_ids", "parents", "probs", "is_behind", "method"])
+@pytest.mark.parametrize(
+    "field", ["epoch", "first", "token_ids", "parents", "probs", "is_behind", "method", "chances"]
+)
 def test_nothing_of_a_hostile_field_is_touched(field: str) -> None:
     hostile = Hostile()
     wrong = Draft(**{**{name: getattr(GOOD, name) for name in Draft.__slots__}, field: cast(Any, hostile)})

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from engine.plan.speculation.draft_tape import DraftedToken, DraftTape, TapeOutcome, num_levels
+import pytest
+
+from engine.plan.speculation.draft_tape import (
+    DraftedToken,
+    DraftTape,
+    TapeOutcome,
+    num_levels,
+    stated_chances,
+)
 from engine.plan.speculation.drafter import Draft
 
 KNOWN = [1, 2, 3]
@@ -112,3 +120,19 @@ def test_levels_are_the_longest_way_down() -> None:
     tree = DraftTape()
     assert tree.put(draft(3, 4, 5, 6, 7, 8, parents=(-1, -1, 0, 0, 3)), KNOWN, "medusa") == 0
     assert num_levels(tree.drafted) == 3
+
+
+def test_a_chance_is_that_of_a_draft_and_all_before_it() -> None:
+    chain = [DraftedToken(4, chance=0.8), DraftedToken(5, chance=0.5), DraftedToken(6, chance=0.25)]
+    assert stated_chances(chain) == pytest.approx([0.8, 0.4, 0.1])
+    tree = [DraftedToken(4, -1, chance=0.8), DraftedToken(5, 0, chance=0.5), DraftedToken(6, -1, chance=0.2)]
+    assert stated_chances(tree) == pytest.approx([0.8, 0.4, 0.2])
+    assert stated_chances(chain[1:]) == pytest.approx([0.5, 0.125])  # once the first has come
+    assert stated_chances([]) == []
+
+
+def test_of_drafts_without_a_word_or_that_were_sampled_no_chance_is_known() -> None:
+    """Whether a sampled draft is verified must not depend on which one it is."""
+    told = DraftedToken(4, chance=0.8)
+    assert stated_chances([told, DraftedToken(5)]) == []
+    assert stated_chances([told, DraftedToken(5, probs="p", chance=0.5)]) == []

@@ -33,9 +33,15 @@ class NotingPolicy(FixedPolicy):
         self.num_asked: list[int] = []
         self.waits_s: list[float] = []
         self.shared: list[list[float]] = []
+        self.told: Sequence[float] = ()  # of the newest first candidate
+        self.price = 0.0
+
+    def least_chance(self, acceptance: Acceptance) -> float:
+        return self.price
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         self.num_asked.append(len(candidates))
+        self.told = candidates[0].chances if candidates else ()
         return super().lengths(candidates, load)
 
     def wanted(self, acceptance: Any, limit: int, draft_s: float = 0.0) -> int:
@@ -864,3 +870,44 @@ def test_a_request_is_off_where_all_of_its_drafters_are() -> None:
     assert paused.within(state).why_off == "It does not run.", "the nearer reason"
     nobody = replace(paused, methods=())
     assert nobody.within(state) == nobody
+
+
+# What drafters say of their drafts.
+
+
+def test_what_a_drafter_says_of_its_drafts_is_told_to_the_policy_and_learnt_from() -> None:
+    world = World("suffix")
+    request = world.open(most=100)
+    acceptance = world.decoder._sequences["a"].views[0].acceptance
+    told = []
+    for _ in range(40):
+        world.answer(world.job(), 7, 8, chances=(0.9, 0.5))
+        drafted = world.verify(request)
+        told.append(list(world.policy.told))
+        world.commit(request, 9, drafted=drafted)
+    assert told[0] == pytest.approx([0.9, 0.45])
+    assert told[-1][0] < 0.3  # nothing that it was so sure of ever came
+    assert acceptance.is_told and acceptance.num_rounds == 40
+
+
+def test_a_chain_that_came_in_part_keeps_what_was_said_of_the_rest() -> None:
+    world = World("suffix")
+    request = world.open()
+    world.answer(world.job(), 7, 8, 9, 10, chances=(0.9, 0.8, 0.7, 0.6))
+    world.verify(request)
+    world.commit(request, 7, 8, drafted=world.decoder._sequences["a"].tape.drafted[:1])
+    assert [draft.chance for draft in world.decoder._sequences["a"].tape.drafted] == [0.7, 0.6]
+
+
+@pytest.mark.parametrize("is_cheap", [False, True])
+def test_a_drafter_that_costs_something_is_told_below_which_chance_drafts_are_in_vain(
+    is_cheap: bool,
+) -> None:
+    world = World("draft_model", is_cheap=is_cheap)
+    request = world.open()
+    world.policy.price = 0.25
+    job = world.job()
+    assert job.least_chance == 0.0  # it has not said anything yet
+    world.answer(job, 7, chances=(0.5,))
+    world.commit(request, 9, drafted=world.verify(request))
+    assert world.job().least_chance == (0.0 if is_cheap else pytest.approx(0.25, abs=0.05))
