@@ -18,6 +18,9 @@ from engine.plan.speculation.speculation_config import LengthPolicyName
 _KEEP = 0.5 ** (1 / 32)  # half of an observation's weight is gone 32 observations later
 _METHOD_KEEP = 0.5 ** (1 / 1024)
 _ROUND_KEEP = 0.5 ** (1 / 8)
+_METHOD_SURPLUS_KEEP = 0.5 ** (1 / 128)  # a round
+_KNOWN_ROUNDS = 32.0  # with fewer, it is unknown what a drafter's rounds are worth
+_PRIOR_ROUNDS = 8.0  # that others' rounds count for beside a request's own
 _PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _FIRST_GUESS = 0.75  # of an unknown method: high, so that it is tried
 _CARRY = 0.7  # of how far the place before differs from its prior
@@ -66,6 +69,7 @@ class MethodPrior:
     def __init__(self, *, is_free: bool = False) -> None:
         self.is_free = is_free
         self.is_tree = False
+        self.surplus = RecentRatio(_METHOD_SURPLUS_KEEP)
         self._calibrations: dict[Kind, Calibration] = {}
         self._chain = _Tally(_METHOD_KEEP)
         self._tree = _Tally(_METHOD_KEEP)
@@ -104,7 +108,6 @@ class Pacing:
 
     length: int = 0
     num_refused: int = 0  # steps in a row in which no draft was worth verifying
-    surplus: float | None = None  # tokens that drafts with stated chances bring beyond their price, lately
     refused_price: float = 0.0  # tokens that a draft had to bring at the last refusal
     num_waited: int = 0  # steps without drafts since the last ones
     is_probing: bool = False
@@ -130,6 +133,7 @@ class Acceptance:
         self.pacing = Pacing()
         self._prior = prior
         self._told = RecentRatio(_KEEP)  # drafts that came, of those expected
+        self._surplus = RecentRatio(_KEEP)  # tokens by rounds
         self._chain = _Tally(_KEEP)
         self._tree = _Tally(_KEEP)
         self._is_tree = prior.is_tree
@@ -180,6 +184,19 @@ class Acceptance:
     def least_stated(self, kind: Kind, chance: float) -> float:
         """The least chance that the drafter must state of a draft for it to be worth this one."""
         return self._prior.calibration(kind).least_stated(chance)
+
+    def note_surplus(self, num_tokens: float) -> None:
+        """The drafts of a round were worth so many tokens beyond what verifying them costs."""
+        for surplus in (self._surplus, self._prior.surplus):
+            surplus.observe(num_tokens, 1.0)
+
+    @property
+    def surplus(self) -> float | None:
+        """What a round of drafts is worth beyond its price, in tokens; None while few rounds are known."""
+        own, usual = self._surplus, self._prior.surplus
+        if usual.whole < _KNOWN_ROUNDS:
+            return None
+        return (own.part + _PRIOR_ROUNDS * usual.ratio) / (own.whole + _PRIOR_ROUNDS)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """Learn from one verified chain. Drafts after the first rejected one were not judged."""

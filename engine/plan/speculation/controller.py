@@ -31,7 +31,6 @@ _LEAST_SURVIVAL = 0.03  # of a draft that is made or verified
 _PRICED_SLOTS = 4  # drafts that the price of one is an average over, or one for each sequence
 _STRETCH_EVERY = 16  # rounds, in one of which a draft more is asked for than seems worth it
 _SMOOTHING = 0.2  # of the newest step in the going rate
-_SURPLUS_SMOOTHING = 0.1  # of the newest round in what a request's drafts bring beyond their price
 _RETRY_EVERY = 50  # refusals of drafts in a row, after which one is verified all the same
 
 
@@ -128,10 +127,7 @@ class GoodputPolicy(LengthPolicy):
         acceptance, stated = candidate.acceptance, candidate.chances
         if not stated:
             return acceptance.survival(acceptance.reach(_LEAST_SURVIVAL, cap))
-        surplus = sum(max(0.0, chance - self._price) for chance in stated[:cap])
-        before = acceptance.pacing.surplus
-        share = 1.0 if before is None else _SURPLUS_SMOOTHING
-        acceptance.pacing.surplus = (before or 0.0) + share * (surplus - (before or 0.0))
+        acceptance.note_surplus(sum(max(0.0, chance - self._price) for chance in stated[:cap]))
         if acceptance.is_free and stated[0] < self._min_rate:
             return []
         return [chance for chance in stated[:cap] if chance >= _LEAST_SURVIVAL]
@@ -214,8 +210,8 @@ class GoodputPolicy(LengthPolicy):
 
     def gain(self, acceptance: Acceptance, num_drafted: int, num_more: int) -> float:
         """See LengthPolicy. Where the drafter is sure of some drafts only, those are verified."""
-        surplus = acceptance.pacing.surplus
-        if acceptance.is_told and surplus is not None:
+        surplus = acceptance.surplus
+        if surplus is not None:
             return surplus + self._price
         return super().gain(acceptance, num_drafted, num_more)
 

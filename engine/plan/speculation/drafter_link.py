@@ -37,6 +37,7 @@ class DrafterLink:
         self._policy = policy
         self._stats = stats
         self._waits = PassCosts()  # of micro-steps that a step waited for
+        self._has_waited = False
         self._clients: dict[str, tuple[DraftedSequence, DraftView]] = {}
         self._closed: list[str] = []
 
@@ -48,8 +49,13 @@ class DrafterLink:
         self.may_branch = may_branch
 
     def note_waited(self, num_jobs: int, seconds: float) -> None:
-        """A step has waited so long for a micro-step of so many jobs."""
-        self._waits.observe(num_jobs, num_jobs, seconds)
+        """A step has waited so long for a micro-step of so many jobs.
+
+        The first wait counts for nothing: drafters set up memory then, and would seem too dear to be asked again.
+        """
+        if self._has_waited:
+            self._waits.observe(num_jobs, num_jobs, seconds)
+        self._has_waited = True
 
     @property
     def goes_on(self) -> bool:
