@@ -51,7 +51,7 @@ class DrafterLink:
     def note_waited(self, num_jobs: int, seconds: float) -> None:
         """A step has waited so long for a micro-step of so many jobs.
 
-        The first wait counts for nothing: drafters set up memory then, and would seem too dear to be asked again.
+        The first wait counts for nothing: drafters set up memory then, and would seem too dear for ever.
         """
         if self._has_waited:
             self._waits.observe(num_jobs, num_jobs, seconds)
