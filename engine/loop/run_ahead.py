@@ -287,11 +287,10 @@ class RunAhead:
         seconds = self._clock() - task.started
         task.entry.is_quick = seconds <= self._patience_s
         self._take(task.entry, task.jobs, result)
-        if self._runs_ahead:
-            if not self._would_keep_from_more(seconds):
-                self._go_on()
-        elif self._is_resting:
+        if self._is_resting:
             self._close_remote()
+        elif self._runs_ahead and not self._would_keep_from_more(seconds):
+            self._go_on()
 
     def _would_keep_from_more(self, seconds: float) -> bool:
         """Whether a micro-step of `seconds`, begun now, is likelier to cost the next round than to serve it.
