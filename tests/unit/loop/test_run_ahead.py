@@ -510,6 +510,7 @@ async def test_a_drafter_that_a_step_waits_for_forgets_though_it_was_busy_when_a
         stage.run_ahead.beside_step()
         assert stage.run_ahead._task is not None
         stage.decoder.close("a")
+        stage.run_ahead.after_step(1, 1, 0.02)
         stage.run_ahead.rest()
         gate.set()
         await until(lambda: drafter.closed == ["a"])
@@ -528,6 +529,7 @@ async def test_a_stopped_run_ahead_asks_for_nothing_and_says_nothing(
         stage.run_ahead.stop()
         await stage.step(a)
         stage.decoder.close("a")
+        stage.run_ahead.after_step(1, 1, 0.02)
         stage.run_ahead.rest()
         gate.set()
         await until(lambda: drafter.num_drafted)
