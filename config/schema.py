@@ -286,6 +286,12 @@ class SpeculationSettings(Section):
     speculation_schedule: SpeculationSchedule = Field(
         "auto", description="whether the target waits for drafts; auto = as measured"
     )
+    draft_lanes: WholeOrAuto = Field(
+        None,
+        ge=0,
+        le=8,
+        description="other outcomes a draft model drafts for running ahead; auto = 4 if measured to pay",
+    )
     draft_verification: DraftVerification = Field("match", description="how drafts are accepted")
     draft_length_policy: DraftLengthPolicy = Field("goodput", description="how the draft length is chosen")
     min_acceptance_rate: Number = Field(

@@ -67,6 +67,7 @@ _TRANSLATED: Mapping[str, _Key] = {
         (("auto", "auto"), ("sync", "sync"), ("runahead", "async"), ("async", "async")),
         {"lanes": "use auto", "off": "use method none"},
     ),
+    "overlap.branches": _Key("draft_lanes", tuple((lanes + 1, lanes) for lanes in range(9))),
 }
 # Keys of which only the value that names what happens anyway can be had.
 _ONLY: Mapping[str, tuple[object, str]] = {
@@ -77,7 +78,6 @@ _ONLY: Mapping[str, tuple[object, str]] = {
     "draft_tensor_parallel_size": (1, "models are not split"),
     "suffix_decoding_max_cached_requests": (0, "replies are not kept for other requests to draft from"),
     "overlap.worker": ("thread", "models draft in a thread"),
-    "overlap.branches": (1, "one continuation is drafted"),
 }
 _LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _REFUSED: Mapping[str, str] = {

@@ -27,7 +27,7 @@ _HANGING_S = 30.0  # after which a micro-step that is still out is reported
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _Entry:
     """A drafter, and whether it is fit to be asked. It is not quick after a step waited for it in vain."""
 
     link: DrafterLink
@@ -39,7 +39,7 @@ class _Lane:
 class _DraftTask:
     """A micro-step that is out since `started`; its result is an exception if it failed."""
 
-    lane: _Lane
+    entry: _Entry
     jobs: list[DraftJob]
     future: asyncio.Future[DraftResult | Exception]
     started: float
@@ -52,8 +52,9 @@ class RunAhead:
     Before a step: `choose_arm`, then `draft_once` until it returns False, or `draft_inline` if the step was
     launched ahead. While the target computes: `beside_step`. After its commit: `after_step`. With nothing to
     do: `rest`. Cheap drafters are called inline, unless `schedule` is "async"; the others run as the schedule
-    says, which "auto" chooses by measuring. One that reads the target's features is waited for wherever there
-    is no draft: where it ran ahead, and the target drew what it had bet on, the next drafts are there.
+    says, which "auto" chooses by measuring. Of those that run ahead, one that reads the target's features is
+    waited for wherever there is no draft: where the target drew what it had bet on, the next drafts are
+    there. So are all where lanes are kept, since drafts for several outcomes are seldom missing.
 
     No fault of a drafter is raised here: what it gets wrong is dropped, and after three faults in a row it is
     left alone for a while. A step waits once for a slow drafter, and again only after it was quick. One that
@@ -72,21 +73,25 @@ class RunAhead:
         self._metrics = metrics
         self._clock = clock
         config = decoder.config
-        lanes = self._lanes = [_Lane(link, CircuitBreaker(clock)) for link in decoder.links]
+        entries = self._entries = [_Entry(link, CircuitBreaker(clock)) for link in decoder.links]
         never_inline = config.schedule == "async"
-        self._remote = [lane for lane in lanes if never_inline or not lane.link.drafter.is_cheap]
-        self._inline = [lane for lane in lanes if lane not in self._remote]
-        self._ahead = [lane for lane in self._remote if lane.link.goes_on]
-        self._readers = [lane for lane in self._remote if lane.link.drafter.reads_features]
-        self._awaited: list[_Lane] = []
+        self._remote = [entry for entry in entries if never_inline or not entry.link.drafter.is_cheap]
+        self._inline = [entry for entry in entries if entry not in self._remote]
+        self._ahead = [entry for entry in self._remote if entry.link.goes_on]
+        self._readers = [entry for entry in self._remote if entry.link.drafter.reads_features]
+        self._awaited: list[_Entry] = []
         self._is_before_step = False  # and may be waiting for drafts
         self._arm: str = config.schedule
         self._chooser: ScheduleChooser | None = None
         self._is_choosing = False  # the chooser, if there is one, named this step's arm
+        has_lanes = any(source.max_num_lanes for source in decoder.sources)
         if config.schedule == "auto":
             self._arm = "sync"
+            ahead = ("async", "lanes") if has_lanes else ("async",)
             if self._remote:
-                self._chooser = ScheduleChooser(("off", "sync", "async") if self._ahead else ("off", "sync"))
+                self._chooser = ScheduleChooser(("off", "sync", *ahead) if self._ahead else ("off", "sync"))
+        elif config.schedule == "async" and has_lanes:
+            self._arm = "lanes"
         self._num_probabilities = None if config.verification == "match" else config.vocab_size
         self._task: _DraftTask | None = None
         self._step_ends: float | None = None  # when it should, while one runs
@@ -102,12 +107,13 @@ class RunAhead:
         decoder = self._decoder
         self._has_read = self._is_resting = False
         # Where nobody is drafted for, all arms are alike: there is nothing to compare.
-        self._is_choosing = any(lane.link.has_clients for lane in self._remote)
+        self._is_choosing = any(entry.link.has_clients for entry in self._remote)
         if self._chooser is not None and self._is_choosing:
             self._arm = self._chooser.arm(num_seqs)
-        self._awaited = {"sync": self._remote, "async": self._readers}.get(self._arm, [])
+        self._awaited = {"async": self._readers, "off": []}.get(self._arm, self._remote)
         self._is_before_step = True
-        decoder.begin_step([lane.link for lane in self._awaited], runs_ahead=self._arm == "async")
+        awaited = [entry.link for entry in self._awaited]
+        decoder.begin_step(awaited, runs_ahead=self._runs_ahead, keeps_lanes=self._arm == "lanes")
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
@@ -119,30 +125,30 @@ class RunAhead:
             return False
         is_begun = self._task is not None
         task = self._task or self._start(self._awaited, ahead=False)
-        if task is None or not task.lane.is_quick:
+        if task is None or not task.entry.is_quick:
             return False
-        if task.lane not in self._awaited and not task.lane.link.drafter.is_cheap:
+        if task.entry not in self._awaited and not task.entry.link.drafter.is_cheap:
             return False
         begin = self._clock()
         done, _ = await asyncio.wait([task.future], timeout=self._patience_s)
         waited_s = self._clock() - begin
         self._decoder.gain.note_waited(waited_s)
         if not done:
-            task.lane.is_quick = False
+            task.entry.is_quick = False
             return False
-        if task.lane.link.is_reading(task.jobs):
+        if task.entry.link.is_reading(task.jobs):
             self._has_read = True
         elif task.jobs and not is_begun:
-            task.lane.link.note_waited(len(task.jobs), waited_s)
+            task.entry.link.note_waited(len(task.jobs), waited_s)
         return True
 
     def draft_inline(self) -> None:
         """Run the inline drafters: the only ones beside a step that was launched ahead."""
-        for lane in self._inline:
-            self._close_inline(lane)
-            jobs = [] if lane.breaker.is_open else lane.link.jobs(ahead=False)
+        for entry in self._inline:
+            self._close_inline(entry)
+            jobs = [] if entry.breaker.is_open else entry.link.jobs(ahead=False)
             if jobs:
-                self._take(lane, jobs, self._micro_step(lane.link.drafter, (), jobs))
+                self._take(entry, jobs, self._micro_step(entry.link.drafter, (), jobs))
 
     def beside_step(self, step_s: float | None = None) -> None:
         """The target's step has begun and should take `step_s`, None if unknown: run a drafter beside it."""
@@ -164,36 +170,41 @@ class RunAhead:
     def rest(self) -> None:
         """There is nothing to do: have the drafters close what has ended."""
         self._is_resting = True
-        for lane in self._inline:
-            self._close_inline(lane)
+        for entry in self._inline:
+            self._close_inline(entry)
         self._close_remote()
+
+    @property
+    def _runs_ahead(self) -> bool:
+        return self._arm in ("async", "lanes")
 
     def state(self) -> DraftingState:
         """Who drafts at this instant, when, and why not."""
         decoder = self._decoder
-        drafters = tuple(map(self._state_of, self._lanes, decoder.sources))
+        drafters = tuple(map(self._state_of, self._entries, decoder.sources))
         why_off = decoder.why_off
         if why_off is None and all(drafter.why_off for drafter in drafters):
             why_off = drafters[0].why_off
         return DraftingState(decoder.rules, decoder.config.schedule, drafters, why_off)
 
-    def _state_of(self, lane: _Lane, source: DraftSource) -> DrafterState:
-        schedule = self._schedule_of(lane)
-        why_off = self._decoder.why_off or self._why_off(lane, schedule)
+    def _state_of(self, entry: _Entry, source: DraftSource) -> DrafterState:
+        schedule = self._schedule_of(entry)
+        why_off = self._decoder.why_off or self._why_off(entry, schedule)
         schedule = schedule if why_off is None else "off"
         return DrafterState(source.drafter.method, source.max_tokens, schedule, why_off)
 
-    def _schedule_of(self, lane: _Lane) -> str:
+    def _schedule_of(self, entry: _Entry) -> str:
         """What holds for it, trials aside."""
-        if lane in self._inline:
+        if entry in self._inline:
             return "inline"
-        arm = self._arm if self._chooser is None else self._chooser.chosen or "auto"
-        return "sync" if arm == "async" and lane not in self._ahead else arm
+        arm = self._arm if self._chooser is None else self._chooser.chosen or self._decoder.config.schedule
+        arm = "async" if arm == "lanes" else arm
+        return "sync" if arm == "async" and entry not in self._ahead else arm
 
-    def _why_off(self, lane: _Lane, schedule: str) -> str | None:
-        if lane.breaker.is_open:
+    def _why_off(self, entry: _Entry, schedule: str) -> str | None:
+        if entry.breaker.is_open:
             return "It has failed several times in a row and is left alone for a while."
-        if lane in self._remote and self._task is not None and self._task.is_hanging:
+        if entry in self._remote and self._task is not None and self._task.is_hanging:
             return "A drafter has not answered for long and keeps the thread."
         if schedule == "off":
             return "Steps without it are faster, as measured; it is tried now and then."
@@ -223,47 +234,47 @@ class RunAhead:
             return error
         return result
 
-    def _close_inline(self, lane: _Lane) -> None:
-        closed = lane.link.take_closed()
+    def _close_inline(self, entry: _Entry) -> None:
+        closed = entry.link.take_closed()
         if closed:
-            self._take(lane, [], self._micro_step(lane.link.drafter, closed, []))
+            self._take(entry, [], self._micro_step(entry.link.drafter, closed, []))
 
     def _close_remote(self) -> None:
         """If no micro-step is out, have the first drafter that has anything to close do so."""
-        for lane in self._remote if self._task is None else ():
-            closed = lane.link.take_closed()
+        for entry in self._remote if self._task is None else ():
+            closed = entry.link.take_closed()
             if closed:
-                self._submit(lane, [], closed)
+                self._submit(entry, [], closed)
                 return
 
     def _go_on(self) -> None:
         """Have a drafter run ahead, if they do: before a step only where it waits for none."""
-        if self._arm == "async" and not (self._is_before_step and self._readers):
+        if self._runs_ahead and not (self._is_before_step and self._awaited):
             self._start(self._ahead, ahead=True)
 
-    def _start(self, lanes: Iterable[_Lane], *, ahead: bool) -> _DraftTask | None:
+    def _start(self, entries: Iterable[_Entry], *, ahead: bool) -> _DraftTask | None:
         """Submit a micro-step of one of these; None if one is out already, or they have nothing to do."""
         if self._task is not None:
             return None
-        for lane in lanes:
-            if lane.breaker.is_open:
+        for entry in entries:
+            if entry.breaker.is_open:
                 continue
-            jobs = lane.link.jobs(ahead=ahead, may_read=ahead or not self._has_read)
+            jobs = entry.link.jobs(ahead=ahead, may_read=ahead or not self._has_read)
             if jobs:
-                return self._submit(lane, jobs, lane.link.take_closed())
+                return self._submit(entry, jobs, entry.link.take_closed())
         self._close_remote()
         return None
 
-    def _submit(self, lane: _Lane, jobs: list[DraftJob], closed: Sequence[str]) -> _DraftTask | None:
+    def _submit(self, entry: _Entry, jobs: list[DraftJob], closed: Sequence[str]) -> _DraftTask | None:
         if self._is_stopped:
             return None
         loop = asyncio.get_running_loop()
         try:
-            future = loop.run_in_executor(self._executor, self._micro_step, lane.link.drafter, closed, jobs)
+            future = loop.run_in_executor(self._executor, self._micro_step, entry.link.drafter, closed, jobs)
         except RuntimeError as error:  # no thread can be started
-            self._fail(lane, jobs, error)
+            self._fail(entry, jobs, error)
             return None
-        task = self._task = _DraftTask(lane, jobs, future, self._clock())
+        task = self._task = _DraftTask(entry, jobs, future, self._clock())
         future.add_done_callback(lambda _: self._complete(task))
         return task
 
@@ -274,13 +285,12 @@ class RunAhead:
         error = task.future.exception()
         result = task.future.result() if error is None else error
         seconds = self._clock() - task.started
-        task.lane.is_quick = seconds <= self._patience_s
-        self._take(task.lane, task.jobs, result)
-        if self._arm == "async":
-            if not self._would_keep_from_more(seconds):
-                self._go_on()
-        elif self._is_resting:
+        task.entry.is_quick = seconds <= self._patience_s
+        self._take(task.entry, task.jobs, result)
+        if self._is_resting:
             self._close_remote()
+        elif self._runs_ahead and not self._would_keep_from_more(seconds):
+            self._go_on()
 
     def _would_keep_from_more(self, seconds: float) -> bool:
         """Whether a micro-step of `seconds`, begun now, is likelier to cost the next round than to serve it.
@@ -291,7 +301,7 @@ class RunAhead:
         if self._step_ends is None:
             return False
         rounds = self._decoder.stats.run_ahead
-        misses = rounds["miss"] / max(1, rounds.total())
+        misses = (rounds["miss"] + rounds["lane"]) / max(1, rounds.total())
         return self._step_ends - self._clock() < seconds * misses
 
     def _note_hanging(self, task: _DraftTask) -> None:
@@ -299,36 +309,36 @@ class RunAhead:
         if seconds >= _HANGING_S and not task.is_hanging:
             task.is_hanging = True
             self._metrics.count_error("drafter")
-            method = task.lane.link.drafter.method
+            method = task.entry.link.drafter.method
             log.warning("the %s drafter has not answered for %.0f s and keeps its thread", method, seconds)
 
     # Answers.
 
-    def _take(self, lane: _Lane, jobs: Sequence[DraftJob], result: DraftResult | BaseException) -> None:
+    def _take(self, entry: _Entry, jobs: Sequence[DraftJob], result: DraftResult | BaseException) -> None:
         """Put the answers of a micro-step on the tapes; whatever they are, nothing is raised."""
         if isinstance(result, BaseException):
-            self._fail(lane, jobs, result)
+            self._fail(entry, jobs, result)
             return
         if not jobs:
             return
         try:
             answers = read_answers(jobs, result, self._decoder.config.vocab_size)
         except ValueError as error:
-            self._fail(lane, jobs, error)
+            self._fail(entry, jobs, error)
             return
         self._metrics.draft_duration.observe(answers.seconds)
-        lane.link.take(answers)
+        entry.link.take(answers)
         if answers.fault is None:
-            lane.breaker.succeed()
+            entry.breaker.succeed()
         else:
-            self._fail(lane, answers.unfit, ValueError(answers.fault))
+            self._fail(entry, answers.unfit, ValueError(answers.fault))
 
-    def _fail(self, lane: _Lane, jobs: Sequence[DraftJob], error: BaseException) -> None:
+    def _fail(self, entry: _Entry, jobs: Sequence[DraftJob], error: BaseException) -> None:
         """A drafter failed, which costs no request anything but speed."""
         self._metrics.count_error("drafter")
-        lane.link.lose(jobs)
-        method = lane.link.drafter.method
-        if lane.breaker.fail():
+        entry.link.lose(jobs)
+        method = entry.link.drafter.method
+        if entry.breaker.fail():
             log.warning("the %s drafter keeps failing (%s) and is left alone for a while", method, error)
         else:
             log.debug("the %s drafter failed", method, exc_info=error)

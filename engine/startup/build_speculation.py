@@ -53,9 +53,8 @@ def load_sources(
         raise StartRefused("--medusa-heads and --draft-heads: one of them can read the model. Leave one out.")
     sources = model_free_sources(speculation)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
-        sources.append(
-            DraftSource(load_draft_model(settings, target, directory, room), asked or MODEL_TOKENS)
-        )
+        model = load_draft_model(settings, target, directory, room)
+        sources.append(DraftSource(model, asked or MODEL_TOKENS, max_num_lanes=model.max_num_lanes))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         if target.keeps_state:
             raise StartRefused(

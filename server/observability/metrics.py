@@ -49,7 +49,7 @@ _STAGES = (
 )
 _METHODS = ("ngram", "suffix", "prediction", "draft_model", "medusa", "heads", "mtp")
 _DROPS = ("stale", "cancelled", "error", "late")
-_RUN_AHEADS = ("hit", "miss")
+_RUN_AHEADS = ("hit", "lane", "miss")
 _MAX_DRAFTS = 32  # the most that may be asked for
 
 _GAUGES: tuple[tuple[str, str, str], ...] = (
@@ -270,7 +270,7 @@ def _write_speculation(page: Exposition, stats: SpecStats) -> None:
         ("draft_tokens_dropped", "Drafted in vain.", "reason", _with_zeros(stats.dropped, _DROPS)),
         (
             "run_ahead",
-            "Rounds that were drafted past: rightly, or not.",
+            "Rounds that were drafted past: rightly, for another outcome as well, or in vain.",
             "result",
             _with_zeros(stats.run_ahead, _RUN_AHEADS),
         ),

@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from config.environment import FAULT_PLAN, FAULT_SWITCH
+from engine.compute.drafters.draft_loader import AUTO_LANES
 from engine.plan.speculation.recent_gain import expected_tokens, theoretical_speedup
 from tests.bench.context import BenchContext
 from tests.bench.load import HTTP_TIMEOUT_S
@@ -40,7 +41,7 @@ MAX_TOKENS = 160
 WARM_TOKENS = 24
 OVER_SYNC = 1.15
 OFF_THE_FORMULA = 0.07
-SCHEDULES = ("off", "sync", "async")
+SCHEDULES = ("off", "sync", "async", "lanes")  # lanes: async, and drafts for other outcomes, too
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 576,
@@ -170,7 +171,9 @@ class Sides:
         pairing = ("--speculative-method", "draft-model", "--draft-model", draft, *fixed)
         self.servers: dict[str, Server] = {}
         for schedule in SCHEDULES:
-            drafts = ("--num-speculative-tokens", str(NUM_DRAFTS), "--speculation-schedule", schedule)
+            drafts = ["--num-speculative-tokens", str(NUM_DRAFTS), "--speculation-schedule", schedule]
+            if schedule == "lanes":
+                drafts[-1:] = ["async", "--draft-lanes", str(AUTO_LANES)]
             flags = ("--speculative-method", "none") if schedule == "off" else (*pairing, *drafts)
             server = stack.enter_context(Server("--model", target, *shape, *flags, env=env))
             self.servers[schedule] = server
@@ -232,6 +235,7 @@ def run_batch(context: BenchContext, section: Section, pair: tuple[Path, Path], 
             section.bars.append(
                 Bar(f"{name}: {schedule} from the formula", OFF_THE_FORMULA, "", distance, at_least=False)
             )
+    section.add(name, "lanes over async", "x", [turn["lanes"].rate / turn["async"].rate for turn in turns])
     ratios = [turn["async"].rate / turn["sync"].rate for turn in turns]
     ratio = section.add(name, "async over sync", "x", ratios)
     if batch in BARRED:

@@ -18,7 +18,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.scheduling.sampling_table import SamplingTable
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, Lane
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import StepInputs
 from tests.support.factories import drawn_by, make_request
@@ -158,12 +158,13 @@ class RecordingForward(PackedForward):
         return self.last
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_window"])
+@pytest.mark.parametrize(("family", "lanes"), [("llama", 3), ("gemma3", 0), ("qwen2_window", 2)])
 def test_after_any_jobs_the_logits_are_those_of_a_fresh_reading(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_model, "PackedForward", RecordingForward)
-    drafter = make_drafter(own_copy(family), num_blocks=48, max_num_seqs=4, max_read_tokens=24)
+    sizes = {"num_blocks": 48, "max_num_seqs": 4, "max_read_tokens": 24, "max_num_lanes": lanes}
+    drafter = make_drafter(own_copy(family), **sizes)
     rng = np.random.default_rng(2)
     names = [f"r{i}" for i in range(6)]
     known: dict[str, list[int]] = {name: [] for name in names}
@@ -181,7 +182,9 @@ def test_after_any_jobs_the_logits_are_those_of_a_fresh_reading(
             del tokens[first:]
             tokens += new
             about = make_request(name, 1, temperature=0.0).sampling
-            jobs.append(DraftJob(DraftRequest(name, 1, about), step, first, tuple(new), len(tokens), 1))
+            committed = len(tokens) - int(rng.integers(0, min(4, len(tokens))))
+            job = DraftJob(DraftRequest(name, 1, about), step, first, tuple(new), committed, 1)
+            jobs.append(replace(job, num_lanes=lanes))
         for draft in drafter.draft(jobs).drafts:
             tokens = known[draft.request_id]
             if draft.token_ids:
@@ -194,6 +197,78 @@ def test_after_any_jobs_the_logits_are_those_of_a_fresh_reading(
     assert num_compared > 100
     drafter.close(names)
     assert drafter.num_used_blocks == 0
+
+
+def lanes_after(drafter: DraftModelDrafter, job: DraftJob, calls: int) -> tuple[list[int], tuple[Lane, ...]]:
+    """The drafts of so many calls, and the lanes beside them in the end."""
+    drafts: list[int] = []
+    lanes: tuple[Lane, ...] = ()
+    for _ in range(calls):
+        (draft,) = drafter.draft([job]).drafts
+        drafts += draft.token_ids
+        lanes = draft.lanes
+        job = replace(job, first=draft.first + len(draft.token_ids), token_ids=())
+    return drafts, lanes
+
+
+def next_job(job: DraftJob, known: Sequence[int], first: int, **changes: Any) -> DraftJob:
+    return replace(job, epoch=job.epoch + 1, first=first, token_ids=tuple(known[first:]), **changes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_lane_is_what_would_be_drafted_if_its_token_came(temperature: float) -> None:
+    """In any company; and its second choices are known when it has come."""
+    rng = np.random.default_rng(5)
+    prompt = random_tokens(rng, 21)
+    sampling = make_request("a", 1, temperature=temperature, seed=11).sampling
+    about = DraftRequest("a", len(prompt), sampling)
+    job = DraftJob(about, 0, 0, tuple(prompt), len(prompt), 9, num_lanes=3)
+    drafter = make_drafter(max_num_lanes=3)
+    drafts, lanes = lanes_after(drafter, job, 6)
+    assert sorted(lane.position for lane in lanes) == [len(prompt), len(prompt) + 1, len(prompt) + 2]
+    for lane in lanes:
+        assert lane.token_ids[0] != drafts[lane.position - len(prompt)]
+        before = [*prompt, *drafts][: lane.position]
+        known = [*before, lane.token_ids[0]]
+        alone = make_drafter()
+        plain = DraftJob(about, 0, 0, tuple(known), len(known), 9)
+        assert lanes_after(alone, plain, 5)[0][: len(lane.token_ids) - 1] == list(lane.token_ids[1:])
+        assert len(lane.token_ids) >= 3
+        if not temperature:
+            logits = plain_logits(load_tiny("llama"), before)[-1]
+            assert lane.token_ids[0] == logits.topk(2).indices[1]
+    # The second outcome comes true: of its drafts, which are verified next, other outcomes are known at once.
+    came = lanes[1]
+    known = [*prompt, *drafts[:1], *came.token_ids] if came.position == len(prompt) + 1 else []
+    job = next_job(job, known, came.position, num_committed=came.position + 1, num_wanted=5)
+    drafter.draft([job])
+    job = replace(job, first=len(known) + 1, token_ids=())
+    assert len(drafter.draft([job]).drafts[0].lanes) == 3
+    drafter.check_integrity()
+    drafter.close(["a"])
+    assert drafter.num_used_blocks == 0
+
+
+def test_without_free_blocks_there_are_fewer_lanes_and_no_draft_is_missing() -> None:
+    prompt = random_tokens(np.random.default_rng(6), 21)
+    about = DraftRequest("a", len(prompt), make_request("a", 1, temperature=0.0).sampling)
+    job = DraftJob(about, 0, 0, tuple(prompt), len(prompt), 9, num_lanes=3)
+    drafts, lanes = lanes_after(make_drafter(), job, 6)
+    assert (len(drafts), lanes) == (6, ()), "none were to be kept"
+    for num_blocks, expected in ((7, 0), (8, 1), (256, 3)):
+        drafter = make_drafter(num_blocks=num_blocks, max_num_lanes=3)
+        found, lanes = lanes_after(drafter, job, 6)
+        assert found == drafts
+        assert len(lanes) == expected, num_blocks
+        drafter.check_integrity()
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}])
+def test_what_depends_on_all_that_was_drafted_gets_no_lanes(sampling: dict[str, Any]) -> None:
+    prompt = random_tokens(np.random.default_rng(7), 9)
+    about = DraftRequest("a", len(prompt), make_request("a", 1, temperature=0.0, **sampling).sampling)
+    job = DraftJob(about, 0, 0, tuple(prompt), len(prompt), 9, num_lanes=3)
+    assert lanes_after(make_drafter(max_num_lanes=3), job, 4)[1] == ()
 
 
 def test_a_crowd_changes_no_draft() -> None:

@@ -103,6 +103,19 @@ async def test_text_is_the_same_by_default(
         assert found.stats.num_accepted > 0
 
 
+async def test_text_is_the_same_whichever_outcomes_are_drafted_for(
+    world: World, fewer: list[Family], expected: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunAhead, "_would_keep_from_more", lambda self, seconds: False)
+    flags = [*SOURCES["draft model"].flags_in(world), "--speculation-schedule", "async", *ALWAYS]
+    for name in ("crowd", "recompute"):
+        found = await speak_drafted(
+            world.target, [*flags, "--draft-lanes", "3"], SETTINGS[name], fewer, expected
+        )
+        assert differences(expected, found) == []
+        assert found.stats.run_ahead["lane"] > 0
+
+
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 async def test_greedy_text_is_the_same_by_any_verification(
     verification: str, world: World, fewer: list[Family], expected: Run

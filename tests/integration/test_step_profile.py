@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_model_s_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return runner.run(inputs)
 
     profile = profile_steps(run, ProfileLimits(32, BLOCK_SIZE, 40, max_num_seqs=2, max_draft_tokens=8))
-    assert [entry[:2] for entry in profile.decodes] == [(1, 1), (1, 5), (1, 9), (2, 2), (2, 10)]
+    assert [entry[:2] for entry in profile.decodes] == [(1, 1), (2, 2), (1, 5), (1, 9), (2, 10)]
     assert profile.chunk is not None
     assert profile.chunk[0] == 40
     assert all(seconds > 0 for *_, seconds in (*profile.decodes, profile.chunk))
@@ -41,11 +42,24 @@ def test_a_model_s_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_fits_is_measured() -> None:
     assert sizes_of(ProfileLimits(64, 16, 2048, 64, 32)) == [
-        (1, 1), (1, 5), (1, 9), (1, 17), (1, 33), (8, 8), (8, 40),
+        (1, 1), (8, 8), (1, 5), (1, 9), (1, 17), (1, 33), (8, 40),
     ]  # fmt: skip
     assert sizes_of(ProfileLimits(64, 16, 2048, 64)) == [(1, 1), (8, 8)], "without drafts"
     assert sizes_of(ProfileLimits(8, 16, 128, 64, 8)) == [(1, 1), (1, 5), (1, 9)], "in few blocks"
     assert sizes_of(ProfileLimits(1, 4, 4, 1, 8)) == [(1, 1)], "in a short context"
+
+
+def test_a_slow_machine_s_chunk_is_measured_before_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def run(inputs: StepInputs) -> StepResult:
+        now[0] += 0.2
+        return StepResult(SampledRows([]), 0.2, 0.0)
+
+    monkeypatch.setattr(step_profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    profile = profile_steps(run, ProfileLimits(64, 16, 2048, 64, 32))
+    assert [entry[:2] for entry in profile.decodes] == [(1, 1), (8, 8)]
+    assert profile.chunk == (64, 0.2)
 
 
 def test_costs_are_known_from_what_was_measured() -> None:

@@ -21,7 +21,8 @@ class DraftKv:
     """Room for as many sequences as fit; the least recently used ones give way to those drafted for now.
 
     A sequence whose KV was dropped is read again, which costs time only. Blocks that may hold non-finite
-    values are scrubbed before another sequence gets them. Used by one thread at a time.
+    values are scrubbed before another sequence gets them. A fork shares the blocks of what was computed
+    before it. Used by one thread at a time.
     """
 
     def __init__(self, tensors: KvTensors, max_num_seqs: int, max_model_len: int) -> None:
@@ -61,6 +62,30 @@ class DraftKv:
             self.drop(victim)
         return True
 
+    def fork(self, request_id: str, lane_id: str, num_tokens: int) -> bool:
+        """Have `lane_id` begin with the first `num_tokens` tokens of another, as far as these are computed.
+
+        False where they are not, or no row is free.
+        """
+        if num_tokens > self.num_computed(request_id) or not self.manager.fork(request_id, lane_id):
+            return False
+        self.manager.rewind(lane_id, num_tokens)
+        self._held[lane_id] = _Held(num_tokens)
+        return True
+
+    def make_own(self, lane_id: str, num_tokens: int) -> bool:
+        """Get room for `num_tokens` of a fork in blocks of its own from what it has computed on.
+
+        From free blocks only: False where there are too few, or where it was dropped for others.
+        """
+        if lane_id not in self.manager or not self.manager.allocate(lane_id, num_tokens):
+            return False
+        copies = self.manager.copy_on_write(lane_id, self.num_computed(lane_id))
+        if copies is None:
+            return False
+        self.tensors.copy_blocks(copies)
+        return True
+
     def advance(self, request_id: str, num_tokens: int, *, is_kv_good: bool) -> None:
         """The first `num_tokens` tokens are computed; their KV is good if a finite row was drawn from it."""
         held = self._held[request_id]
@@ -84,7 +109,8 @@ class DraftKv:
         if held is None or request_id not in self.manager:
             return
         if not held.is_kv_good:
-            self.tensors.scrub_blocks(self.manager.block_ids(request_id))
+            blocks, ref_count = self.manager.block_ids(request_id), self.manager.pool.ref_count
+            self.tensors.scrub_blocks([block for block in blocks if ref_count(block) == 1])
         self.manager.free(request_id)
 
     def drop_suspect(self, request_id: str) -> None:

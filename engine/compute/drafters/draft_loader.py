@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
 
-from config import ModelSettings, Settings
+from config import ModelSettings, Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.recorder import CudaRecorder
@@ -31,6 +32,8 @@ log = logging.getLogger("slipstream.speculation")
 
 # A draft model's KV may take this part of the target's, unless one sequence alone needs more.
 KV_SHARE = 0.25
+# What `auto` tries: the outcomes where one of the first drafts is wrong, which are the likeliest.
+AUTO_LANES = 4
 
 
 class TargetRoom(NamedTuple):
@@ -72,6 +75,7 @@ def _load_drafter(
     check_vocabulary(target_directory, directory)
     loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
     sizes = draft_sizes(loaded, target.vocab_size, room)
+    sizes = replace(sizes, max_num_lanes=num_lanes(settings.speculation))
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
@@ -87,6 +91,14 @@ def _load_drafter(
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+
+
+def num_lanes(speculation: SpeculationSettings) -> int:
+    """Other outcomes to draft for, of a sequence: none where the target waits for all drafts anyway."""
+    schedule, asked = speculation.speculation_schedule, speculation.draft_lanes
+    if schedule == "sync":
+        return 0
+    return asked if asked is not None else (AUTO_LANES if schedule == "auto" else 0)
 
 
 def draft_sizes(loaded: LoadedModel, vocab_size: int, room: TargetRoom) -> DraftSizes:

@@ -16,16 +16,23 @@ import torch.nn.functional as F
 
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
+from engine.compute.drafters.draft_lanes import DraftLane, DraftLanes
+from engine.compute.drafters.draft_sequence import (
+    DraftSequence,
+    depends_on_newest_only,
+    has_ended,
+    sampling_inputs,
+    up_to_the_end,
+)
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import in_stream
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.sampling.sampler import Sampler
-from engine.plan.scheduling.sampling_table import Before, adjustment_of, as_int64, history_of
-from engine.plan.scheduling.token_history import TokenHistory
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, DraftResult
+from engine.compute.sampling.sampler import Sampler, select_rows
+from engine.plan.scheduling.sampling_table import history_of
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
 from engine.plan.speculation.speculation_config import Verification
-from engine.plan.step_records import Int64, LogitAdjustment, SamplingInputs, StepInputs
+from engine.plan.step_records import Int64, SampledRows, SamplingInputs, StepInputs
 
 # Small enough that reading a prompt does not delay the other sequences' next tokens for long.
 DEFAULT_READ_TOKENS = 512
@@ -35,27 +42,17 @@ MAX_CHAIN = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """What a draft model may use. `vocab_size` is the target's; at most `max_read_tokens` are read a call."""
+    """What a draft model may use. `vocab_size` is the target's; at most `max_read_tokens` are read a call.
+
+    Of each sequence `max_num_lanes` other outcomes may be drafted on for.
+    """
 
     vocab_size: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_read_tokens: int = DEFAULT_READ_TOKENS
-
-
-@dataclass(slots=True)
-class _Known:
-    """What the drafter knows of one sequence: committed tokens, drafts of others and its own.
-
-    `is_broken` once its row failed, it held a token that the model cannot read, or a job left tokens out:
-    nothing is drafted for it then. `history` has counted some of the tokens; None if no penalty is set.
-    """
-
-    request: DraftRequest
-    token_ids: list[int]
-    history: TokenHistory | None
-    is_broken: bool = False
+    max_num_lanes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class _Turn(NamedTuple):
     """
 
     job: DraftJob
-    known: _Known
+    known: DraftSequence
     first: int
     stop: int
     num_drafts: int = 1
@@ -105,6 +102,8 @@ class DraftModelDrafter:
     drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
     same token wherever their distributions allow (Daliri, Musco, Suresh 2024); under the other rules it is a
     stream of its own and every draft comes with its distribution.
+
+    Where lanes are wanted, a call also draws the next token of other outcomes of what is being verified.
 
     A sequence that does not fit, beside those that are drafted for in the same call, gets no answer and holds
     nothing; one beyond the draft model's context gets none either. One whose row fails, or whose tokens are
@@ -138,8 +137,12 @@ class DraftModelDrafter:
             if on_device is None
             else on_device.runner.kv
         )
-        self._kv = DraftKv(tensors, sizes.max_num_seqs, loaded.max_model_len)
-        self._known: dict[str, _Known] = {}
+        # What a lane was drafted from is not told, and only `match` can do without.
+        self.max_num_lanes = sizes.max_num_lanes if verification == "match" and on_device is None else 0
+        num_rows = sizes.max_num_seqs * (1 + self.max_num_lanes)
+        self._kv = DraftKv(tensors, num_rows, loaded.max_model_len)
+        self._lanes = DraftLanes(self._kv, loaded.max_model_len)
+        self._known: dict[str, DraftSequence] = {}
 
     @property
     def num_used_blocks(self) -> int:
@@ -159,7 +162,8 @@ class DraftModelDrafter:
             for job in jobs:
                 self._take_note(job)
             turns = self._plan(jobs, behind)
-            drawn = self._compute(turns) if turns else {}
+            lanes = [lane for turn in turns if turn.draws for lane in self._growing(turn)]
+            drawn = self._compute(turns, lanes) if turns else {}
         drafts = tuple(self._answer(job, drawn, behind) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
 
@@ -169,6 +173,7 @@ class DraftModelDrafter:
         with in_stream(self._stream):
             for request_id in request_ids:
                 self._known.pop(request_id, None)
+                self._lanes.drop(request_id)
                 self._kv.drop(request_id)
 
     def _take_note(self, job: DraftJob) -> None:
@@ -177,7 +182,7 @@ class DraftModelDrafter:
         known = self._known.get(request_id)
         if known is None:
             history = history_of(job.request.sampling, job.request.num_prompt_tokens)
-            known = self._known[request_id] = _Known(job.request, [], history)
+            known = self._known[request_id] = DraftSequence(job.request, [], history)
         old = known.token_ids
         if job.first > len(old):
             known.is_broken = True
@@ -187,6 +192,7 @@ class DraftModelDrafter:
             if before != after:
                 break
             num_equal += 1
+        self._lanes.begin(job, num_equal)
         if known.history is not None:
             known.history.cut(old, num_equal)
         old[job.first :] = job.token_ids
@@ -231,7 +237,7 @@ class DraftModelDrafter:
         has_room = self._kv.extend(turn.job.request.request_id, turn.stop + most - 1, current)
         return most if has_room else 1
 
-    def _can_go_on(self, job: DraftJob, known: _Known) -> bool:
+    def _can_go_on(self, job: DraftJob, known: DraftSequence) -> bool:
         """True if a token is wanted and the model may draw one."""
         token_ids = known.token_ids
         if job.num_wanted <= 0 or known.is_broken or not token_ids:
@@ -240,27 +246,35 @@ class DraftModelDrafter:
             known.request, token_ids
         )
 
-    def _known_of(self, job: DraftJob) -> _Known:
+    def _known_of(self, job: DraftJob) -> DraftSequence:
         return self._known[job.request.request_id]
 
-    def _num_unread(self, known: _Known) -> int:
+    def _num_unread(self, known: DraftSequence) -> int:
         return len(known.token_ids) - self._kv.num_computed(known.request.request_id)
+
+    def _growing(self, turn: _Turn) -> list[DraftLane]:
+        return self._lanes.growing(turn.job, turn.known) if self.max_num_lanes else []
 
     # The pass.
 
-    def _compute(self, turns: Sequence[_Turn]) -> Mapping[str, _Drawn]:
-        """Run the turns; what was drawn, by request."""
+    def _compute(self, turns: Sequence[_Turn], lanes: Sequence[DraftLane]) -> Mapping[str, _Drawn]:
+        """Run the turns, and a token of each lane beside them; what the turns drew, by request."""
         try:
             drawing = [turn for turn in turns if turn.draws]
-            inputs = self._step_inputs(turns)
+            inputs = self._step_inputs(turns, lanes)
             if self._chains and drawing:
                 drawn = self._draw_chains(drawing, inputs)
             else:
-                logits = self._forward(inputs, self._kv.tensors)  # [drawing, draft vocab]
-                drawn = self._draw(drawing, fit_vocabulary(logits, self._sizes.vocab_size)) if drawing else []
+                logits = self._forward(inputs, self._kv.tensors)  # [drawing + lanes, draft vocab]
+                logits = fit_vocabulary(logits, self._sizes.vocab_size)
+                drawn = self._draw(drawing, logits[: len(drawing)]) if drawing else []
+                if lanes:
+                    self._grow(lanes, logits[len(drawing) :])
         except Exception:
-            for turn in turns:  # it is unknown what was written
-                self._kv.drop_suspect(turn.job.request.request_id)
+            request_ids = [turn.job.request.request_id for turn in turns]
+            self._lanes.drop_suspect(request_ids)
+            for request_id in request_ids:  # it is unknown what was written
+                self._kv.drop_suspect(request_id)
             raise
         for turn in turns:
             self._kv.advance(turn.job.request.request_id, turn.stop, is_kv_good=turn.draws)
@@ -269,6 +283,7 @@ class DraftModelDrafter:
             request_id = turn.job.request.request_id
             if result is None:
                 turn.known.is_broken = True
+                self._lanes.drop(request_id)
                 self._kv.drop_suspect(request_id)
             else:
                 turn.known.token_ids += result.token_ids
@@ -277,7 +292,7 @@ class DraftModelDrafter:
                 found[request_id] = result
         return found
 
-    def _step_inputs(self, turns: Sequence[_Turn]) -> StepInputs:
+    def _step_inputs(self, turns: Sequence[_Turn], lanes: Sequence[DraftLane]) -> StepInputs:
         parts = [
             Part(
                 turn.known.token_ids,
@@ -287,8 +302,12 @@ class DraftModelDrafter:
             )
             for turn in turns
         ]
+        for lane in lanes:
+            blocks = self._kv.blocks(lane.lane_id, lane.length)
+            parts.append(Part(lane.sequence.token_ids, lane.length - 1, lane.length, blocks))
         inputs = pack_step(parts, self._sizes.block_size)
-        return replace(inputs, logits_rows=inputs.logits_rows[[turn.draws for turn in turns]])
+        draws = [turn.draws for turn in turns] + [True] * len(lanes)
+        return replace(inputs, logits_rows=inputs.logits_rows[draws])
 
     def _draw_chains(self, turns: Sequence[_Turn], inputs: StepInputs) -> list[_Drawn | None]:
         """All drafts of each turn, up to one that ends the request, None for a row that failed."""
@@ -307,6 +326,7 @@ class DraftModelDrafter:
         if self._verification == "match":
             rows = self._sampler.sample(logits, inputs)
             errors = rows.row_errors or {}
+            self._note_seconds(turns, logits, inputs, rows)
             return [None if row in errors else _Drawn((token,)) for row, token in enumerate(rows.token_ids)]
         committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
         drafts = self._sampler.sample_with_probs(logits, inputs, committed)
@@ -315,6 +335,48 @@ class DraftModelDrafter:
         return [
             None if row in drafts.row_errors else _Drawn((token,), (drafts.probs[row],))
             for row, token in enumerate(drafts.token_ids)
+        ]
+
+    def _note_seconds(
+        self, turns: Sequence[_Turn], logits: torch.Tensor, inputs: SamplingInputs, drawn: SampledRows
+    ) -> None:
+        """Have the lanes know what might have been drawn in place of each token."""
+        asked = [row for row, turn in enumerate(turns) if turn.job.num_lanes and self.max_num_lanes]
+        for row, token_id in self._seconds(logits, inputs, drawn, asked):
+            turn = turns[row]
+            self._lanes.note_second(turn.job.request.request_id, len(turn.known.token_ids), token_id)
+
+    def _grow(self, lanes: Sequence[DraftLane], logits: torch.Tensor) -> None:
+        """Draw a token for each lane; `logits` is [lanes, vocab]."""
+        inputs = sampling_inputs([lane.sequence for lane in lanes])
+        rows = self._sampler.sample(logits, inputs)
+        for row, token_id in self._seconds(logits, inputs, rows, range(len(lanes))):
+            lanes[row].seconds[lanes[row].length] = token_id
+        failed = rows.row_errors or {}
+        for row, (lane, token_id) in enumerate(zip(lanes, rows.token_ids, strict=True)):
+            if row in failed:
+                self._lanes.failed(lane)
+            else:
+                self._kv.advance(lane.lane_id, lane.length, is_kv_good=True)
+                lane.sequence.token_ids.append(token_id)
+
+    def _seconds(
+        self, logits: torch.Tensor, inputs: SamplingInputs, drawn: SampledRows, rows: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """(row, token id) of what the same noise favours, of these rows, beside what was drawn."""
+        sound = [row for row in rows if row not in (drawn.row_errors or {})]
+        if not sound:
+            return []
+        at = np.array(sound)
+        others = logits[torch.from_numpy(at)]  # [sound rows, vocab], a copy
+        first = torch.tensor([drawn.token_ids[row] for row in sound])[:, None]
+        others.scatter_(1, first, others.amin(dim=1, keepdim=True))
+        found = self._sampler.sample(others, select_rows(inputs, at))
+        failed = found.row_errors or {}
+        return [
+            (row, token_id)
+            for place, (row, token_id) in enumerate(zip(sound, found.token_ids, strict=True))
+            if place not in failed
         ]
 
     def _answer(self, job: DraftJob, drawn: Mapping[str, _Drawn], behind: set[str]) -> Draft:
@@ -327,56 +389,8 @@ class DraftModelDrafter:
             token_ids=() if found is None else found.token_ids,
             probs=() if found is None else found.probs,
             is_behind=request_id in behind,
+            lanes=() if found is None else self._lanes.answers(request_id),
         )
-
-
-def has_ended(request: DraftRequest, token_ids: Sequence[int]) -> bool:
-    """True if the newest token ends the request, so that nothing can follow it."""
-    return ends_with(request, len(token_ids), token_ids[-1])
-
-
-def ends_with(request: DraftRequest, num_tokens: int, token_id: int) -> bool:
-    """True if this token, when it makes the sequence so long, ends the request."""
-    num_output = num_tokens - request.num_prompt_tokens
-    return num_output > max(0, request.sampling.min_tokens) and token_id in request.stop_token_ids
-
-
-def up_to_the_end(known: _Known, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Of the drafts that follow what is known, those up to the first that ends the request."""
-    num_known = len(known.token_ids)
-    for count, token_id in enumerate(token_ids, start=1):
-        if ends_with(known.request, num_known + count, token_id):
-            return tuple(token_ids[:count])
-    return tuple(token_ids)
-
-
-def depends_on_newest_only(known: _Known) -> bool:
-    """Whether the tokens after this sequence can be drawn knowing of each only that it follows the last."""
-    is_free = not known.request.sampling.bad_words
-    return is_free and adjustment_after(known, 0) is None
-
-
-def adjustment_after(known: _Known, row: int) -> LogitAdjustment | None:
-    """What the row that draws the token after this sequence needs beyond its columns."""
-    request = known.request
-    before = Before(known.token_ids, request.num_prompt_tokens, known.history)
-    return adjustment_of(row, request.sampling, request.stop_token_ids, before)
-
-
-def sampling_inputs(sequences: Sequence[_Known]) -> SamplingInputs:
-    """The parameters of the rows that draw the token after each of these sequences."""
-    params = [known.request.sampling for known in sequences]
-    adjustments = (adjustment_after(known, row) for row, known in enumerate(sequences))
-    return SamplingInputs(
-        temperature=np.array([sampling.temperature for sampling in params], np.float32),
-        top_k=np.array([sampling.top_k for sampling in params], np.int32),
-        top_p=np.array([sampling.top_p for sampling in params], np.float32),
-        min_p=np.array([sampling.min_p for sampling in params], np.float32),
-        seed=np.array([as_int64(sampling.seed) for sampling in params], np.int64),
-        position=np.array([len(known.token_ids) for known in sequences], np.int64),
-        num_logprobs=np.full(len(params), -1, np.int32),
-        adjustments=tuple(adjustment for adjustment in adjustments if adjustment is not None),
-    )
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

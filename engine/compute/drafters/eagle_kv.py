@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,11 @@ class Span(NamedTuple):
     slab: int
     first: int
     num_rows: int
+
+
+def last_rows(spans: Sequence[Span]) -> list[int]:
+    """Each span's last row, among the rows of all."""
+    return [stop - 1 for stop in accumulate(span.num_rows for span in spans)]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.compute.drafters.eagle_kv import EagleKv, Span
+from engine.compute.drafters.eagle_kv import EagleKv, Span, last_rows
 from engine.compute.drafters.eagle_weights import EagleWeights
 
 
@@ -46,7 +46,8 @@ class TorchEagle:
             residual = normed
         embedded = F.rms_norm(weights.embedding(token_ids), (sizes.hidden,), weights.input_norm, weights.eps)
         qkv = F.linear(torch.cat([embedded, normed], dim=-1), weights.qkv)
-        hidden = residual + F.linear(self._attend(qkv, positions, spans), weights.output)
+        attended = self._attend(qkv, positions, spans)
+        hidden = residual[last_rows(spans)] + F.linear(attended, weights.output)
         normed = F.rms_norm(hidden, (sizes.hidden,), weights.mlp_norm, weights.eps)
         gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, weights.down)
@@ -64,7 +65,7 @@ class TorchEagle:
         where = torch.tensor(positions, device=qkv.device)
         cos, sin = self._weights.rotary(qkv, position_ids=where[None])
         query, key = (_rotated(part, cos[0, :, None], sin[0, :, None]) for part in (query, key))
-        return attend_in_slabs(self._kv, spans, query, key, value).flatten(1)
+        return attend_in_slabs(self._kv, spans, query[last_rows(spans)], key, value).flatten(1)
 
 
 def attend_in_slabs(
@@ -75,24 +76,26 @@ def attend_in_slabs(
     value: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Keep the rows' keys and values and attend, each row within its own slab: [N, heads, value's dim].
+    """Keep the rows' keys and values and attend, each row within its own slab: [Q, heads, value's dim].
 
-    `query` is [N, heads, dim], `key` and `value` [N, kv_heads, their dim]; `scale` None is the usual one.
+    `query` is [Q, heads, dim], of all N rows or of each span's last; `key` and `value` are [N, kv_heads,
+    their dim]; `scale` None is the usual one.
     """
-    attended, row = [], 0
+    attended, row, asked = [], 0, 0
     for span in spans:
         own = slice(row, row + span.num_rows)
+        num_asking = span.num_rows if len(query) == len(key) else 1
         keys, values, seen = kv.take(span, key[own], value[own])
         found = F.scaled_dot_product_attention(
-            query[own].transpose(0, 1)[None],
+            query[asked : asked + num_asking].transpose(0, 1)[None],
             keys[None],
             values[None],
-            attn_mask=seen,
+            attn_mask=seen[-num_asking:],
             scale=scale,
             enable_gqa=True,
         )
         attended.append(found[0].transpose(0, 1))
-        row += span.num_rows
+        row, asked = row + span.num_rows, asked + num_asking
     return torch.cat(attended)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.compute.drafters.eagle_kv import Span
+from engine.compute.drafters.eagle_kv import Span, last_rows
 from engine.compute.drafters.eagle_round import (
     FAR_BEHIND,
     GUESSES,
@@ -43,7 +42,11 @@ class DraftLayer(Protocol):
         positions: Sequence[int],
         spans: Sequence[Span],
     ) -> torch.Tensor:
-        """The layer's output [n, hidden] for rows of `hidden` at `positions`, and the tokens behind them."""
+        """What leaves the layer of each span's last row, [spans, hidden].
+
+        The rows of `hidden` are at `positions`, `token_ids` are the tokens behind them. Of the others nothing
+        but keys and values is wanted.
+        """
         ...
 
     def again(self, out: torch.Tensor) -> torch.Tensor:
@@ -82,9 +85,8 @@ class LayerChains:
         spans = [Span(*each) for each in zip(work.slabs, work.num_kept, work.num_rows, strict=True)]
         token_ids = torch.tensor(work.token_ids, device=device)
         out = layer.compute(layer.read(work.features.to(device)), token_ids, work.positions, spans)
-        last = [stop - 1 for stop in accumulate(work.num_rows)]
-        out, positions = out[last], [work.positions[row] for row in last]
-        chains: list[Chain] = [[] for _ in last]
+        positions = [work.positions[row] for row in last_rows(spans)]
+        chains: list[Chain] = [[] for _ in spans]
         least_chance = max(self._least_chance, work.least_chance)
         for depth, count in enumerate(work.drawing):
             goes_on = [

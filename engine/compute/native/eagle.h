@@ -22,7 +22,7 @@ struct EagleRound {  // records.py mirrors it. J sequences, those with most draf
   const Element* embedded;           // [N, hidden] of the tokens behind the rows
   const float *cos, *sin;            // [rows of all passes, dim]: the first has N, each further one `drawing`
   const Index* slots;                // [rows of all passes]
-  const int32_t *counts, *lengths;   // [D, J], or [1, J] without drafts, as Attention has them
+  const int32_t* lengths;            // [D, J], or [1, J] without drafts, as Attention has them
   const Index* last;                 // [J] the last row of each sequence
   const Index* drawing;              // [D] how many sequences want so many drafts
   const Attention* attention;        // what is the same in all passes
@@ -62,7 +62,7 @@ inline void chances_of(Index* winners, const double* scores, float* chances) {
 // Where a round's intermediate results lie.
 struct EagleSpace {
   RowBlock* blocks;
-  Element *hidden, *both, *qkv, *query, *attended, *act, *normed, *newest, *embedded, *logits;
+  Element *hidden, *both, *qkv, *query, *asked, *attended, *act, *normed, *newest, *embedded, *logits;
 
   EagleSpace(const Eagle& e, Index n, Index sequences, Element* at) : blocks(row_block_space<1>(most_row_blocks(e, n))) {
     const auto take = [&](Index numbers) {
@@ -71,13 +71,15 @@ struct EagleSpace {
       return taken;
     };
     hidden = take(n * e.hidden), both = take(n * 2 * e.hidden), qkv = take(n * e.qkv.out);
-    query = take(n * e.heads * e.dim), attended = take(n * e.heads * e.dim), act = take(n * e.width);
-    normed = take(n * e.hidden), newest = take(sequences * e.hidden), embedded = take(sequences * e.hidden);
-    logits = take(sequences * e.head.out);
+    query = take(n * e.heads * e.dim);
+    asked = take(sequences * e.heads * e.dim), attended = take(sequences * e.heads * e.dim);
+    act = take(sequences * e.width), normed = take(sequences * e.hidden), newest = take(sequences * e.hidden);
+    embedded = take(sequences * e.hidden), logits = take(sequences * e.head.out);
   }
 
   static Index numbers(const Eagle& e, Index n, Index sequences) {
-    return n * (4 * e.hidden + e.qkv.out + 2 * e.heads * e.dim + e.width) + sequences * (2 * e.hidden + e.head.out);
+    const Index heads = e.heads * e.dim;
+    return n * (3 * e.hidden + e.qkv.out + heads) + sequences * (2 * heads + e.width + 3 * e.hidden + e.head.out);
   }
 
   static Index most_row_blocks(const Eagle& e, Index n) {
@@ -88,11 +90,12 @@ struct EagleSpace {
   }
 };
 
-// hidden [n, hidden] becomes the layer's output. As all below, for every thread of a team. `row` is the first among
-// those of all passes.
+// at.newest [count, hidden] becomes the layer's output for the rows `last` of hidden [n, hidden], null for all: only they
+// are drafted behind, and of the others only keys and values are kept. As all below, for every thread of a team. `row` is
+// the first among those of all passes.
 void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpace& at, const Attention& attention,
-                 Element* hidden, const Element* embedded, Index n, Index row) {
-  const Index width = e.hidden;
+                 Element* hidden, const Element* embedded, Index n, Index row, const Index* last) {
+  const Index width = e.hidden, heads = e.heads * e.dim, count = attention.sequences;
   me.each(n, [&](Index i) {
     Element* both = at.both + i * 2 * width;
     normalize(embedded + i * width, e.input_norm, both, width);
@@ -104,11 +107,16 @@ void eagle_layer(Worker& me, const Eagle& e, const EagleRound& r, const EagleSpa
   const Norm none{};
   rotate_and_write_in_team(me, {form, at.qkv, r.cos + row * e.dim, r.sin + row * e.dim, none, none, at.query, e.keys,
                                 e.values, r.slots + row, n, attention.block_size, 0});
+  me.each(count, [&](Index j) {
+    const Index from = last ? last[j] : j;
+    memcpy(at.asked + j * heads, at.query + from * heads, heads * sizeof(Element));
+    if (last) memcpy(at.newest + j * width, hidden + from * width, width * sizeof(Element));
+  });
   attend_in_team(me, attention);
-  product_in_team(me, e.output, at.attended, hidden, n, at.blocks, hidden);
-  normalize_in_team(me, hidden, e.mlp_norm, at.normed, n, width);
-  gated_product_in_team(me, e.gate_up, {SILU, true}, at.normed, at.act, n, at.blocks);
-  product_in_team(me, e.down, at.act, hidden, n, at.blocks, hidden);
+  product_in_team(me, e.output, at.attended, at.newest, count, at.blocks, at.newest);
+  normalize_in_team(me, at.newest, e.mlp_norm, at.normed, count, width);
+  gated_product_in_team(me, e.gate_up, {SILU, true}, at.normed, at.act, count, at.blocks);
+  product_in_team(me, e.down, at.act, at.newest, count, at.blocks, at.newest);
 }
 
 // Whether a guess behind a draft of such a chance could be among the best `wanted` of sequence `j`, which has `depths`.
@@ -165,24 +173,22 @@ void slip_eagle(Team* team, const Eagle* eagle, const EagleRound* round) {
   std::vector<Draw> draws(r.most, *r.draw);
   for (Index depth = 0; depth < (Index)attentions.size(); depth++) {
     Attention& attention = attentions[depth];
-    attention.query = at.query, attention.output = at.attended, attention.keys = e.keys, attention.values = e.values;
-    attention.counts += depth * r.sequences, attention.lengths += depth * r.sequences;
+    attention.query = at.asked, attention.output = at.attended, attention.keys = e.keys, attention.values = e.values;
+    attention.lengths += depth * r.sequences;
     attention.sequences = depth ? r.drawing[depth] : r.sequences;
     if (depth < r.most) draws[depth].logits = at.logits, draws[depth].keys += depth * r.sequences * 2;
   }
   team->run(true, [&](Worker& me) {
     product_in_team(me, e.fuse, r.features, at.hidden, r.n, at.blocks);
-    eagle_layer(me, e, r, at, attentions[0], at.hidden, r.embedded, r.n, 0);
+    eagle_layer(me, e, r, at, attentions[0], at.hidden, r.embedded, r.n, 0, r.last);
     for (Index depth = 0, row = r.n; depth < r.most; depth++) {
       const Index count = r.drawing[depth];
       if (depth) {
-        eagle_layer(me, e, r, at, attentions[depth], at.newest, at.embedded, count, row);
+        eagle_layer(me, e, r, at, attentions[depth], at.newest, at.embedded, count, row, nullptr);
         row += count;
       }
       me.each(count, [&](Index j) {
-        Element* newest = at.newest + j * e.hidden;
-        if (!depth) memcpy(newest, at.hidden + r.last[j] * e.hidden, e.hidden * sizeof(Element));
-        normalize(newest, e.last_norm, at.normed + j * e.hidden, e.hidden);
+        normalize(at.newest + j * e.hidden, e.last_norm, at.normed + j * e.hidden, e.hidden);
       });
       product_in_team(me, e.head, at.normed, at.logits, count, at.blocks);
       me.each(count, [&](Index j) { draw_draft(e, r, at, draws[depth], depth, j); });

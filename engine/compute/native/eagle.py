@@ -93,8 +93,9 @@ class NativeEagle:
         cos, sin = self._rotations.rows(torch.tensor(places.positions))
         features = work.features.contiguous()
         embedded = self._weights.embedding(torch.tensor(work.token_ids))
-        counts, lengths, tables = (torch.tensor(part, dtype=torch.int32) for part in places.attended)
-        rows = PagedRows(counts[:num_sequences], lengths, tables[:, None], None, None)
+        lengths, slabs = (torch.tensor(part, dtype=torch.int32) for part in (places.lengths, work.slabs))
+        one_each = torch.ones(num_sequences, dtype=torch.int32)
+        rows = PagedRows(one_each, lengths, slabs[:, None], None, None)
         attention = self._kernels.attention_record(rows, self._kv.keys, sizes.heads)
         attention.window, attention.scale, attention.softcap = sizes.window, sizes.head_dim**-0.5, 0.0
         indices = [array("q", part) for part in (places.slots, places.last, work.drawing, work.num_wanted)]
@@ -106,7 +107,7 @@ class NativeEagle:
             self._eagle,
             records.EagleRound(
                 *(tensor.data_ptr() for tensor in (features, embedded, cos, sin)),
-                *(slots, counts.data_ptr(), lengths.data_ptr(), last, drawing),
+                *(slots, lengths.data_ptr(), last, drawing),
                 *(ctypes.pointer(attention), ctypes.pointer(draw)),
                 *(wanted, _address(guesses), _address(chances)),
                 *(self._scratch_for(len(features), num_sequences), len(features), num_sequences, most),
@@ -156,7 +157,7 @@ class _Places(NamedTuple):
     positions: list[int]  # [rows of all passes]
     slots: list[int]  # the same
     last: list[int]  # [J] the last row that each sequence reads
-    attended: tuple[list[int], list[int], list[int]]  # counts and lengths, pass by pass, and slabs
+    lengths: list[int]  # of what the sequences' newest rows attend to, pass by pass
 
     @classmethod
     def of(cls, work: EagleRound, num_slots: int) -> Self:
@@ -166,13 +167,12 @@ class _Places(NamedTuple):
         positions = list(work.positions)
         slots = [slab * num_slots + kept + row for slab, kept, rows in spans for row in range(rows)]
         ends = [slots[row] for row in last]
-        counts, lengths = list(work.num_rows), [kept + rows for _, kept, rows in spans]
+        lengths = [kept + rows for _, kept, rows in spans]
         for depth, count in enumerate(work.drawing[1:], 1):
             positions += [work.positions[row] + depth for row in last[:count]]
             slots += [end + depth for end in ends[:count]]
-            counts += [1] * len(spans)
             lengths += [length + depth for length in lengths[: len(spans)]]
-        return cls(positions, slots, last, (counts, lengths, work.slabs))
+        return cls(positions, slots, last, lengths)
 
 
 def _address(numbers: array[int] | array[float]) -> int:

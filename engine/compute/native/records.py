@@ -252,8 +252,8 @@ class EagleRound(ctypes.Structure):
     """See eagle.h."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("features", "embedded", "cos", "sin", "slots", "counts", "lengths")),
-        *((name, POINTER) for name in ("last", "drawing")),
+        *((name, POINTER) for name in ("features", "embedded", "cos", "sin", "slots", "lengths", "last")),
+        ("drawing", POINTER),
         ("attention", ctypes.POINTER(Attention)),
         ("draw", ctypes.POINTER(Draw)),
         *((name, POINTER) for name in ("wanted", "token_ids", "chances", "scratch")),

@@ -7,16 +7,16 @@ stall in a first observation is taken for a cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs, StepResult
 
 _CONTEXT = 64  # tokens before those that are measured
-_TIME_LIMIT_S = 0.5  # after which nothing more is begun
+_TIME_LIMIT_S = 1.0  # after which nothing more is begun
 _ROUNDS = 2  # the faster counts
-_CHUNK = 128  # prompt tokens
+_CHUNK = 64  # prompt tokens
 _NUM_SEQS = 8
 _NUM_DRAFTS = (4, 8, 16, 32)  # of one sequence
 _NUM_DRAFTS_EACH = 4  # of several
@@ -45,27 +45,37 @@ class ProfileLimits:
 
 
 def profile_steps(run: Callable[[StepInputs], StepResult], limits: ProfileLimits) -> StepProfile:
-    """Run dummy steps over K/V that is not in use yet, the commonest first; on the runner's thread."""
-    started = time.perf_counter()
-    decodes: list[tuple[int, int, float]] = []
-    for num_seqs, num_drafts in _sizes(limits):
-        step = _step(num_seqs, num_drafts, limits)
-        if step is not None and time.perf_counter() - started < _TIME_LIMIT_S:
-            decodes.append((num_seqs, num_seqs * (1 + num_drafts), _seconds(run, step)))
+    """Run dummy steps over K/V that is not in use yet, the commonest first; on the runner's thread.
+
+    A chunk comes before drafts: without its price the first prompts beside a stream are one long step for it.
+    """
+    ends = time.perf_counter() + _TIME_LIMIT_S
+    several = min(_NUM_SEQS, limits.max_num_seqs)
+    drafted = [(1, count) for count in _NUM_DRAFTS] + [(several, _NUM_DRAFTS_EACH)]
+    decodes = _decodes(run, [(1, 0), (several, 0)], limits, ends)
     chunk = None
     stop = min(_CHUNK, limits.max_model_len, limits.num_blocks * limits.block_size)
-    if stop > 1 and time.perf_counter() - started < _TIME_LIMIT_S:
+    if stop > 1 and time.perf_counter() < ends:
         blocks = range(-(-stop // limits.block_size))
         whole = pack_step([Part([0] * stop, 0, stop, blocks)], limits.block_size)
         chunk = stop, _seconds(run, whole)
-    return StepProfile(tuple(decodes), chunk)
+    fitting = [size for size in drafted if size[1] <= limits.max_draft_tokens]
+    return StepProfile((*decodes, *_decodes(run, fitting, limits, ends)), chunk)
 
 
-def _sizes(limits: ProfileLimits) -> list[tuple[int, int]]:
-    """(Sequences, drafts of each)."""
-    several = min(_NUM_SEQS, limits.max_num_seqs)
-    sizes = [(1, 0), *((1, count) for count in _NUM_DRAFTS), (several, 0), (several, _NUM_DRAFTS_EACH)]
-    return [size for size in dict.fromkeys(sizes) if size[1] <= limits.max_draft_tokens]
+def _decodes(
+    run: Callable[[StepInputs], StepResult],
+    sizes: Sequence[tuple[int, int]],
+    limits: ProfileLimits,
+    ends: float,
+) -> list[tuple[int, int, float]]:
+    """As StepProfile's, of `sizes` of (sequences, drafts of each), as far as there is time until `ends`."""
+    measured = []
+    for num_seqs, num_drafts in dict.fromkeys(sizes):
+        step = _step(num_seqs, num_drafts, limits)
+        if step is not None and time.perf_counter() < ends:
+            measured.append((num_seqs, num_seqs * (1 + num_drafts), _seconds(run, step)))
+    return measured
 
 
 def _step(num_seqs: int, num_drafts: int, limits: ProfileLimits) -> StepInputs | None:

@@ -240,11 +240,16 @@ class StepPlanner:
 
         Every stream waits while a prompt is computed beside it: a fixed budget makes those gaps as long as
         the machine is slow (chunked prefill as in Sarathi-Serve, Agrawal et al. 2024, sized by measurement).
+        While nothing is measured, chunks are the least.
         """
-        if self._config.gap_limit_s is not None:
-            fitting = self._rates.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
-            if fitting is not None:
-                budget.limit_others(max(fitting, _LEAST_CHUNK))
+        if self._config.gap_limit_s is None:
+            return
+        if not self._rates.is_known:
+            budget.limit_others(_LEAST_CHUNK)
+            return
+        fitting = self._rates.prefill_tokens_within(self._config.gap_limit_s, budget.num_decode_tokens)
+        if fitting is not None:
+            budget.limit_others(max(fitting, _LEAST_CHUNK))
 
     def _reserve(self, prefills: list[Request], turn: int) -> int:
         """Tokens that decodes must leave so that prefill advances too: a block's worth, at most half a step.

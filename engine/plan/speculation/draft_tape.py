@@ -31,6 +31,7 @@ class TapeOutcome(Enum):
 
     HIT = "hit"  # it had all of them: its other drafts are still good
     LATE = "late"  # it had only the first: what the drafter is working on may still be good
+    LANE = "lane"  # they disagree, and there are drafts for what came instead
     MISS = "miss"  # they disagree
 
 
@@ -39,11 +40,13 @@ class DraftTape:
     """Drafts for the positions where the known tokens end.
 
     `epoch` rises when drafts turn out wrong. A tape holds a chain, which may grow, or a tree, which may not.
+    Beside a chain it keeps drafts for other outcomes, by position and token.
     """
 
     epoch: int = 0
     method: str = ""  # that made its first draft
     drafted: list[DraftedToken] = field(default_factory=list)
+    lanes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.drafted)
@@ -56,6 +59,7 @@ class DraftTape:
     def drop_drafts(self) -> None:
         """Drop the drafts, and start a new epoch: answers to earlier jobs are stale."""
         self.drafted.clear()
+        self.lanes.clear()
         self.epoch += 1
 
     def put(self, draft: Draft, known: Sequence[int], method: str) -> int | None:
@@ -81,12 +85,13 @@ class DraftTape:
         if not self.drafted:
             self.method = method
         self.drafted += drafted
+        self.lanes = {(lane.position, lane.token_ids[0]): lane.token_ids[1:] for lane in draft.lanes}
         return num_late
 
-    def commit(self, committed: Sequence[int]) -> tuple[TapeOutcome, int]:
-        """Move past the tokens, at least one, that the target has drawn.
+    def commit(self, committed: Sequence[int], first: int = 0) -> tuple[TapeOutcome, int]:
+        """Move past the tokens, at least one, that the target has drawn for the positions from `first` on.
 
-        Returns the outcome and how many of the tokens the tape had. A tree is dropped whole: nothing is
+        Returns the outcome and how many of the tokens the chain had. A tree is dropped whole: nothing is
         drafted after a tree.
         """
         if self.is_tree:
@@ -97,8 +102,13 @@ class DraftTape:
             del self.drafted[:num_equal]
             return TapeOutcome.HIT, num_equal
         outcome = TapeOutcome.LATE if num_equal == len(self.drafted) else TapeOutcome.MISS
-        self.drafted.clear()
-        self.epoch += outcome is TapeOutcome.MISS
+        lane: tuple[int, ...] = ()
+        if num_equal + 1 == len(committed):
+            lane = self.lanes.get((first + num_equal, committed[-1]), ())
+        outcome = TapeOutcome.LANE if lane else outcome
+        self.drafted = list(map(DraftedToken, lane))
+        self.lanes.clear()
+        self.epoch += outcome in (TapeOutcome.MISS, TapeOutcome.LANE)
         return outcome, num_equal
 
 

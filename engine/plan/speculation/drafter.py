@@ -49,7 +49,8 @@ class DraftJob:
     Where it was given all of them, it gets the last again. Unless it `may_branch`, the answer must be a
     chain: a later job goes on behind it while it is verified. Of a sequence that `is_quiet` the drafter has
     long had nothing of use: it should take little trouble. Drafts of less than `least_chance`, by the
-    drafter's own account, with all before them, are not worth making.
+    drafter's own account, with all before them, are not worth making. At the first `num_lanes` positions
+    behind the final tokens it may draft for another outcome, too; see Lane.
     """
 
     request: DraftRequest
@@ -62,6 +63,7 @@ class DraftJob:
     may_branch: bool = True
     is_quiet: bool = False
     least_chance: float = 0.0
+    num_lanes: int = 0
 
     @property
     def next_position(self) -> int:
@@ -70,12 +72,21 @@ class DraftJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """The token that may come at `position` in place of the draft there, and drafts behind it."""
+
+    position: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A drafter's answer to one job: tokens for the positions from `first` on, none if it has no draft.
 
     With `parents` the drafts form a tree: entry i is the index, below i, of the draft that draft i follows,
     or -1 for the known tokens. `chances` are how likely the drafter thinks each is to come where the one
-    before it did; what they are worth is found by what comes of them.
+    before it did; what they are worth is found by what comes of them. `lanes` are all that there are by now
+    for what is being verified.
     """
 
     request_id: str
@@ -87,6 +98,7 @@ class Draft:
     is_behind: bool = False  # it asks for another turn, to read more known tokens first
     method: str = ""  # the source inside the drafter; "" is the drafter's own
     chances: tuple[float, ...] = field(default=(), compare=False)  # in [0, 1]; empty: it does not say
+    lanes: tuple[Lane, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +193,18 @@ def fault_of(job: DraftJob, draft: Draft, vocab_size: int) -> str | None:
         len(draft.chances) == len(token_ids) and all(0 <= c <= 1 for c in draft.chances)
     ):
         return f"{len(draft.chances)} chances from 0 to 1 expected for {len(token_ids)} tokens"
+    if draft.lanes and (fault := _fault_of_lanes(job, draft.lanes, vocab_size)) is not None:
+        return fault
     return None if parents is None else _fault_of_tree(job, parents, len(token_ids))
+
+
+def _fault_of_lanes(job: DraftJob, lanes: Sequence[Lane], vocab_size: int) -> str | None:
+    for lane in lanes:
+        if not 0 <= lane.position - job.num_committed < job.num_lanes:
+            return f"a lane at position {lane.position}, where none was wanted"
+        if not all(0 <= token_id < vocab_size for token_id in lane.token_ids):
+            return f"a lane with token ids outside the vocabulary [0, {vocab_size})"
+    return None
 
 
 def _fault_of_tree(job: DraftJob, parents: tuple[int, ...], num_tokens: int) -> str | None:
@@ -201,7 +224,15 @@ def _has_right_types(draft: Draft) -> bool:
         return False
     if not all(type(chance) is float for chance in draft.chances):
         return False
+    if type(draft.lanes) is not tuple or not all(map(_is_lane, draft.lanes)):
+        return False
     return draft.parents is None or (type(draft.parents) is tuple and _are_ints(draft.parents))
+
+
+def _is_lane(lane: object) -> bool:
+    if type(lane) is not Lane or type(lane.position) is not int or type(lane.token_ids) is not tuple:
+        return False
+    return bool(lane.token_ids) and _are_ints(lane.token_ids)
 
 
 def _are_ints(values: tuple[object, ...]) -> bool:

@@ -33,6 +33,7 @@ class DrafterLink:
         self.prior = MethodPrior(is_free=drafter.is_cheap)
         self.is_awaited = False
         self.may_branch = True
+        self.max_num_lanes = 0  # that a job may ask for
         self.rival: DrafterLink | None = None  # who reads features, where this drafter does not
         self._policy = policy
         self._stats = stats
@@ -171,6 +172,7 @@ class DrafterLink:
             may_branch=self.may_branch,
             is_quiet=self._is_quiet(view),
             least_chance=self._least_chance(sequence, view),
+            num_lanes=min(self.max_num_lanes, 1 + max(sequence.num_in_flight, min(len(tape), view.limit))),
         )
 
     def _least_chance(self, sequence: DraftedSequence, view: DraftView) -> float:

@@ -40,7 +40,7 @@ class SpecStats:
     accepted_per_position: list[int] = field(default_factory=list)  # rounds, by draft or depth
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds that accepted exactly so many
     dropped: Counter[str] = field(default_factory=Counter)  # tokens: stale, cancelled, error, late
-    run_ahead: Counter[str] = field(default_factory=Counter)  # hit, miss
+    run_ahead: Counter[str] = field(default_factory=Counter)  # hit, lane, miss
     num_fallbacks: int = 0  # steps of one token because the target cannot rewind
     num_late: int = 0  # answers
     num_stale: int = 0  # answers

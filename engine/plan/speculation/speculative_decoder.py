@@ -39,7 +39,8 @@ class DraftSource:
     """A drafter and the longest draft it makes; `unasked` if it also drafts where no method is named.
 
     One that reads features wants those that enter `feature_layers`, or what the head reads where none are
-    named, of as many as `feature_window` positions.
+    named, of as many as `feature_window` positions. One that runs ahead may keep `max_num_lanes` other
+    outcomes of a verification in mind.
     """
 
     drafter: Drafter
@@ -47,6 +48,7 @@ class DraftSource:
     unasked: bool = True
     feature_layers: tuple[int, ...] = ()
     feature_window: int = 1
+    max_num_lanes: int = 0
 
 
 _KNOWN_ROUNDS = 32  # with fewer, it is unknown what drafts bring
@@ -239,15 +241,19 @@ class SpeculativeDecoder:
 
     # Before a step.
 
-    def begin_step(self, awaited: Collection[DrafterLink], *, runs_ahead: bool = False) -> None:
+    def begin_step(
+        self, awaited: Collection[DrafterLink], *, runs_ahead: bool = False, keeps_lanes: bool = False
+    ) -> None:
         """A step is to be prepared that waits for these drafters.
 
-        Where drafting `runs_ahead` of verification, drafts are chains: a tree cannot be gone on with.
+        Where drafting `runs_ahead` of verification, drafts are chains: a tree cannot be gone on with. With
+        `keeps_lanes` it does so for more than one outcome.
         """
         self.gain.begin_step()
         self._apply_changes()
-        for link in self.links:
+        for link, source in zip(self.links, self.sources, strict=True):
             link.begin_step(is_awaited=link in awaited, may_branch=not runs_ahead)
+            link.max_num_lanes = source.max_num_lanes if keeps_lanes else 0
 
     def choose(
         self, decodes: Sequence[Request], load: StepLoad
@@ -343,16 +349,17 @@ class SpeculativeDecoder:
     def _commit_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
         tape = sequence.tape
         num_ahead = len(tape) - sequence.num_in_flight
-        outcome, num_right = tape.commit(tokens)
+        first = len(sequence.request.token_ids) - len(tokens)
+        outcome, num_right = tape.commit(tokens, first)
         sequence.num_in_flight = 0
-        if outcome is TapeOutcome.MISS:
+        if outcome in (TapeOutcome.MISS, TapeOutcome.LANE):
             for view in sequence.views.values():
-                view.unsync(len(sequence.request.token_ids) - len(tokens) + num_right)
-        if num_ahead > 0:
-            hit = outcome is TapeOutcome.HIT
-            self.stats.run_ahead["hit" if hit else "miss"] += 1
-            if not hit:
-                self.stats.note_dropped("stale", num_ahead)
+                view.unsync(first + num_right)
+        if num_ahead > 0 or outcome is TapeOutcome.LANE:
+            is_good = outcome in (TapeOutcome.HIT, TapeOutcome.LANE)
+            self.stats.run_ahead[outcome.value if is_good else "miss"] += 1
+        if num_ahead > 0 and outcome is not TapeOutcome.HIT:
+            self.stats.note_dropped("stale", num_ahead)
 
     def keep_features(self, scheduled: ScheduledRequest, rows: FeatureRows) -> None:
         """Keep what the target left of a request in a committed step, for drafters that read it."""

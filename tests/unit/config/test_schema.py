@@ -54,6 +54,7 @@ CONTRACT = {
         "draft-heads": "",
         "num-speculative-tokens": "auto",
         "speculation-schedule": "auto",
+        "draft-lanes": "auto",
         "draft-verification": "match",
         "draft-length-policy": "goodput",
         "min-acceptance-rate": "0.3",

@@ -54,7 +54,11 @@ def refusal(*argv: str) -> str:
         ({"controller": "seed"}, {"draft_length_policy": "threshold"}),
         ({"controller": "fixed"}, {"draft_length_policy": "fixed"}),
         ({"overlap": {"mode": "runahead"}}, {"speculation_schedule": "async"}),
-        ({"overlap": {"mode": "sync", "worker": "thread", "branches": 1}}, {"speculation_schedule": "sync"}),
+        (
+            {"overlap": {"mode": "sync", "worker": "thread", "branches": 1}},
+            {"speculation_schedule": "sync", "draft_lanes": 0},
+        ),
+        ({"overlap": {"branches": 5}}, {"draft_lanes": 4}),
         ({"draft_sample_method": "probabilistic", "draft_tensor_parallel_size": 1}, {}),
         ({"suffix_decoding_max_cached_requests": 0}, {}),
     ],

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from engine.loop.run_ahead import RunAhead
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.request import Request
 from engine.plan.speculation.controller import make_length_policy
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, Lane
 from engine.plan.speculation.length_policy import StepLoad
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import Schedule, SpeculationConfig, Verification
@@ -43,10 +44,11 @@ class Stage:
         executor: Executor | None = None,
         clock: Callable[[], float] | None = None,
         verification: Verification = "match",
+        num_lanes: int = 0,
     ) -> None:
         config = SpeculationConfig(VOCAB_SIZE, LONGEST, schedule, verification, "fixed", 0.0)
         costs = PassCosts()
-        sources = [DraftSource(drafter, LONGEST) for drafter in drafters]
+        sources = [DraftSource(drafter, LONGEST, max_num_lanes=num_lanes) for drafter in drafters]
         self.decoder = SpeculativeDecoder(config, sources, make_length_policy(config, costs), costs)
         self.metrics = BatchMetrics()
         self.executor = executor or InlineExecutor()
@@ -233,6 +235,60 @@ async def test_who_reads_features_is_waited_for_only_where_its_bet_was_wrong() -
     num_calls = drafter.num_calls
     assert await stage.prepare() == 1, "it had bet on another token"
     assert drafter.num_calls == num_calls + 1
+
+
+def with_lanes(job: DraftJob, draft: Draft) -> Draft:
+    """Where the draft that an answer begins with is wrong, what is right there, and what follows."""
+    known = foreseen[job.request.request_id]
+    lanes = []
+    for position in range(job.num_committed, job.num_committed + job.num_lanes):
+        right = expected_output(known[:position], 3)
+        if position < len(known) and known[position] != right[0]:
+            lanes.append(Lane(position, tuple(right)))
+    return replace(draft, lanes=tuple(lanes))
+
+
+foreseen: dict[str, list[int]] = {}
+
+
+async def test_of_lanes_the_one_that_came_true_is_gone_on_with() -> None:
+    """Each draft is wrong, and the drafter had foreseen in time what comes instead."""
+    drafter = FakeDrafter(alpha=0.0, spoil=with_lanes)
+    foreseen.clear()
+    drafter.known = foreseen
+    stage = Stage("async", drafter, num_lanes=2)
+    a = stage.open()
+    assert await stage.step(a) == 0
+    assert stage.decoder.stats.run_ahead == {"lane": 1}
+    assert await stage.step(a) == 2, "both drafts of the lane came true"
+
+
+async def test_where_lanes_are_kept_and_none_came_true_a_step_waits() -> None:
+    drafter = FakeDrafter(alpha=0.0)
+    stage = Stage("async", drafter, num_lanes=2)
+    a = stage.open()
+    await stage.step(a)
+    assert await stage.prepare() == LONGEST
+    assert [len(d) for _, d in stage.decoder.choose([a], LOAD)] == [LONGEST]
+    without = Stage("async", FakeDrafter(alpha=0.0))
+    b = without.open()
+    await without.step(b)
+    assert await without.prepare() == 0
+
+
+@pytest.mark.parametrize("num_lanes", [0, 2])
+async def test_auto_tries_lanes_where_the_drafter_can(num_lanes: int) -> None:
+    asked: set[int] = set()
+    drafter = perfect(before=lambda jobs: asked.update(job.num_lanes for job in jobs))
+    stage = Stage("auto", drafter, num_lanes=num_lanes)
+    a = stage.open()
+    for _ in range(300):
+        await stage.step(a)
+        if len(a.token_ids) > 80:
+            stage.decoder.close("a")
+            a = stage.open()
+    assert max(asked) == num_lanes
+    assert stage.run_ahead.state().drafters[0].schedule in ("sync", "async", "auto", "off")
 
 
 async def test_a_quick_drafter_beside_it_does_not_keep_a_reader_from_its_turn() -> None:
@@ -436,6 +492,30 @@ async def test_idle_drafters_forget_all_that_has_ended(schedule: Schedule) -> No
         await until(lambda: not any(drafter.known for drafter in drafters))
 
 
+@pytest.mark.parametrize(("reads_features", "num_lanes"), [(True, 0), (False, 2)])
+async def test_a_drafter_that_a_step_waits_for_forgets_though_it_was_busy_when_all_ended(
+    reads_features: bool, num_lanes: int
+) -> None:
+    gate = threading.Event()
+    gate.set()
+    drafter = perfect(reads_features=reads_features, is_stepwise=False, before=lambda jobs: gate.wait(10))
+    async with draft_thread() as executor:
+        stage = Stage("async", drafter, executor=executor, num_lanes=num_lanes)
+        a = stage.open()
+        for _ in range(3):
+            await stage.step(a)
+        await until(lambda: stage.run_ahead._task is None)
+        stage.decoder.choose([a], LOAD)
+        gate.clear()
+        stage.run_ahead.beside_step()
+        assert stage.run_ahead._task is not None
+        stage.decoder.close("a")
+        stage.run_ahead.after_step(1, 1, 0.02)
+        stage.run_ahead.rest()
+        gate.set()
+        await until(lambda: drafter.closed == ["a"])
+
+
 async def test_a_stopped_run_ahead_asks_for_nothing_and_says_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -449,6 +529,7 @@ async def test_a_stopped_run_ahead_asks_for_nothing_and_says_nothing(
         stage.run_ahead.stop()
         await stage.step(a)
         stage.decoder.close("a")
+        stage.run_ahead.after_step(1, 1, 0.02)
         stage.run_ahead.rest()
         gate.set()
         await until(lambda: drafter.num_drafted)

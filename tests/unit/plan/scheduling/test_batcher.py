@@ -319,6 +319,14 @@ def test_a_machine_that_is_too_slow_for_the_gap_still_computes_prompts() -> None
     assert shape_of(batcher.step())[2] == ("long", 0, 64, False)
 
 
+def test_while_no_rate_is_known_a_prompt_beside_decodes_comes_in_small_chunks() -> None:
+    batcher = make_batcher(num_blocks=200, max_model_len=400, max_num_batched_tokens=256, gap_limit_s=0.11)
+    start_decoding(batcher, 2)
+    assert not batcher.rates.is_known
+    batcher.add(make_request("long", 240, arrival=9, max_tokens=4))
+    assert shape_of(batcher.step())[2] == ("long", 0, 64, False)
+
+
 def test_a_background_prompt_gets_one_token_a_step_while_anyone_waits_for_a_reply() -> None:
     batcher = make_batcher(max_num_batched_tokens=32)
     runner = start_decoding(batcher, 2)

@@ -8,15 +8,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, fault_of, read_answers
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, Lane, fault_of, read_answers
 from tests.support.draft_jobs import draft_request
 
 VOCAB = 100
 
 
 def job_for(name: str = "r", *, num_drafts: int = 0) -> DraftJob:
-    """Three known tokens, the last of them drafts; four more are wanted."""
-    return DraftJob(draft_request(name), 5, 0, (1, 2, 3), 3 - num_drafts, 4)
+    """Three known tokens, the last of them drafts; four more are wanted, and two other outcomes."""
+    return DraftJob(draft_request(name), 5, 0, (1, 2, 3), 3 - num_drafts, 4, num_lanes=2)
 
 
 GOOD = Draft("r", 5, 3, (7, 8))
@@ -46,6 +46,7 @@ class Hostile:
         Draft("r", 5, 3, (7, 8), (-1, 0), ("p", "q")),
         Draft("r", 5, 3, (7, 8), chances=(1.0, 0.0)),
         Draft("r", 5, 3, (), ()),
+        Draft("r", 5, 3, (7, 8), lanes=(Lane(3, (9, 99)), Lane(4, (0,)))),
     ],
 )
 def test_a_fitting_answer_has_no_fault(draft: Draft) -> None:
@@ -60,6 +61,17 @@ def test_a_fitting_answer_has_no_fault(draft: Draft) -> None:
     [
         {"token_ids": (1, 2, 3, 4, 5)},
         {"token_ids": (100,)},
+        {"lanes": (Lane(5, (7, 8)),)},
+        {"lanes": (Lane(2, (7, 8)),)},
+        {"lanes": (Lane(3, (100,)),)},
+        {"lanes": (Lane(3, (7, -1)),)},
+        {"lanes": (Lane(3, ()),)},
+        {"lanes": (Lane(3, cast(Any, [7])),)},
+        {"lanes": (Lane(3, cast(Any, ("7",))),)},
+        {"lanes": (Lane(cast(Any, 3.0), (7,)),)},
+        {"lanes": [Lane(3, (7,))]},
+        {"lanes": (((3, (7,))),)},
+        {"lanes": None},
         {"token_ids": (-1,)},
         {"token_ids": ("7",)},
         {"token_ids": (7.0,)},

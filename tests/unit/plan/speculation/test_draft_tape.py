@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.plan.speculation.draft_tape import (
@@ -11,7 +13,7 @@ from engine.plan.speculation.draft_tape import (
     num_levels,
     stated_chances,
 )
-from engine.plan.speculation.drafter import Draft
+from engine.plan.speculation.drafter import Draft, Lane
 
 KNOWN = [1, 2, 3]
 
@@ -136,3 +138,55 @@ def test_of_drafts_without_a_word_or_that_were_sampled_no_chance_is_known() -> N
     told = DraftedToken(4, chance=0.8)
     assert stated_chances([told, DraftedToken(5)]) == []
     assert stated_chances([told, DraftedToken(5, probs="p", chance=0.5)]) == []
+
+
+# Lanes: drafts for other outcomes.
+
+
+def tape_with_lanes() -> DraftTape:
+    """Drafts 4, 5 for positions 3 and 4; 7, 8 in case that 6 comes in place of the 5; 11 behind a 10."""
+    tape = DraftTape()
+    lanes = (Lane(4, (6, 7, 8)), Lane(3, (10, 11)), Lane(3, (12,)))
+    assert tape.put(replace(draft(3, 4, 5), lanes=lanes), KNOWN, "draft_model") == 0
+    return tape
+
+
+def test_where_another_outcome_was_foreseen_its_drafts_are_there_in_a_new_epoch() -> None:
+    tape = tape_with_lanes()
+    assert tape.commit([4, 6], first=3) == (TapeOutcome.LANE, 1)
+    assert (tokens(tape), tape.epoch, tape.lanes) == ([7, 8], 1, {})
+    tape = tape_with_lanes()
+    assert tape.commit([10], first=3) == (TapeOutcome.LANE, 0)
+    assert (tokens(tape), tape.epoch) == ([11], 1)
+
+
+@pytest.mark.parametrize(
+    ("committed", "outcome"),
+    [
+        ([4, 9], TapeOutcome.MISS),  # no lane foresaw it
+        ([6], TapeOutcome.MISS),  # a lane did, one position further
+        ([4, 5, 6], TapeOutcome.LATE),
+        ([10, 11], TapeOutcome.MISS),  # more came than the one token that a lane is for
+        ([12], TapeOutcome.MISS),  # nothing was drafted behind it
+    ],
+)
+def test_a_lane_is_for_one_token_at_one_position(committed: list[int], outcome: TapeOutcome) -> None:
+    tape = tape_with_lanes()
+    assert tape.commit(committed, first=3)[0] is outcome
+    assert (tokens(tape), tape.lanes) == ([], {})
+
+
+def test_lanes_are_those_of_the_newest_answer_and_go_with_the_drafts() -> None:
+    tape = tape_with_lanes()
+    assert tape.put(draft(5, 9), KNOWN, "draft_model") == 0
+    assert tape.lanes == {}
+    tape = tape_with_lanes()
+    tape.drop_drafts()
+    assert tape.lanes == {}
+
+
+def test_after_a_hit_what_was_foreseen_further_on_still_holds() -> None:
+    tape = tape_with_lanes()
+    assert tape.commit([4], first=3) == (TapeOutcome.HIT, 1)
+    assert tape.commit([6], first=4) == (TapeOutcome.LANE, 0)
+    assert tokens(tape) == [7, 8]
