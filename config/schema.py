@@ -57,6 +57,7 @@ SpeculativeMethod = Annotated[
     Literal["none", "ngram", "suffix", "draft-model", "medusa", "heads", "mtp", "auto"],
     BeforeValidator(lower_case),
 ]
+DraftDevice = Annotated[Literal["auto", "cpu"], BeforeValidator(lower_case)]
 SpeculationSchedule = Annotated[Literal["async", "sync", "auto"], BeforeValidator(lower_case)]
 DraftVerification = Annotated[Literal["match", "rejection", "block"], BeforeValidator(lower_case)]
 DraftLengthPolicy = Annotated[Literal["fixed", "threshold", "goodput"], BeforeValidator(lower_case)]
@@ -271,6 +272,9 @@ class SpeculationSettings(Section):
 
     speculative_method: SpeculativeMethod = Field("auto", description="who drafts; auto = all at hand")
     draft_model: TextOrNone = Field(None, description="a smaller model with the same vocabulary")
+    draft_device: DraftDevice = Field(
+        "auto", description="where the draft model runs; auto = with the model; cpu = beside one on a GPU"
+    )
     medusa_heads: DirectoryOrNone = Field(
         None, description="directory of Medusa heads, trained here or published"
     )

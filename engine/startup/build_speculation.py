@@ -31,6 +31,7 @@ from engine.plan.speculation.controller import make_length_policy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.speculation_config import SpeculationConfig
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
+from engine.startup.host_memory import memory_bytes
 
 # The longest draft where the settings leave it open.
 MODEL_FREE_TOKENS, MODEL_TOKENS, HEADS_TOKENS = 32, 4, 6
@@ -53,7 +54,8 @@ def load_sources(
         raise StartRefused("--medusa-heads and --draft-heads: one of them can read the model. Leave one out.")
     sources = model_free_sources(speculation)
     if method in ("auto", "draft-model") and speculation.draft_model is not None:
-        model = load_draft_model(settings, target, directory, room)
+        own = draft_model_room(settings, target, room)
+        model = load_draft_model(settings, target, directory, own)
         sources.append(DraftSource(model, asked or MODEL_TOKENS, max_num_lanes=model.max_num_lanes))
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
         if target.keeps_state:
@@ -69,6 +71,13 @@ def load_sources(
         mtp = load_mtp_drafter(directory, target, layout, eagle_room(room), speculation.draft_verification)
         sources.append(_reading(mtp, asked))
     return tuple(sources)
+
+
+def draft_model_room(settings: Settings, target: LoadedModel, room: TargetRoom) -> TargetRoom:
+    """What a draft model takes a share of: on the CPU beside a GPU no more than the host has free."""
+    is_on_host = settings.speculation.draft_device == "cpu" and target.device.type != "cpu"
+    host = memory_bytes() if is_on_host else None
+    return room if host is None else room._replace(kv_bytes=min(room.kv_bytes, host[1]))
 
 
 def eagle_room(room: TargetRoom) -> EagleRoom:

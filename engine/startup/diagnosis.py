@@ -105,6 +105,7 @@ class DraftFacts:
     model_how: str | None = None
     model_bytes: int | None = None
     model_kv_bytes: int | None = None
+    is_on_host: bool = False  # the draft model, beside a target on a GPU
 
 
 @dataclass(slots=True)
@@ -138,7 +139,9 @@ class Diagnosis:
         if self.model is None or self.model.weight_bytes is None or self.cache is None:
             return None
         drafts = self.drafts
-        draft_bytes = 0 if drafts is None else (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
+        draft_bytes = 0
+        if drafts is not None and not drafts.is_on_host:
+            draft_bytes = (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
         model_bytes = self.model.weight_bytes + self.model.scratch_bytes
         if self.embeddings is not None:
             model_bytes += self.embeddings.weight_bytes or 0

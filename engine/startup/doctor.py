@@ -16,6 +16,7 @@ from engine.compute.cuda.coded_choice import kept_kinds
 from engine.compute.drafters.draft_loader import (
     check_vocabulary,
     draft_kv_bytes,
+    draft_model_settings,
     draft_sizes,
     named_as_draft,
 )
@@ -43,6 +44,7 @@ from engine.startup.build import read_chat_template, use_compute_threads, worthw
 from engine.startup.build_embeddings import examine_embeddings
 from engine.startup.build_speculation import (
     draft_methods,
+    draft_model_room,
     find_heads,
     find_module,
     model_free_sources,
@@ -51,7 +53,6 @@ from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFa
 from engine.startup.host_memory import memory_bytes, weigh
 from engine.startup.kv_room import KvRoom, foresee_kv_room
 from engine.startup.memory_beside import (
-    beside_model,
     foresee_codes_kept,
     foresee_memory_beside,
     outline_draft_model,
@@ -338,7 +339,7 @@ def _look_at_draft_model(
 ) -> None:
     facts = found.drafts
     assert facts is not None
-    asked = beside_model(settings.model, name)
+    asked = draft_model_settings(settings)
     source = find_model(asked, settings.home)
     facts.model_how = source.how
     if source.pending is not None:
@@ -352,8 +353,10 @@ def _look_at_draft_model(
     if outline is None:
         return
     facts.model_bytes = weight_bytes(outline.model)
+    facts.is_on_host = outline.device.type == "cpu" != room.loaded.device.type
     if found.cache is not None:
-        sizes = draft_sizes(outline, room.loaded.vocab_size, room.for_drafters)
+        own = draft_model_room(settings, room.loaded, room.for_drafters)
+        sizes = draft_sizes(outline, room.loaded.vocab_size, own)
         facts.model_kv_bytes = draft_kv_bytes(outline, sizes)
 
 

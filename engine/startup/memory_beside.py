@@ -18,6 +18,7 @@ from engine.compute.drafters.draft_loader import (
     TargetRoom,
     draft_graphs,
     draft_kv_bytes,
+    draft_model_settings,
     draft_sizes,
     with_context,
 )
@@ -115,7 +116,9 @@ def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) ->
     speculation = settings.speculation
     if speculation.draft_model is None or speculation.speculative_method not in ("auto", "draft-model"):
         return None
-    asked = beside_model(settings.model, speculation.draft_model)
+    asked = draft_model_settings(settings)
+    if asked.device == "cpu" != settings.model.device:
+        return None  # it takes none of the GPU's memory
     if may_fetch:
         resolve_model(asked, settings.home)
     outline = outline_draft_model(asked, find_model(asked, settings.home), target.max_model_len)

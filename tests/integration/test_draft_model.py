@@ -163,8 +163,8 @@ def test_after_any_jobs_the_logits_are_those_of_a_fresh_reading(
     family: str, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_model, "PackedForward", RecordingForward)
-    sizes = {"num_blocks": 48, "max_num_seqs": 4, "max_read_tokens": 24, "max_num_lanes": lanes}
-    drafter = make_drafter(own_copy(family), **sizes)
+    sizes: dict[str, Any] = {"num_blocks": 48, "max_num_seqs": 4, "max_read_tokens": 24}
+    drafter = make_drafter(own_copy(family), max_num_lanes=lanes, **sizes)
     rng = np.random.default_rng(2)
     names = [f"r{i}" for i in range(6)]
     known: dict[str, list[int]] = {name: [] for name in names}

@@ -91,7 +91,8 @@ class DraftLanes:
 
     def _open(self, state: _Round, request_id: str, position: int, known: DraftSequence) -> None:
         token_ids = [*known.token_ids[:position], state.seconds[position]]
-        lane = DraftLane(f"{request_id}/{position}", position, replace(known, token_ids=token_ids))
+        lane_id = f"{request_id}\0{position}"  # no request is called so
+        lane = DraftLane(lane_id, position, replace(known, token_ids=token_ids))
         if self._kv.fork(request_id, lane.lane_id, position):
             state.lanes.append(lane)
 

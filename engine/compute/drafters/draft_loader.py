@@ -49,8 +49,8 @@ def load_draft_model(
 ) -> DraftModelDrafter:
     """The drafter around `--draft-model`; on the thread that will draft. Raises StartRefused, one line.
 
-    Number format and device are asked for as for the target; a context shorter than the target's only means
-    that nothing is drafted beyond it.
+    Its settings are the target's but for what `draft_model_settings` says; a context shorter than the
+    target's only means that nothing is drafted beyond it.
     """
     name = settings.speculation.draft_model
     assert name is not None, "no draft model is asked for"
@@ -70,7 +70,7 @@ def named_as_draft(name: str) -> Iterator[None]:
 def _load_drafter(
     name: str, settings: Settings, target: LoadedModel, target_directory: Path, room: TargetRoom
 ) -> DraftModelDrafter:
-    source = settings.model.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+    source = draft_model_settings(settings)
     directory = resolve_model(source, settings.home)
     check_vocabulary(target_directory, directory)
     loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
@@ -91,6 +91,15 @@ def _load_drafter(
     )
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+
+
+def draft_model_settings(settings: Settings) -> ModelSettings:
+    """Those that `--draft-model` is loaded by, which has its files' own context, on a device of its own."""
+    speculation = settings.speculation
+    changes = {"model": speculation.draft_model, "revision": None, "max_model_len": None}
+    if speculation.draft_device != "auto":
+        changes["device"] = speculation.draft_device
+    return settings.model.model_copy(update=changes)
 
 
 def num_lanes(speculation: SpeculationSettings) -> int:

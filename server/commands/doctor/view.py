@@ -181,7 +181,8 @@ def _drafts(drafts: DraftFacts) -> Iterator[Row]:
     if drafts.model_how is not None:
         weights = "" if drafts.model_bytes is None else f", {rough_size(drafts.model_bytes)} of weights"
         kv = "" if drafts.model_kv_bytes is None else f", {rough_size(drafts.model_kv_bytes)} of K/V"
-        yield "model", f"{drafts.model_how}{weights}{kv}"
+        place = ", on the CPU" if drafts.is_on_host else ""
+        yield "model", f"{drafts.model_how}{weights}{kv}{place}"
 
 
 def _server(server: ServerFacts) -> Iterator[Row]:

@@ -23,6 +23,7 @@ from config import load_settings
         *(f"--preemption={name}" for name in ("auto", "recompute", "swap")),
         *(f"--speculative-method={name}" for name in ("none", "ngram", "suffix", "auto")),
         *(f"--speculation-schedule={name}" for name in ("async", "sync", "auto")),
+        *(f"--draft-device={name}" for name in ("auto", "cpu")),
         *(f"--draft-lanes={count}" for count in ("auto", 0, 8)),
         *(f"--draft-verification={name}" for name in ("match", "rejection", "block")),
         *(f"--draft-length-policy={name}" for name in ("fixed", "threshold", "goodput")),

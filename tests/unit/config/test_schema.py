@@ -50,6 +50,7 @@ CONTRACT = {
     "speculation": {
         "speculative-method": "auto",
         "draft-model": "",
+        "draft-device": "auto",
         "medusa-heads": "",
         "draft-heads": "",
         "num-speculative-tokens": "auto",

@@ -11,7 +11,7 @@ import torch
 
 from config import Settings, load_settings
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
-from engine.compute.drafters.draft_loader import TargetRoom, load_draft_model
+from engine.compute.drafters.draft_loader import TargetRoom, draft_model_settings, load_draft_model
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
 from engine.compute.drafters.eagle import EagleDrafter
@@ -22,8 +22,9 @@ from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.startup import build, kv_room, memory_beside
 from engine.startup.build import load_parts
-from engine.startup.build_speculation import eagle_room, load_sources
+from engine.startup.build_speculation import draft_model_room, eagle_room, load_sources
 from engine.startup.doctor import diagnose
+from engine.startup.host_memory import memory_bytes
 from engine.startup.memory_beside import foresee_memory_beside
 from engine.startup.step_sizes import MemoryBeside
 from tests.support.native import WITHOUT_KERNELS
@@ -81,6 +82,20 @@ def test_without_others_there_is_nothing() -> None:
 def test_a_cpu_sets_nothing_aside(draft: Path) -> None:
     settings = settings_for("--draft-model", str(draft))
     assert foresee_memory_beside(settings, load_tiny("llama"), None) == MemoryBeside()
+
+
+def test_a_draft_model_on_the_cpu_takes_nothing_of_a_gpu(draft: Path) -> None:
+    flags = ["a/model", "--device", "cuda", "--dtype", "float32", "--draft-model", str(draft)]
+    settings = load_settings([*flags, "--draft-device", "cpu"], {})
+    assert draft_model_settings(settings).device == "cpu"
+    assert draft_model_settings(load_settings(flags, {})).device == "cuda"
+    target = on_gpu(load_tiny("llama"))
+    assert foresee_memory_beside(settings, target, None) == MemoryBeside()
+    large = TargetRoom(4, 16, 1 << 60)
+    host = memory_bytes()
+    assert host is not None
+    assert draft_model_room(settings, target, large).kv_bytes <= host[0]
+    assert draft_model_room(settings, load_tiny("llama"), large) == large
 
 
 def test_a_draft_models_weights_are_those_of_its_outline(draft: Path) -> None:
