@@ -267,7 +267,7 @@ async def test_every_label_is_at_zero_before_the_first_draft() -> None:
         ("spec_decode_num_accepted_tokens_total", METHODS),
         ("spec_decode_num_accepted_tokens_per_pos_total", positions),
         ("spec_decode_draft_tokens_dropped_total", ("stale", "cancelled", "error", "late")),
-        ("spec_decode_run_ahead_total", ("hit", "miss")),
+        ("spec_decode_run_ahead_total", ("hit", "lane", "miss")),
         ("speculation_draft_length", ("",)),
         ("speculation_acceptance_ratio", ("",)),
         ("draft_duration_seconds_count", ("",)),
@@ -283,7 +283,7 @@ async def test_metrics_show_what_was_drafted() -> None:
     metrics = engine.metrics
     metrics.speculation = make_stats()
     metrics.speculation.dropped["late"] = 7
-    metrics.speculation.run_ahead["hit"] = 6
+    metrics.speculation.run_ahead.update(hit=6, lane=2)
     metrics.speculation.num_fallbacks = 5
     metrics.draft_duration.observe(0.00002, times=3)
     metrics.verify_duration.observe(0.03)
@@ -304,7 +304,7 @@ async def test_metrics_show_what_was_drafted() -> None:
         "error": 0,
         "late": 7,
     }
-    assert found["spec_decode_run_ahead_total"] == {"hit": 6, "miss": 0}
+    assert found["spec_decode_run_ahead_total"] == {"hit": 6, "lane": 2, "miss": 0}
     assert found["spec_decode_n1_fallbacks_total"] == {"": 5}
     assert found["speculation_draft_length"] == {"": 3.5}
     assert found["speculation_acceptance_ratio"] == {"": 0.75}
