@@ -319,6 +319,18 @@ class SpeculationSettings(Section):
         _refuse_without(self, "speculative_method", "medusa", "medusa_heads")
         return self
 
+    @model_validator(mode="after")
+    def _lanes_can_be_kept(self) -> Self:
+        flag = None
+        if self.speculation_schedule == "sync":
+            flag = "speculation-schedule async"
+        elif self.draft_verification != "match":
+            flag = "draft-verification match"
+        if self.draft_lanes and flag is not None:
+            about = {"name": "draft_lanes", "value": str(self.draft_lanes), "flag": flag}
+            raise PydanticCustomError("needs", "--{flag} beside it", about)
+        return self
+
 
 class ServerSettings(Section):
     """The HTTP side: address, keys, limits and times."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
-from engine.compute.drafters.draft_loader import TargetRoom, load_draft_model
+from engine.compute.drafters.draft_loader import TargetRoom, is_on_host, load_draft_model
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_loader import (
     MOST_DRAFTS,
@@ -75,8 +75,7 @@ def load_sources(
 
 def draft_model_room(settings: Settings, target: LoadedModel, room: TargetRoom) -> TargetRoom:
     """What a draft model takes a share of: on the CPU beside a GPU no more than the host has free."""
-    is_on_host = settings.speculation.draft_device == "cpu" and target.device.type != "cpu"
-    host = memory_bytes() if is_on_host else None
+    host = memory_bytes() if is_on_host(settings, target) else None
     return room if host is None else room._replace(kv_bytes=min(room.kv_bytes, host[1]))
 
 

@@ -18,6 +18,7 @@ from engine.compute.drafters.draft_loader import (
     draft_kv_bytes,
     draft_model_settings,
     draft_sizes,
+    is_on_host,
     named_as_draft,
 )
 from engine.compute.drafters.eagle_layer import check_eagle
@@ -353,7 +354,7 @@ def _look_at_draft_model(
     if outline is None:
         return
     facts.model_bytes = weight_bytes(outline.model)
-    facts.is_on_host = outline.device.type == "cpu" != room.loaded.device.type
+    facts.is_on_host = is_on_host(settings, room.loaded)
     if found.cache is not None:
         own = draft_model_room(settings, room.loaded, room.for_drafters)
         sizes = draft_sizes(outline, room.loaded.vocab_size, own)

@@ -20,6 +20,7 @@ from engine.compute.drafters.draft_loader import (
     draft_kv_bytes,
     draft_model_settings,
     draft_sizes,
+    is_on_host,
     with_context,
 )
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
@@ -116,9 +117,9 @@ def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) ->
     speculation = settings.speculation
     if speculation.draft_model is None or speculation.speculative_method not in ("auto", "draft-model"):
         return None
-    asked = draft_model_settings(settings)
-    if asked.device == "cpu" != settings.model.device:
+    if is_on_host(settings, target):
         return None  # it takes none of the GPU's memory
+    asked = draft_model_settings(settings)
     if may_fetch:
         resolve_model(asked, settings.home)
     outline = outline_draft_model(asked, find_model(asked, settings.home), target.max_model_len)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
+import torch
 
 from config import ModelSettings, Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
@@ -75,7 +76,7 @@ def _load_drafter(
     check_vocabulary(target_directory, directory)
     loaded = take_weights(_load(directory, source, target.max_model_len), source, settings.home)
     sizes = draft_sizes(loaded, target.vocab_size, room)
-    sizes = replace(sizes, max_num_lanes=num_lanes(settings.speculation))
+    sizes = replace(sizes, max_num_lanes=num_lanes(settings.speculation, loaded.device))
     log.info(
         "draft model %s: %.0f million parameters, %d KV blocks",
         name,
@@ -102,12 +103,23 @@ def draft_model_settings(settings: Settings) -> ModelSettings:
     return settings.model.model_copy(update=changes)
 
 
-def num_lanes(speculation: SpeculationSettings) -> int:
-    """Other outcomes to draft for, of a sequence: none where the target waits for all drafts anyway."""
-    schedule, asked = speculation.speculation_schedule, speculation.draft_lanes
-    if schedule == "sync":
-        return 0
-    return asked if asked is not None else (AUTO_LANES if schedule == "auto" else 0)
+def is_on_host(settings: Settings, target: LoadedModel) -> bool:
+    """Whether the draft model lies on the CPU beside a target that does not."""
+    return settings.speculation.draft_device == "cpu" and target.device.type != "cpu"
+
+
+def num_lanes(speculation: SpeculationSettings, device: torch.device) -> int:
+    """Other outcomes to draft for, of a sequence; for a draft model on `device`. Raises StartRefused."""
+    asked = speculation.draft_lanes
+    if device.type == "cpu":
+        is_tried = asked is None and speculation.speculation_schedule == "auto"
+        return AUTO_LANES if is_tried else asked or 0
+    if asked:
+        raise StartRefused(
+            f"--draft-lanes {asked}: on a GPU a draft model draws whole chains. Add --draft-device cpu or "
+            "leave it out."
+        )
+    return 0
 
 
 def draft_sizes(loaded: LoadedModel, vocab_size: int, room: TargetRoom) -> DraftSizes:

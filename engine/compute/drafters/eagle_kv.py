@@ -25,6 +25,11 @@ def last_rows(spans: Sequence[Span]) -> list[int]:
     return [stop - 1 for stop in accumulate(span.num_rows for span in spans)]
 
 
+def of_last_rows(rows: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """`rows` [N, ...] of the spans' last rows; themselves where each span has one row."""
+    return rows if len(rows) == len(spans) else rows[last_rows(spans)]
+
+
 @dataclass(slots=True)
 class Slab:
     """Where a sequence lies: in the first `num_kept` slots are verified positions, oldest first."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.compute.drafters.eagle_kv import EagleKv, Span, last_rows
+from engine.compute.drafters.eagle_kv import EagleKv, Span, of_last_rows
 from engine.compute.drafters.eagle_weights import EagleWeights
 
 
@@ -47,7 +47,7 @@ class TorchEagle:
         embedded = F.rms_norm(weights.embedding(token_ids), (sizes.hidden,), weights.input_norm, weights.eps)
         qkv = F.linear(torch.cat([embedded, normed], dim=-1), weights.qkv)
         attended = self._attend(qkv, positions, spans)
-        hidden = residual[last_rows(spans)] + F.linear(attended, weights.output)
+        hidden = of_last_rows(residual, spans) + F.linear(attended, weights.output)
         normed = F.rms_norm(hidden, (sizes.hidden,), weights.mlp_norm, weights.eps)
         gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, weights.down)
@@ -65,7 +65,7 @@ class TorchEagle:
         where = torch.tensor(positions, device=qkv.device)
         cos, sin = self._weights.rotary(qkv, position_ids=where[None])
         query, key = (_rotated(part, cos[0, :, None], sin[0, :, None]) for part in (query, key))
-        return attend_in_slabs(self._kv, spans, query[last_rows(spans)], key, value).flatten(1)
+        return attend_in_slabs(self._kv, spans, of_last_rows(query, spans), key, value).flatten(1)
 
 
 def attend_in_slabs(

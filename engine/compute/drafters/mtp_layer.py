@@ -9,7 +9,7 @@ import torch
 
 from engine.compute.attention import LayerCall
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.drafters.eagle_kv import EagleKv, Span, last_rows
+from engine.compute.drafters.eagle_kv import EagleKv, Span, of_last_rows
 from engine.compute.drafters.eagle_torch import attend_in_slabs
 from engine.compute.drafters.mtp_module import MtpModule
 
@@ -42,7 +42,7 @@ class MtpLayer:
         where = torch.tensor(positions, device=hidden.device)
         context = SlabContext(self._kv, self._module.layer, spans)
         out: torch.Tensor = self._module(hidden, token_ids, where, context)
-        return out[last_rows(spans)]
+        return of_last_rows(out, spans)
 
     def again(self, out: torch.Tensor) -> torch.Tensor:
         """The output as it is: it is normed, as what is read of the target."""

@@ -172,6 +172,7 @@ class DrafterLink:
             may_branch=self.may_branch,
             is_quiet=self._is_quiet(view),
             least_chance=self._least_chance(sequence, view),
+            # At each draft that is or will be verified, and behind them.
             num_lanes=min(self.max_num_lanes, 1 + max(sequence.num_in_flight, min(len(tape), view.limit))),
         )
 

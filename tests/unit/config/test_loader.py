@@ -121,6 +121,22 @@ def test_bad_values_say_where_what_and_what_is_allowed(key: str, value: str, all
     assert str(caught.value) == f"flag {flag}: {key} = '{value}' is not allowed; expected {allowed}"
 
 
+@pytest.mark.parametrize(
+    ("flag", "word", "needed"),
+    [
+        ("--speculation-schedule", "sync", "--speculation-schedule async"),
+        ("--draft-verification", "rejection", "--draft-verification match"),
+    ],
+)
+def test_lanes_that_could_not_be_kept_are_refused(flag: str, word: str, needed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--draft-lanes", "2", flag, word], {})
+    wrong = "flag --draft-lanes: speculation.draft_lanes = '2' is not allowed"
+    assert str(caught.value) == f"{wrong}; expected {needed} beside it"
+    for lanes in ("auto", "0"):
+        load_settings(["--draft-lanes", lanes, flag, word], {})
+
+
 def test_integers_need_the_kernels_that_read_them() -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(["--quantization", "int8", "--compile", "off"], {})

@@ -15,10 +15,12 @@ from config import ModelSettings, Settings
 from config.schema import SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.drafters.draft_loader import (
+    AUTO_LANES,
     TargetRoom,
     check_vocabulary,
     count_draft_blocks,
     load_draft_model,
+    num_lanes,
 )
 from engine.errors import StartRefused
 from engine.plan.request import SamplingParams
@@ -107,3 +109,26 @@ def test_kv_is_what_all_sequences_may_need_or_what_the_memory_holds_but_never_le
     assert count_draft_blocks(loaded, 16, 4, 2**40) == 4 * longest
     assert count_draft_blocks(loaded, 16, 4, 40 * block_bytes + 1) == 40
     assert count_draft_blocks(loaded, 16, 4, 0) == longest
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, AUTO_LANES),
+        ({"speculation_schedule": "async"}, 0),
+        ({"speculation_schedule": "async", "draft_lanes": 3}, 3),
+        ({"speculation_schedule": "auto", "draft_lanes": 0}, 0),
+        ({"speculation_schedule": "sync"}, 0),
+    ],
+)
+def test_lanes_are_tried_where_the_schedule_is_measured_or_kept_where_asked_for(
+    settings: dict[str, Any], expected: int
+) -> None:
+    assert num_lanes(SpeculationSettings(**settings), torch.device("cpu")) == expected
+
+
+def test_on_a_gpu_there_are_no_lanes_and_who_asks_for_some_is_told() -> None:
+    gpu = torch.device("cuda", 0)
+    assert num_lanes(SpeculationSettings(), gpu) == 0
+    with pytest.raises(StartRefused, match=r"--draft-lanes 2: .*Add --draft-device cpu"):
+        num_lanes(SpeculationSettings(draft_lanes=2), gpu)
