@@ -14,11 +14,11 @@ from engine.compute.embedding.source import (
     resolve_embedding_model,
 )
 from engine.compute.loading.loader import choose_device
+from engine.compute.loading.model_source import beside_model
 from engine.embeddings.text_reader import EmbeddingParts
 from engine.errors import StartRefused
 from engine.startup import build
 from engine.startup.diagnosis import Diagnosis, EmbeddingFacts
-from engine.startup.memory_beside import beside_model
 from engine.text.embedding_tokenizer import EmbeddingTokenizer
 
 log = logging.getLogger("slipstream.engine")

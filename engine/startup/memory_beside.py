@@ -28,7 +28,7 @@ from engine.compute.drafters.eagle_loader import foresee_eagle_kv
 from engine.compute.drafters.mtp_loader import foresee_mtp_kv
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.locate import FoundModel, find_model
-from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.model_source import beside_model, resolve_model
 from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
 from engine.compute.loading.quantized_files import foresee_codes
 from engine.compute.loading.support import Architecture, weight_format_of
@@ -68,11 +68,6 @@ def foresee_memory_beside(
         _told(lambda: _embedding_bytes(settings.model, may_fetch=may_fetch)) or 0,
         tuple(drafter.kept for drafter in drafters),
     )
-
-
-def beside_model(settings: ModelSettings, name: str) -> ModelSettings:
-    """The settings of another model that a start loads, on the same device: its files' own in the rest."""
-    return settings.model_copy(update={"model": name, "revision": None, "max_model_len": None})
 
 
 def outline_draft_model(asked: ModelSettings, source: FoundModel, max_model_len: int) -> LoadedModel | None:

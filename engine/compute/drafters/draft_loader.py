@@ -20,7 +20,7 @@ from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
 from engine.compute.loading.loader import LoadedModel, load_model, own_context_length
 from engine.compute.loading.model_files import first_line
-from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.model_source import beside_model, resolve_model
 from engine.compute.loading.support import Architecture, exact_context_limit, read_architecture
 from engine.compute.native.install import with_checked_kernels
 from engine.compute.native.stored import take_weights
@@ -97,10 +97,11 @@ def _load_drafter(
 def draft_model_settings(settings: Settings) -> ModelSettings:
     """Those that `--draft-model` is loaded by, which has its files' own context, on a device of its own."""
     speculation = settings.speculation
-    changes = {"model": speculation.draft_model, "revision": None, "max_model_len": None}
-    if speculation.draft_device != "auto":
-        changes["device"] = speculation.draft_device
-    return settings.model.model_copy(update=changes)
+    assert speculation.draft_model is not None, "no draft model is asked for"
+    asked = beside_model(settings.model, speculation.draft_model)
+    if speculation.draft_device == "auto":
+        return asked
+    return asked.model_copy(update={"device": speculation.draft_device})
 
 
 def is_on_host(settings: Settings, target: LoadedModel) -> bool:

@@ -24,6 +24,11 @@ from engine.compute.loading.support import find_model_class
 from engine.errors import StartRefused
 
 
+def beside_model(settings: ModelSettings, name: str) -> ModelSettings:
+    """The settings of another model that a start loads, on the same device: its files' own in the rest."""
+    return settings.model_copy(update={"model": name, "revision": None, "max_model_len": None})
+
+
 def resolve_model(settings: ModelSettings, home: Path) -> Path:
     """A directory with the safetensors model that `settings.model` names, whole and free of code.
 
