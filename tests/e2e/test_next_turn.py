@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from config import load_settings
-from engine import Engine
+from engine.plan.request import Request
+from engine.plan.scheduling.next_turns import NextTurns
 from tests.e2e.http_server import MODEL, served
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask
@@ -40,14 +41,18 @@ async def second_turn(
     """Tokens that the second turn had to compute, and what became of those that were read ahead."""
     model, template = save_tiny_model("llama", directory / "model"), directory / "template.jinja"
     template.write_text(TEMPLATE)
-    expected = asyncio.Event()
-    expect_prompt = Engine.expect_prompt
+    was_read, slices = asyncio.Event(), []
+    next_slice = NextTurns.next_slice
 
-    def expect(engine: Engine, token_ids: list[int], cache_salt: str | None) -> None:
-        expect_prompt(engine, token_ids, cache_salt)
-        expected.set()
+    def cut(turns: NextTurns, arrival_time: float) -> Request | None:
+        request = next_slice(turns, arrival_time)
+        if request is not None:
+            slices.append(request)
+        elif slices:  # the last of them has been computed
+            was_read.set()
+        return request
 
-    monkeypatch.setattr(Engine, "expect_prompt", expect)
+    monkeypatch.setattr(NextTurns, "next_slice", cut)
     block_size = ("--kv-block-size", str(BLOCK_SIZE))
     async with real_engine(model, "--chat-template", str(template), *block_size) as engine:
         settings = load_settings(["--served-model-name", MODEL, *flags], environ={})
@@ -55,7 +60,7 @@ async def second_turn(
             reply, _, cached = await chat(url, [FIRST])
             assert cached == 0
             if settings.scheduler.read_next_turn:
-                await asyncio.wait_for(expected.wait(), 10)
+                await asyncio.wait_for(was_read.wait(), 10)
             messages = [FIRST, {"role": "assistant", "content": reply}, SECOND]
             _, num_tokens, cached = await chat(url, messages)
             return num_tokens - cached, engine.next_turn_tokens()

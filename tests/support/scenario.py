@@ -153,6 +153,7 @@ class Scenario:
             fields = {**fields, "prompt": token_ids[:20] * 2, "max_tokens": 50}
             wishes = [{"method": method} for method in ("ngram", "suffix", "draft-model")]
             await asyncio.gather(*(self._say(**fields, speculation=wish) for wish in wishes))
+            await self._stop_amid_drafts(fields)
 
         def to_come() -> list[str]:
             methods = ("ngram", "suffix", "prediction", "draft_model")
@@ -163,6 +164,18 @@ class Scenario:
             return [what for what, count in counts.items() if not count]
 
         await _until_none(to_come, ask_for_drafts)
+
+    async def _stop_amid_drafts(self, fields: dict[str, Any]) -> None:
+        """Ask twice, and have the second reply end at a token of the first, which no drafter foresees.
+
+        Its steps take long, so that by then there are drafts of what would follow.
+        """
+        reply = (await self._say(**fields, return_token_ids=True)).json()["choices"][0]
+        self.runner.pace_s = 0.01
+        await self._say(
+            **fields, stop_token_ids=reply["token_ids"][20:21], speculation={"method": "draft-model"}
+        )
+        self.runner.pace_s = 0.0
 
     async def press(self) -> None:
         """More requests at once than fit the memory."""
